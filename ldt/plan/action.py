@@ -1,0 +1,96 @@
+"""Actions: the entries of a plan. They print and parse in the form of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+from ldt.errors import PlanError
+from ldt.topology import Direction
+
+__all__ = ["Action", "Kind"]
+
+
+class Kind(str, Enum):  # noqa: UP042 (StrEnum needs Python 3.11)
+    """What an action does."""
+
+    F = "F"  # forward; the tail's includes the loss
+    B = "B"  # full backward
+    I = "I"  # noqa: E741  gradient of the input only
+    W = "W"  # gradient of the weights only
+    SEND_F = "SEND_F"  # send this chunk's output to the next chunk
+    RECV_F = "RECV_F"  # receive this chunk's input from the chunk before
+    SEND_B = "SEND_B"  # send the gradient of this chunk's input to the chunk before
+    RECV_B = "RECV_B"  # receive the gradient of this chunk's output from the next chunk
+    REDUCE_GRAD = "REDUCE_GRAD"  # average this chunk's gradients over the replicas
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def is_compute(self) -> bool:
+        return self in _COMPUTE
+
+    @property
+    def is_send(self) -> bool:
+        return self is Kind.SEND_F or self is Kind.SEND_B
+
+    @property
+    def is_receive(self) -> bool:
+        return self is Kind.RECV_F or self is Kind.RECV_B
+
+    @property
+    def is_comm(self) -> bool:
+        """True for what is carried by a lane, that is, sends and receives."""
+        return self.is_send or self.is_receive
+
+    @property
+    def direction(self) -> Direction:
+        """Activations ("F") or gradients ("B"). Only for sends and receives."""
+        assert self.is_comm, self
+        return "F" if self in (Kind.SEND_F, Kind.RECV_F) else "B"
+
+
+_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|[FBIW])(\d*)")
+
+
+class Action(NamedTuple):
+    """``2F3`` is the forward of chunk 2 for microbatch 3; only ``0REDUCE_GRAD`` has no microbatch."""
+
+    chunk: int
+    kind: Kind
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind.value}{'' if self.microbatch is None else self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what ``str`` writes. Raises PlanError for anything else."""
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None or (match[2] == "REDUCE_GRAD") != (match[3] == ""):
+            raise PlanError(
+                f"expected an action such as '2F3', '1SEND_F3' or '0REDUCE_GRAD', got {text.strip()!r}"
+            )
+        return cls(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else None)
+
+    @property
+    def hop(self) -> int:
+        """The chunk c of the hop c -> c+1 that a send or receive crosses."""
+        assert self.kind.is_comm, self
+        return self.chunk if self.kind in (Kind.SEND_F, Kind.RECV_B) else self.chunk - 1
+
+    @property
+    def counterpart(self) -> Action:
+        """The receive of a send, or the send of a receive, at the other end of the hop."""
+        return Action(*_COUNTERPART[self.kind](self.chunk), self.microbatch)
+
+
+_COUNTERPART = {
+    Kind.SEND_F: lambda chunk: (chunk + 1, Kind.RECV_F),
+    Kind.RECV_F: lambda chunk: (chunk - 1, Kind.SEND_F),
+    Kind.SEND_B: lambda chunk: (chunk - 1, Kind.RECV_B),
+    Kind.RECV_B: lambda chunk: (chunk + 1, Kind.SEND_B),
+}

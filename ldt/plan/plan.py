@@ -1,0 +1,69 @@
+"""The plan: for each node, the ordered list of its actions. Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action
+from ldt.topology import Channel, LanePolicy, Node, Topology
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every node does in one step, in which order.
+
+    ``lanes`` is the lane policy the sends and receives were placed for; None for a plan of compute actions
+    only. ``training`` is False for forward-only plans. Treat ``rows`` as read-only: plans are shared and hashed.
+    The constructor checks only that there is one row per node; ``ldt.plan.verify`` proves the rest.
+    """
+
+    topology: Topology
+    num_microbatches: int
+    rows: Mapping[Node, Sequence[Action]]
+    lanes: LanePolicy | None = None
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
+            raise PlanError(f"num_microbatches must be an int of at least 1, got {self.num_microbatches!r}")
+        if self.lanes is not None and self.lanes not in get_args(LanePolicy):
+            raise PlanError(f"lanes must be 'dedicated', 'paired' or None, got {self.lanes!r}")
+        if set(self.rows) != set(self.topology.nodes):
+            expected, got = (", ".join(map(str, nodes)) for nodes in (self.topology.nodes, self.rows))
+            raise PlanError(
+                f"a plan needs one row per node: expected rows for {expected}, got {got or 'none'}"
+            )
+        object.__setattr__(self, "rows", {node: tuple(self.rows[node]) for node in self.topology.nodes})
+
+    def __hash__(self) -> int:
+        return hash(
+            (self.topology, self.num_microbatches, tuple(self.rows.items()), self.lanes, self.training)
+        )
+
+    def channel_of(self, action: Action, node: Node) -> Channel:
+        """The channel that ``action``, a send or receive in the row of ``node``, uses."""
+        if not action.kind.is_comm:
+            raise PlanError(f"only sends and receives have a channel, got {action}")
+        return self.topology.channel(action.hop, action.kind.direction, node.replica)
+
+    def with_rows(self, rows: Mapping[Node, Sequence[Action]], lanes: LanePolicy | None) -> Plan:
+        """The same step with other rows, whose sends and receives are placed for ``lanes``."""
+        return replace(self, rows=rows, lanes=lanes)
+
+    def to_text(self) -> str:
+        """Header lines, then one CSV line per node. ``from_text`` gives the equal plan back."""
+        from ldt.plan.text import plan_to_text
+
+        return plan_to_text(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read what ``to_text`` writes. Raises PlanError naming the line that is wrong."""
+        from ldt.plan.text import plan_from_text
+
+        return plan_from_text(text)

@@ -1,0 +1,67 @@
+"""The text form of a plan: a header, then one line of comma-separated actions per node.
+
+# ldt plan 1
+# topology: tp=1,1,1 dp=1 edge_dp=1 laps=1
+# microbatches=4 lanes=dedicated mode=train
+0.0,0F0,0SEND_F0,0F1,...
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from ldt.errors import LdtError, PlanError
+from ldt.plan.action import Action
+from ldt.plan.plan import Plan
+from ldt.topology import LanePolicy, Node, Topology
+
+_MAGIC = "# ldt plan 1"
+_TOPOLOGY = "# topology: "
+_MODES = {"train": True, "eval": False}
+
+
+def plan_to_text(plan: Plan) -> str:
+    """See Plan.to_text."""
+    mode = "train" if plan.training else "eval"
+    lines = [
+        _MAGIC,
+        _TOPOLOGY + plan.topology.to_text(),
+        f"# microbatches={plan.num_microbatches} lanes={plan.lanes or 'none'} mode={mode}",
+    ]
+    lines += [",".join([str(node), *map(str, row)]) for node, row in plan.rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def plan_from_text(text: str) -> Plan:
+    """See Plan.from_text."""
+    lines = text.splitlines()
+    if len(lines) < 3 or lines[0].strip() != _MAGIC or not lines[1].startswith(_TOPOLOGY):
+        raise PlanError(f"expected a plan that starts with {_MAGIC!r} and a topology line, got {lines[:2]!r}")
+    try:
+        topology = Topology.from_text(lines[1][len(_TOPOLOGY) :])
+        num_microbatches, lanes, training = _settings(lines[2])
+    except LdtError as error:
+        raise PlanError(f"header of the plan: {error}") from error
+    rows: dict[Node, list[Action]] = {}
+    for number, line in enumerate(lines[3:], start=4):
+        if not line.strip():
+            continue
+        try:
+            label, *cells = line.split(",")
+            node = Node.parse(label)
+            row = [Action.parse(cell) for cell in cells]
+        except LdtError as error:
+            raise PlanError(f"line {number} of the plan: {error}") from error
+        if node in rows:
+            raise PlanError(f"line {number} of the plan: node {node} already has a row")
+        rows[node] = row
+    return Plan(topology, num_microbatches, rows, lanes, training)
+
+
+def _settings(line: str) -> tuple[int, LanePolicy | None, bool]:
+    try:
+        fields = dict(field.split("=") for field in line.lstrip("# ").split())
+        lanes = None if fields["lanes"] == "none" else cast("LanePolicy", fields["lanes"])
+        return int(fields["microbatches"]), lanes, _MODES[fields["mode"]]
+    except (KeyError, ValueError) as error:
+        raise PlanError(f"expected '# microbatches=4 lanes=dedicated mode=train', got {line!r}") from error

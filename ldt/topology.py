@@ -1,0 +1,289 @@
+"""Who runs what: ranks, stages, replicas, chunks, channels between nodes and the lanes that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
+
+from ldt.errors import TopologyError
+
+__all__ = ["Channel", "Direction", "Hop", "LaneKey", "LanePolicy", "Node", "Topology", "lanes"]
+
+Direction = Literal["F", "B"]
+LanePolicy = Literal["dedicated", "paired"]
+
+
+class Node(NamedTuple):
+    """One stage of one replica: the unit that owns a row of a plan. Prints as ``stage.replica``."""
+
+    stage: int
+    replica: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.replica}"
+
+    @classmethod
+    def parse(cls, text: str) -> Node:
+        """Read what ``str`` writes. Raises TopologyError for anything else."""
+        stage, dot, replica = text.strip().partition(".")
+        if not (dot and stage.isdecimal() and replica.isdecimal()):
+            raise TopologyError(
+                f"expected a node as 'stage.replica', for example '1.0', got {text.strip()!r}"
+            )
+        return cls(int(stage), int(replica))
+
+
+class Hop(NamedTuple):
+    """The step from ``chunk`` to ``chunk + 1``."""
+
+    chunk: int
+
+    def local(self, topology: Topology) -> bool:
+        """True when both chunks sit on one stage, so that nothing is transferred."""
+        return topology.stage_of(self.chunk) == topology.stage_of(self.chunk + 1)
+
+
+@dataclass(frozen=True, order=True)
+class Channel:
+    """One directed logical flow between two nodes, first in first out.
+
+    ``hop`` is the chunk c of the hop c -> c+1. Direction "F" carries c's output to c+1, direction "B" carries
+    the gradient of c+1's input back to c. A message is identified by (channel, microbatch).
+    """
+
+    source: Node
+    target: Node
+    hop: int
+    direction: Direction
+
+    @property
+    def replica(self) -> int:
+        """The cloud replica this channel belongs to: one end of every channel is a cloud node."""
+        return self.target.replica if self.source.stage == 0 else self.source.replica
+
+    @property
+    def name(self) -> str:
+        """For example ``F0:0.0->1.0``."""
+        return f"{self.direction}{self.hop}:{self.source}->{self.target}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class LaneKey(NamedTuple):
+    """Names one lane. ``colour`` is "pang", "ping", ... when paired; direction and hop ("F0") when dedicated."""
+
+    colour: str
+    replica: int
+
+    def __str__(self) -> str:
+        return f"{self.colour}.{self.replica}"
+
+
+@dataclass(frozen=True, init=False)
+class Topology:
+    """How many ranks hold which part of the model.
+
+    ``tp[s]`` is the number of tensor-parallel ranks of stage s; stage 0 is the edge. ``dp`` replicas of the
+    cloud stages are served by ``edge_dp`` replicas of the edge (default: as many). ``laps`` is the number of
+    walks through all P stages: chunk c < laps * P sits on stage c % P, and the last, the tail, on the edge.
+
+    Raises TopologyError naming the number that is wrong.
+    """
+
+    tp: tuple[int, ...]
+    dp: int
+    edge_dp: int
+    laps: int
+
+    def __init__(self, tp: Sequence[int], dp: int = 1, edge_dp: int | None = None, laps: int = 1) -> None:
+        object.__setattr__(self, "tp", tuple(tp))
+        object.__setattr__(self, "dp", dp)
+        object.__setattr__(self, "edge_dp", dp if edge_dp is None else edge_dp)
+        object.__setattr__(self, "laps", laps)
+        self._check()
+
+    def _check(self) -> None:
+        if not self.tp:
+            raise TopologyError("tp is empty: give the ranks of each stage, for example tp=[1, 2, 2]")
+        counts = [(f"tp[{stage}]", size) for stage, size in enumerate(self.tp)]
+        counts += [("dp", self.dp), ("edge_dp", self.edge_dp), ("laps", self.laps)]
+        for name, count in counts:
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise TopologyError(f"{name} must be a whole number of at least 1, got {count!r}")
+        if self.dp % self.edge_dp:
+            raise TopologyError(
+                f"edge_dp={self.edge_dp} does not divide dp={self.dp}: "
+                "each edge replica must serve equally many cloud replicas"
+            )
+        if self.num_stages == 1 and self.edge_dp != self.dp:
+            raise TopologyError(
+                f"one stage has no cloud, so edge_dp must equal dp: got edge_dp={self.edge_dp}, dp={self.dp}"
+            )
+
+    # -- stages and chunks -----------------------------------------------------------------------------------
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.tp)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.laps * self.num_stages + 1
+
+    @property
+    def tail(self) -> int:
+        """The last chunk, which ends on the edge and owns the loss."""
+        return self.num_chunks - 1
+
+    def replicas(self, stage: int) -> int:
+        """Number of replicas of ``stage``."""
+        return self.edge_dp if stage == 0 else self.dp
+
+    def stage_of(self, chunk: int) -> int:
+        """The stage that holds ``chunk``."""
+        if not 0 <= chunk < self.num_chunks:
+            raise TopologyError(f"chunk {chunk} does not exist: this topology has chunks 0 to {self.tail}")
+        return chunk % self.num_stages
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """The chunks of ``stage`` in model order."""
+        return tuple(range(stage, self.num_chunks, self.num_stages))
+
+    # -- ranks -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes in rank order: the edge's replicas first, then stage by stage."""
+        return tuple(
+            Node(stage, replica)
+            for stage in range(self.num_stages)
+            for replica in range(self.replicas(stage))
+        )
+
+    @cached_property
+    def _ranks(self) -> dict[Node, tuple[int, ...]]:
+        ranks, first = {}, 0
+        for node in self.nodes:
+            ranks[node] = tuple(range(first, first + self.tp[node.stage]))
+            first += self.tp[node.stage]
+        return ranks
+
+    @cached_property
+    def _node_of_rank(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.nodes for _ in self._ranks[node])
+
+    @property
+    def world_size(self) -> int:
+        return len(self._node_of_rank)
+
+    def ranks_of(self, node: Node) -> tuple[int, ...]:
+        """The ranks of ``node``, which are consecutive."""
+        if node not in self._ranks:
+            raise TopologyError(f"node {node} does not exist: nodes are {', '.join(map(str, self.nodes))}")
+        return self._ranks[node]
+
+    def leader_of(self, node: Node) -> int:
+        """The only rank of ``node`` that talks to other nodes."""
+        return self.ranks_of(node)[0]
+
+    def node_of(self, rank: int) -> Node:
+        if not 0 <= rank < self.world_size:
+            raise TopologyError(
+                f"rank {rank} does not exist: this topology has ranks 0 to {self.world_size - 1}"
+            )
+        return self._node_of_rank[rank]
+
+    def tp_rank_of(self, rank: int) -> int:
+        """Position of ``rank`` within its node; 0 is the leader."""
+        return rank - self.leader_of(self.node_of(rank))
+
+    # -- hops and channels -----------------------------------------------------------------------------------
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        return tuple(Hop(chunk) for chunk in range(self.num_chunks - 1))
+
+    def node_at(self, chunk: int, replica: int) -> Node:
+        """The node that runs ``chunk`` for cloud replica ``replica``; an edge one serves every edge_dp-th."""
+        stage = self.stage_of(chunk)
+        return Node(stage, replica % self.edge_dp if stage == 0 else replica)
+
+    def channel(self, hop: int, direction: Direction, replica: int) -> Channel:
+        """The channel of ``hop`` for cloud replica ``replica``. Raises TopologyError if the hop is local."""
+        if not 0 <= hop < self.num_chunks - 1 or Hop(hop).local(self):
+            raise TopologyError(f"hop {hop}->{hop + 1} has no channel: it is local or does not exist")
+        below, above = self.node_at(hop, replica), self.node_at(hop + 1, replica)
+        return Channel(below, above, hop, "F") if direction == "F" else Channel(above, below, hop, "B")
+
+    def _channels(self, replicas: Sequence[int]) -> Iterator[Channel]:
+        directions: tuple[Direction, ...] = get_args(Direction)
+        for replica in replicas:
+            for hop in self.hops:
+                if not hop.local(self):
+                    yield from (self.channel(hop.chunk, direction, replica) for direction in directions)
+
+    @cached_property
+    def channels(self) -> tuple[Channel, ...]:
+        """Every channel, by replica, then hop, forward before backward: the one global order."""
+        return tuple(self._channels(range(self.dp)))
+
+    def channels_of(self, replica: int) -> tuple[Channel, ...]:
+        """The channels of one cloud replica."""
+        return tuple(self._channels([replica]))
+
+    # -- text ------------------------------------------------------------------------------------------------
+
+    def to_text(self) -> str:
+        """One line, for example ``tp=1,2,2 dp=1 edge_dp=1 laps=1``."""
+        return f"tp={','.join(map(str, self.tp))} dp={self.dp} edge_dp={self.edge_dp} laps={self.laps}"
+
+    @classmethod
+    def from_text(cls, text: str) -> Topology:
+        """Read what ``to_text`` writes. Raises TopologyError for anything else."""
+        try:
+            fields = dict(field.split("=", 1) for field in text.split())
+            tp = [int(size) for size in fields.pop("tp").split(",")]
+            numbers = {name: int(fields.pop(name)) for name in ("dp", "edge_dp", "laps")}
+        except (KeyError, ValueError):
+            fields = {"": text}
+        if fields:
+            raise TopologyError(
+                f"expected a topology as 'tp=1,2,2 dp=1 edge_dp=1 laps=1', got {text.strip()!r}"
+            )
+        return cls(tp, **numbers)
+
+    def describe(self) -> str:
+        """A small table for people: one line per node with its ranks and chunks."""
+        lines = [self.to_text(), f"{'node':<8}{'ranks':<16}chunks"]
+        for node in self.nodes:
+            ranks = self.ranks_of(node)
+            span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+            lines.append(f"{node!s:<8}{span:<16}{', '.join(map(str, self.chunks_of(node.stage)))}")
+        return "\n".join(lines)
+
+
+def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:
+    """The lane every channel rides on.
+
+    "dedicated" gives each channel a lane. "paired" has two lanes per replica, told apart by the sender: an even
+    stage sends on pang and receives on ping, an odd stage the other way round. With an odd number of stages both
+    ends of the wraparound link are even, so its activations ride on last_to_first and its gradients on
+    first_to_last. A node is on a lane either only as sender or only as receiver.
+    """
+    if policy not in get_args(LanePolicy):
+        raise TopologyError(f"lane policy must be 'dedicated' or 'paired', got {policy!r}")
+    colour = _dedicated if policy == "dedicated" else _paired
+    return {channel: LaneKey(colour(channel), channel.replica) for channel in topology.channels}
+
+
+def _dedicated(channel: Channel) -> str:
+    return f"{channel.direction}{channel.hop}"
+
+
+def _paired(channel: Channel) -> str:
+    if channel.source.stage % 2 == channel.target.stage % 2:  # only the wraparound of an odd number of stages
+        return "first_to_last" if channel.source.stage == 0 else "last_to_first"
+    return "ping" if channel.source.stage % 2 else "pang"
