@@ -1,0 +1,60 @@
+"""Finds the programs of the native build, CMake and Ninja, and proves that they run.
+
+A program on ``PATH`` may be the script of a Python package that the isolated build cannot import, so each candidate
+is started once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+MINIMUM = {"cmake": (3, 25), "ninja": (1, 10)}
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a working program of at least the minimum version, or None."""
+    for candidate in _candidates(name):
+        version = _version(candidate)
+        if version is not None and version >= MINIMUM[name]:
+            return candidate
+    return None
+
+
+def require_tool(name: str) -> str:
+    """Like find_tool, but raises SystemExit with one sentence if there is none."""
+    tool = find_tool(name)
+    if tool is None:
+        wanted = ".".join(map(str, MINIMUM[name]))
+        raise SystemExit(f"ldt: the build needs {name} >= {wanted} and found none; run `pip install {name}` first.")
+    return tool
+
+
+def missing_requirements() -> list[str]:
+    """Requirements for what this machine lacks: the frontend of an isolated build installs them from the index."""
+    return [
+        f"{name}>={'.'.join(map(str, minimum))}" for name, minimum in MINIMUM.items() if find_tool(name) is None
+    ]
+
+
+def _candidates(name: str) -> list[str]:
+    found = [shutil.which(name), str(Path(sysconfig.get_path("scripts")) / name)]
+    spec = importlib.util.find_spec(name)  # the PyPI packages of both programs carry them inside
+    if spec is not None and spec.submodule_search_locations:
+        package = Path(spec.submodule_search_locations[0])
+        found += [str(package / "data" / "bin" / name), str(package / name)]
+    return [path for path in found if path and os.access(path, os.X_OK)]
+
+
+def _version(program: str) -> tuple[int, ...] | None:
+    try:
+        text = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = re.search(r"(\d+)\.(\d+)", text)
+    return (int(match.group(1)), int(match.group(2))) if match else None

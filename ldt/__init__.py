@@ -1,0 +1,1 @@
+"""Layerwise disaggregated training on PyTorch."""

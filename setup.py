@@ -1,0 +1,92 @@
+"""Drives CMake and Ninja for ldt._C and prints what was built. Sources, options and flags are in CMakeLists.txt."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+from find_torch import Torch, find_torch  # noqa: E402
+from native_tools import require_tool  # noqa: E402
+
+BUILD_INFO = "_build_info"
+
+
+class BuildPy(build_py):
+    """Leaves out the build information of an earlier build in the source tree: this build writes its own."""
+
+    def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
+        modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)
+        return [module for module in modules if module[1] != BUILD_INFO]
+
+
+class CMakeBuild(build_ext):
+    """Builds and installs the module with CMake, into the source tree for an editable install."""
+
+    def run(self) -> None:
+        # setuptools resets `inplace` while it builds; CMake must know of it.
+        self.editable = bool(self.inplace)
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        torch = find_torch()
+        cmake = require_tool("cmake")
+        target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        build_dir = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.version}"
+        build_dir.mkdir(parents=True, exist_ok=True)
+        self._run([cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *self._options(torch)])
+        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+        self._run([cmake, "--build", str(build_dir), "--parallel", jobs])
+        self._run([cmake, "--install", str(build_dir), "--prefix", str(target), "--component", "python"])
+        print(f"ldt: built {ext.name} against torch {torch.version} in {target}")
+        print((target / f"{BUILD_INFO}.py").read_text(encoding="utf-8"), flush=True)
+
+    def copy_extensions_to_source(self) -> None:
+        """Editable installs: put the build information into the source tree, next to the module."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, *ext.name.split(".")[:-1], f"{BUILD_INFO}.py")
+            self.copy_file(str(built), str(Path(self.get_ext_fullpath(ext.name)).parent / built.name))
+
+    def _options(self, torch: Torch) -> list[str]:
+        options = [
+            f"-DLDT_TORCH_DIR={torch.folder}",
+            f"-DLDT_EXTRA_RPATH={torch.folder / 'lib' if self.editable else ''}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DCMAKE_MAKE_PROGRAM={require_tool('ninja')}",
+            f"-DLDT_WITH_CUDA={os.environ.get('LDT_WITH_CUDA', 'auto').lower()}",
+            f"-DLDT_BUILD_TESTS={os.environ.get('LDT_BUILD_TESTS', 'OFF')}",
+            f"-DCMAKE_BUILD_TYPE={os.environ.get('LDT_BUILD_TYPE', 'Release')}",
+        ]
+        return options + shlex.split(os.environ.get("CMAKE_ARGS", ""))
+
+    @staticmethod
+    def _run(command: list[str]) -> None:
+        print("ldt:", shlex.join(command), flush=True)
+        status = subprocess.run(command, check=False).returncode
+        if status != 0:
+            raise SystemExit(f"ldt: `{Path(command[0]).name} {command[1]}` failed with status {status}; see above.")
+
+
+def requirements() -> list[str]:
+    """The torch of the build, by minor version. A source archive has none: it is not bound to a torch."""
+    if any(command in sys.argv for command in ("sdist", "clean")):
+        return []
+    return [find_torch().requirement]
+
+
+setup(
+    ext_modules=[Extension("ldt._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild, "build_py": BuildPy},
+    install_requires=requirements(),
+)
