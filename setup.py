@@ -1,4 +1,4 @@
-"""Drives CMake and Ninja for ldt._C and prints what was built. Sources, options and flags are in CMakeLists.txt."""
+"""Drives CMake and Ninja for ldt._C and prints what was built. Sources and flags are in CMakeLists.txt."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class CMakeBuild(build_ext):
         print("ldt:", shlex.join(command), flush=True)
         status = subprocess.run(command, check=False).returncode
         if status != 0:
-            raise SystemExit(f"ldt: `{Path(command[0]).name} {command[1]}` failed with status {status}; see above.")
+            raise SystemExit(f"ldt: `{shlex.join(command[:2])}` failed with status {status}; see above.")
 
 
 def requirements() -> list[str]:

@@ -1,7 +1,8 @@
 """Finds the torch of the environment that ldt is installed into, without importing it.
 
-A build frontend that isolates the build cuts ``sys.path``, but still runs the interpreter of the target environment:
-``sys.prefix`` tells where the target's packages are. torch's version is read from ``torch/version.py`` as text.
+A build frontend that isolates the build cuts ``sys.path``, but still runs the interpreter of the target
+environment: ``sys.prefix`` tells where the target's packages are. torch's version is read from
+``torch/version.py`` as text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Torch(NamedTuple):
 
     @property
     def requirement(self) -> str:
-        """The requirement that a wheel built against this torch has: the C++ ABI changes with each minor version."""
+        """What a wheel built against this torch requires: the C++ interface changes with each minor version."""
         major, minor = self.version.split(".")[:2]
         return f"torch=={major}.{minor}.*"
 
@@ -88,4 +89,4 @@ def _sees_system_packages() -> bool:
         text = (Path(sys.prefix) / "pyvenv.cfg").read_text(encoding="utf-8")
     except OSError:
         return False
-    return re.search(r"^include-system-site-packages\s*=\s*true", text, re.MULTILINE | re.IGNORECASE) is not None
+    return re.search(r"(?mi)^include-system-site-packages\s*=\s*true", text) is not None

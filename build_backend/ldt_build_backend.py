@@ -1,8 +1,8 @@
-"""The build backend: setuptools' own hooks behind one question, which torch is installed in the target environment.
+"""The build backend: setuptools' own hooks behind one question, which torch does the target environment have.
 
-torch is never a build requirement: a frontend would then download one (a CUDA build of gigabytes) that has nothing
-to do with the torch that ldt will run beside. Every hook that leads to a wheel fails early, with one sentence, when
-the target has none.
+torch is never a build requirement: a frontend would then download one (a CUDA build of gigabytes) that has
+nothing to do with the torch that ldt will run beside. Every hook that leads to a wheel fails early, with one
+sentence, when the target has none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _setuptools() -> Any:
     try:
         from setuptools import build_meta
     except ImportError:
-        raise SystemExit("ldt: the build needs setuptools >= 77; run `pip install setuptools` first.") from None
+        raise SystemExit("ldt: the build needs setuptools >= 77; run `pip install setuptools`.") from None
     return build_meta
 
 

@@ -1,7 +1,7 @@
 """Finds the programs of the native build, CMake and Ninja, and proves that they run.
 
-A program on ``PATH`` may be the script of a Python package that the isolated build cannot import, so each candidate
-is started once.
+A program on ``PATH`` may be the script of a Python package that the isolated build cannot import, so each
+candidate is started once.
 """
 
 from __future__ import annotations
@@ -31,14 +31,16 @@ def require_tool(name: str) -> str:
     tool = find_tool(name)
     if tool is None:
         wanted = ".".join(map(str, MINIMUM[name]))
-        raise SystemExit(f"ldt: the build needs {name} >= {wanted} and found none; run `pip install {name}` first.")
+        raise SystemExit(f"ldt: the build needs {name} >= {wanted} and found none; run `pip install {name}`.")
     return tool
 
 
 def missing_requirements() -> list[str]:
-    """Requirements for what this machine lacks: the frontend of an isolated build installs them from the index."""
+    """Requirements for what this machine lacks, for the frontend of an isolated build to install."""
     return [
-        f"{name}>={'.'.join(map(str, minimum))}" for name, minimum in MINIMUM.items() if find_tool(name) is None
+        f"{name}>={'.'.join(map(str, minimum))}"
+        for name, minimum in MINIMUM.items()
+        if find_tool(name) is None
     ]
 
 
@@ -53,7 +55,8 @@ def _candidates(name: str) -> list[str]:
 
 def _version(program: str) -> tuple[int, ...] | None:
     try:
-        text = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+        command = [program, "--version"]
+        text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
     match = re.search(r"(\d+)\.(\d+)", text)

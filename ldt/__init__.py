@@ -1,1 +1,70 @@
-"""Layerwise disaggregated training on PyTorch."""
+"""Layerwise disaggregated training on PyTorch.
+
+The names below are loaded on first use, so that topologies and plans work on a machine without torch and without
+the compiled module. The first use of a name that needs torch checks that ldt was built for the torch at hand.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ldt import plan as plan
+    from ldt.errors import LdtError as LdtError
+    from ldt.errors import PlanError as PlanError
+    from ldt.errors import RemoteStageError as RemoteStageError
+    from ldt.errors import TopologyError as TopologyError
+    from ldt.topology import Node as Node
+    from ldt.topology import Topology as Topology
+
+    __version__: str
+
+_PURE = {
+    "LdtError": "ldt.errors",
+    "PlanError": "ldt.errors",
+    "RemoteStageError": "ldt.errors",
+    "TopologyError": "ldt.errors",
+    "Node": "ldt.topology",
+    "Topology": "ldt.topology",
+}
+_NEEDS_TORCH = {
+    "LaneError": "ldt._C",
+    "Mesh": "ldt.runtime",
+    "Pipeline": "ldt.runtime",
+    "StepResult": "ldt.runtime",
+    "connect": "ldt.runtime",
+    "clip_grad_norm_": "ldt.train",
+}
+
+__all__ = ["__version__", "plan", *_PURE, *_NEEDS_TORCH]  # noqa: PLE0604 (all are strings)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = _version()
+    elif name == "plan":
+        value = importlib.import_module("ldt.plan")
+    elif name in _PURE:
+        value = getattr(importlib.import_module(_PURE[name]), name)
+    elif name in _NEEDS_TORCH:
+        importlib.import_module("ldt._torch_abi").require_torch()
+        value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
+    else:
+        raise AttributeError(f"module 'ldt' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
+
+
+def _version() -> str:
+    """The installed version. Its one source is pyproject.toml, by way of the distribution's metadata."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        version: str = metadata.version("ldt-torch")
+    except metadata.PackageNotFoundError:
+        return "0+not.installed"
+    return version

@@ -1,0 +1,35 @@
+"""The command line, ``python -m ldt COMMAND``: a table of commands, each a module of its own.
+
+A command module has ``configure(parser)``, which adds its arguments, and ``run(arguments) -> int``, which
+returns the exit status. Modules are imported to build the parser, so they keep heavy imports (torch, matplotlib)
+inside ``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+COMMANDS = {
+    "doctor": ("ldt.doctor", "show what is installed and built, and what is broken"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every command of the table; the chosen command's ``run`` is the parsed ``run``."""
+    parser = argparse.ArgumentParser(prog="python -m ldt", description="Layerwise disaggregated training.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, (module_name, summary) in COMMANDS.items():
+        module = importlib.import_module(module_name)
+        command = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.configure(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0 fine, 1 the command found a problem, 2 wrong usage."""
+    arguments = build_parser().parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status

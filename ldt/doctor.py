@@ -1,0 +1,166 @@
+"""Shows what is installed and built, and what is broken, with a remedy for each problem."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.machinery
+import importlib.util
+import platform
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ldt
+from ldt import _torch_abi
+
+BACKENDS = ("gloo", "nccl", "hccl", "mpi", "ucc")
+OPTIONAL = {
+    "matplotlib": "pictures of timelines (ldt-torch[plot])",
+    "tabulate": "tables of the examples (ldt-torch[examples])",
+    "tqdm": "progress bar of the examples (ldt-torch[examples])",
+    "torch_npu": "Ascend NPUs (ldt-torch[npu])",
+}
+MINIMUM_PYTHON = (3, 10)
+
+
+class Finding(NamedTuple):
+    """One line of the report. A finding with a problem is broken and has a remedy."""
+
+    subject: str
+    value: str
+    problem: str | None = None
+    remedy: str | None = None
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """No arguments so far."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; 1 if something is broken, else 0."""
+    findings = examine()
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        print(f"{finding.subject:<{width}}  {finding.value}")
+    broken = [finding for finding in findings if finding.problem]
+    for finding in broken:
+        print(f"\nproblem: {finding.problem}\n remedy: {finding.remedy}")
+    if not broken:
+        print("\nNothing is broken.")
+    return 1 if broken else 0
+
+
+def examine() -> list[Finding]:
+    """All findings, in the order of the report."""
+    findings = [*_interpreter(), *_build()]
+    torch, finding = _import_torch()
+    findings.append(finding)
+    findings.append(_module(torch))
+    if torch is not None:
+        findings += _backends(torch)
+        findings += _devices(torch)
+    return findings + list(_optional())
+
+
+def _interpreter() -> Iterator[Finding]:
+    yield Finding("ldt", f"{ldt.__version__} in {Path(ldt.__file__).parent}")
+    python = f"{platform.python_version()} ({sys.executable})"
+    if sys.version_info < MINIMUM_PYTHON:
+        yield Finding("python", python, "Python is older than 3.10.", "use Python 3.10 or newer.")
+    else:
+        yield Finding("python", python)
+
+
+def _build() -> Iterator[Finding]:
+    try:
+        info = importlib.import_module("ldt._build_info")
+    except ImportError:
+        yield Finding("built", "no", "ldt's compiled module was not built.", f"run {_torch_abi.REBUILD}.")
+        return
+    yield Finding("built against", f"torch {info.TORCH_VERSION}, Python {info.PYTHON_VERSION}")
+    yield Finding("compiler", f"{info.COMPILER}, {info.BUILD_TYPE}")
+    yield Finding("CUDA kernels", info.CUDA)
+
+
+def _import_torch() -> tuple[Any, Finding]:
+    """torch, or None and why it cannot be used."""
+    try:
+        torch = importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            wanted = _torch_abi.minor_of(_torch_abi.built_against() or "2.13")
+            return None, Finding("torch", "missing", "torch is not installed.", f"install torch=={wanted}.*.")
+        return None, _failed_torch(error)
+    except Exception as error:  # whatever a broken installation raises, the report goes on
+        return None, _failed_torch(error)
+    return torch, Finding("torch", f"{torch.__version__} in {Path(str(torch.__file__)).parent}")
+
+
+def _failed_torch(error: Exception) -> Finding:
+    remedy = "reinstall torch."
+    if importlib.util.find_spec("torch_npu") is not None:
+        remedy = "source the CANN environment for torch_npu, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0."
+    return Finding("torch", "cannot be imported", f"`import torch` fails: {error}", remedy)
+
+
+def _module(torch: Any) -> Finding:
+    """ldt._C: there, for this Python, for this torch, loadable."""
+    folder = Path(ldt.__file__).parent
+    files = sorted(path.name for path in folder.glob("_C.*.so"))
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    built = _torch_abi.built_against()
+    rebuild = f"rebuild with {_torch_abi.REBUILD}."
+    if not files:
+        return Finding("ldt._C", "missing", f"There is no ldt._C in {folder}.", rebuild)
+    if f"_C{suffix}" not in files:
+        return Finding("ldt._C", files[0], f"ldt._C is not for this Python, which needs _C{suffix}.", rebuild)
+    if torch is None:
+        return Finding("ldt._C", "not tried, torch is missing")
+    mismatch = _torch_abi.mismatch(built, torch.__version__) if built else None
+    if mismatch is not None:
+        remedy = f"{rebuild[:-1]}, or install torch {_torch_abi.minor_of(built or '')}.*."
+        return Finding("ldt._C", "not tried, other torch", mismatch.split(":", 1)[0] + ".", remedy)
+    try:
+        module = importlib.import_module("ldt._C")
+    except Exception as error:  # a missing symbol is an ImportError, a failed registration is not
+        return Finding("ldt._C", "cannot be imported", f"`import ldt._C` fails: {error}", rebuild)
+    return Finding("ldt._C", f"loads ({Path(str(module.__file__)).name})")
+
+
+def _backends(torch: Any) -> Iterator[Finding]:
+    """Which process group backends this torch has, and whether gloo, which every job needs, works."""
+    distributed = torch.distributed
+    if not distributed.is_available():
+        remedy = "install a torch that is built with torch.distributed."
+        yield Finding("backends", "none", "This torch has no torch.distributed.", remedy)
+        return
+    having = [name for name in BACKENDS if distributed.is_backend_available(name)]
+    lacking = [name for name in BACKENDS if name not in having]
+    listed = ", ".join(having) or "none"
+    yield Finding("backends", f"{listed} (not in this torch: {', '.join(lacking) or 'none'})")
+    if "gloo" not in having:
+        remedy = "install a torch that has gloo: ldt's control messages need it."
+        yield Finding("gloo", "missing", "This torch has no gloo.", remedy)
+        return
+    try:
+        distributed.ProcessGroupGloo(distributed.HashStore(), 0, 1, timedelta(seconds=10))
+    except RuntimeError as error:
+        remedy = "set GLOO_SOCKET_IFNAME to a network interface of this machine (such as lo or eth0)."
+        yield Finding("gloo", "broken", f"gloo cannot open a connection: {error}", remedy)
+
+
+def _devices(torch: Any) -> Iterator[Finding]:
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    npu = getattr(torch, "npu", None)
+    if npu is not None:
+        names += [f"NPU {index}" for index in range(npu.device_count())]
+    yield Finding("devices", ", ".join(["CPU", *names]))
+
+
+def _optional() -> Iterator[Finding]:
+    for name, purpose in OPTIONAL.items():
+        there = importlib.util.find_spec(name) is not None
+        yield Finding(name, "installed" if there else f"not installed; for {purpose}")
