@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +24,12 @@ BUILD_INFO = "_build_info"
 
 
 class BuildPy(build_py):
-    """Leaves out the build information of an earlier build in the source tree: this build writes its own."""
+    """Keeps what earlier builds left out of the wheel: removed modules, and their build information."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
 
     def find_package_modules(self, package: str, package_dir: str) -> list[tuple[str, str, str]]:
         modules: list[tuple[str, str, str]] = super().find_package_modules(package, package_dir)

@@ -13,7 +13,7 @@ if(LDT_WITH_CUDA STREQUAL "off")
 endif()
 
 find_package(CUDAToolkit QUIET)
-if(NOT CUDAToolkit_NVCC_EXECUTABLE)
+if(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
   if(LDT_WITH_CUDA STREQUAL "on")
     message(FATAL_ERROR "ldt: LDT_WITH_CUDA=on, but no CUDA toolkit (nvcc) was found; install one and set CUDACXX "
                         "to its nvcc, or build with LDT_WITH_CUDA=off.")
