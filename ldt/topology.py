@@ -73,7 +73,7 @@ class Channel:
 
 
 class LaneKey(NamedTuple):
-    """Names one lane. ``colour`` is "pang", "ping", ... when paired; direction and hop ("F0") when dedicated."""
+    """Names one lane. ``colour`` is "pang", "ping", ... when paired; hop and direction ("F0") if not."""
 
     colour: str
     replica: int
@@ -268,10 +268,10 @@ class Topology:
 def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:
     """The lane every channel rides on.
 
-    "dedicated" gives each channel a lane. "paired" has two lanes per replica, told apart by the sender: an even
-    stage sends on pang and receives on ping, an odd stage the other way round. With an odd number of stages both
-    ends of the wraparound link are even, so its activations ride on last_to_first and its gradients on
-    first_to_last. A node is on a lane either only as sender or only as receiver.
+    "dedicated" gives each channel a lane. "paired" has two lanes per replica, told apart by the sender: an
+    even stage sends on pang and receives on ping, an odd stage the other way round. With an odd number of
+    stages both ends of the wraparound link are even, so its activations ride on last_to_first and its
+    gradients on first_to_last. A node is on a lane either only as sender or only as receiver.
     """
     if policy not in get_args(LanePolicy):
         raise TopologyError(f"lane policy must be 'dedicated' or 'paired', got {policy!r}")

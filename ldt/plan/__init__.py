@@ -1,7 +1,34 @@
-"""Schedules as data: actions, plans and their text form. Pure Python, no torch."""
+"""Schedules as data: make them, prove them, simulate them, draw them. Pure Python, no torch."""
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.costs import Costs
+from ldt.plan.figure import draw
+from ldt.plan.passes import add_communication, add_grad_reduction, buffers_needed, remove_communication
 from ldt.plan.plan import Plan
+from ldt.plan.simulator import simulate
+from ldt.plan.text_drawing import draw_text
+from ldt.plan.timeline import Event, Timeline
+from ldt.plan.trace import chrome_trace
+from ldt.plan.u_shape import ushape
+from ldt.plan.verifier import verify
 
-__all__ = ["Action", "Kind", "Plan", "PlanError"]
+__all__ = [
+    "Action",
+    "Costs",
+    "Event",
+    "Kind",
+    "Plan",
+    "PlanError",
+    "Timeline",
+    "add_communication",
+    "add_grad_reduction",
+    "buffers_needed",
+    "chrome_trace",
+    "draw",
+    "draw_text",
+    "remove_communication",
+    "simulate",
+    "ushape",
+    "verify",
+]

@@ -85,12 +85,13 @@ class Action(NamedTuple):
     @property
     def counterpart(self) -> Action:
         """The receive of a send, or the send of a receive, at the other end of the hop."""
-        return Action(*_COUNTERPART[self.kind](self.chunk), self.microbatch)
+        kind, step = _COUNTERPART[self.kind]
+        return Action(self.chunk + step, kind, self.microbatch)
 
 
 _COUNTERPART = {
-    Kind.SEND_F: lambda chunk: (chunk + 1, Kind.RECV_F),
-    Kind.RECV_F: lambda chunk: (chunk - 1, Kind.SEND_F),
-    Kind.SEND_B: lambda chunk: (chunk - 1, Kind.RECV_B),
-    Kind.RECV_B: lambda chunk: (chunk + 1, Kind.SEND_B),
+    Kind.SEND_F: (Kind.RECV_F, +1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, +1),
 }

@@ -18,8 +18,8 @@ class Plan:
     """What every node does in one step, in which order.
 
     ``lanes`` is the lane policy the sends and receives were placed for; None for a plan of compute actions
-    only. ``training`` is False for forward-only plans. Treat ``rows`` as read-only: plans are shared and hashed.
-    The constructor checks only that there is one row per node; ``ldt.plan.verify`` proves the rest.
+    only. ``training`` is False for forward-only plans. Treat ``rows`` as read-only: plans are shared and
+    hashed. The constructor checks only that there is one row per node; ``ldt.plan.verify`` proves the rest.
     """
 
     topology: Topology

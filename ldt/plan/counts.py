@@ -1,0 +1,37 @@
+"""The warm-up counts of the fixed U-shaped order, clamped for any number of stages and microbatches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ldt.errors import PlanError
+
+__all__ = ["Counts", "warmup_counts"]
+
+
+class Counts(NamedTuple):
+    """How often a node does what before its order becomes periodic."""
+
+    first: int  # forwards of the first lap's chunk
+    second: int  # forwards of the second lap's chunk; 0 with one lap
+    tail: int  # forward and backward pairs of the tail, done on the edge
+
+
+def warmup_counts(num_stages: int, num_microbatches: int, laps: int, stage: int) -> Counts:
+    """The counts of ``stage``; docs/design.md section 7 gives the formulas. The same on all ranks."""
+    tail = _tail_pairs(num_stages, laps)
+    if laps == 1:
+        counts = Counts(num_stages + 1 if stage == 0 else num_stages - stage, 0, tail)
+    else:
+        counts = Counts(num_stages, num_stages - stage, tail)
+    return Counts(*(min(count, num_microbatches) for count in counts))
+
+
+def _tail_pairs(num_stages: int, laps: int) -> int:
+    if laps == 1:
+        return (4 * num_stages + 5) // 6  # floor((P-1) * 2/3 - 1/2 + 2)
+    if laps == 2:
+        return (4 * num_stages + 1) // 6
+    raise PlanError(
+        f"ushape knows one and two laps, got laps={laps}: write the rows by hand or use another planner"
+    )

@@ -1,0 +1,136 @@
+"""Passes over plans: pure functions that add or remove communication and gradient reduction."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action, Kind
+from ldt.plan.costs import UNIT_COSTS
+from ldt.plan.engine import Computed, message_into, message_out_of
+from ldt.plan.plan import Plan
+from ldt.plan.verifier import prove
+from ldt.topology import Channel, LanePolicy, Node, lanes
+
+__all__ = ["add_communication", "add_grad_reduction", "buffers_needed", "remove_communication"]
+
+
+def add_communication(plan: Plan, policy: LanePolicy, receive_buffers: int = 2) -> Plan:
+    """Add sends and receives for the lanes of ``policy``; those the plan has already are placed anew.
+
+    1. The compute rows are run with unit costs. The order in which the actions end gives one total order of
+       all transfers. A send goes right after its compute action; a receive goes behind the actions of its row
+       that ended before its producer did. So every queue of every lane is a part of that one order, and
+       whichever transfer is the first in it that has not happened is at the head of both its queues: no
+       deadlock, under any lane policy.
+    2. Receives are moved up as far as ``receive_buffers`` messages per channel allow: item i to right after
+       the action that uses item i - receive_buffers, never past another receive of its lane. An earlier post
+       with the same order in every queue cannot make anything later. Where 1 needs more buffers than that, it
+       gets them.
+
+    Raises PlanError if the compute rows alone are not a valid plan.
+    """
+    if receive_buffers < 1:
+        raise PlanError(f"receive_buffers must be at least 1, got {receive_buffers}")
+    plan = remove_communication(plan)
+    placement = _Placement(plan, policy, receive_buffers)
+    for computed in prove(plan, UNIT_COSTS, None).computed:
+        placement.add(computed)
+    return plan.with_rows({node: list(placement.row(node)) for node in plan.rows}, policy)
+
+
+def remove_communication(plan: Plan) -> Plan:
+    """The plan without its sends and receives."""
+    rows = {node: [action for action in row if not action.kind.is_comm] for node, row in plan.rows.items()}
+    return plan.with_rows(rows, None)
+
+
+def add_grad_reduction(plan: Plan) -> Plan:
+    """Where a stage has replicas, reduce each chunk's gradients once, after its last backward and send."""
+    return plan.with_rows({node: _reduced(plan, node) for node in plan.rows}, plan.lanes)
+
+
+def buffers_needed(plan: Plan) -> dict[Channel, int]:
+    """For each channel with receives: how many are posted and not yet used at most."""
+    posted: dict[Channel, int] = defaultdict(int)
+    most: dict[Channel, int] = {}
+    for node, row in plan.rows.items():
+        waiting: dict[tuple[int, str, int | None], Channel] = {}
+        for action in row:
+            if action.kind.is_receive:
+                channel = plan.channel_of(action, node)
+                waiting[action.hop, action.kind.direction, action.microbatch] = channel
+                posted[channel] += 1
+                most[channel] = max(most.get(channel, 0), posted[channel])
+            elif action.kind.is_compute and (source := message_into(action)) is not None:
+                used = waiting.pop((*source, action.microbatch), None)
+                if used is not None:
+                    posted[used] -= 1
+    return most
+
+
+def _reduced(plan: Plan, node: Node) -> list[Action]:
+    row = [action for action in plan.rows[node] if action.kind is not Kind.REDUCE_GRAD]
+    if not plan.training or plan.topology.replicas(node.stage) == 1:
+        return row
+    last = {action.chunk: index for index, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
+    for chunk, index in sorted(last.items(), key=lambda item: -item[1]):  # from the end: indices stay true
+        after = index + 1
+        while after < len(row) and row[after].kind.is_send:
+            after += 1
+        row.insert(after, Action(chunk, Kind.REDUCE_GRAD))
+    return row
+
+
+class _Placement:
+    """Where sends and receives go: lists of them for each gap before an action of a compute row."""
+
+    def __init__(self, plan: Plan, policy: LanePolicy, receive_buffers: int) -> None:
+        self._plan, self._receive_buffers = plan, receive_buffers
+        self._lane_of = lanes(plan.topology, policy)
+        self._channels = {(c.hop, c.direction, c.replica): c for c in plan.topology.channels}
+        self._index = {node: {action: i for i, action in enumerate(row)} for node, row in plan.rows.items()}
+        self._ended = dict.fromkeys(plan.rows, 0)  # the gap behind what has ended of the row
+        self._users: dict[Channel, list[int]] = defaultdict(
+            list
+        )  # per channel: the gaps behind its messages' users
+        self._last: dict[tuple[object, Node], int] = defaultdict(
+            int
+        )  # gap of the last receive of a lane at a node
+        self._sends: dict[tuple[Node, int], list[Action]] = defaultdict(list)
+        self._receives: dict[tuple[Node, int], list[Action]] = defaultdict(list)
+
+    def add(self, computed: Computed) -> None:
+        """Place the transfer of the result of the next action in the total order."""
+        node, action = computed.node, computed.action
+        gap = self._ended[node] = self._index[node][action] + 1
+        target = message_out_of(action)
+        channel = self._channels.get((*target, node.replica)) if target else None
+        if channel is None:
+            return
+        send = Action(
+            action.chunk, Kind.SEND_F if channel.direction == "F" else Kind.SEND_B, action.microbatch
+        )
+        self._sends[node, gap].append(send)
+        self._receives[channel.target, self._receive_gap(channel, send)].append(send.counterpart)
+
+    def _receive_gap(self, channel: Channel, send: Action) -> int:
+        node, users = channel.target, self._users[channel]
+        free = users[-self._receive_buffers] if len(users) >= self._receive_buffers else 0
+        users.append(self._index[node][self._user(node, send.counterpart)] + 1)
+        key = (self._lane_of[channel], node)
+        self._last[key] = min(self._ended[node], max(free, self._last[key]))
+        return self._last[key]
+
+    def _user(self, node: Node, receive: Action) -> Action:
+        kinds = (Kind.F,) if receive.kind is Kind.RECV_F else (Kind.B, Kind.I)
+        actions = (Action(receive.chunk, kind, receive.microbatch) for kind in kinds)
+        return next(action for action in actions if action in self._index[node])
+
+    def row(self, node: Node) -> Iterator[Action]:
+        row = self._plan.rows[node]
+        for gap in range(len(row) + 1):
+            yield from self._sends[node, gap]
+            yield from self._receives[node, gap]
+            yield from row[gap : gap + 1]

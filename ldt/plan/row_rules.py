@@ -1,0 +1,106 @@
+"""What a row must contain and in which order, as far as one node can tell."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from ldt.plan.action import Action, Kind
+from ldt.plan.engine import message_into, message_out_of
+from ldt.plan.plan import Plan
+from ldt.topology import Hop, Node
+
+__all__ = ["missing_actions", "needed_before", "refuse_reason"]
+
+_SEND = {"F": Kind.SEND_F, "B": Kind.SEND_B}
+_RECEIVE = {"F": Kind.RECV_F, "B": Kind.RECV_B}
+
+
+def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
+    """Why ``action`` can never be in the row of ``node``; None if it can."""
+    topology, kind = plan.topology, action.kind
+    if not 0 <= action.chunk < topology.num_chunks:
+        return f"there is no chunk {action.chunk}, chunks are 0 to {topology.tail}"
+    if topology.stage_of(action.chunk) != node.stage:
+        return f"chunk {action.chunk} is on stage {topology.stage_of(action.chunk)}"
+    if kind is not Kind.REDUCE_GRAD and not 0 <= (action.microbatch or 0) < plan.num_microbatches:
+        return f"microbatches are 0 to {plan.num_microbatches - 1}"
+    if not plan.training and kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F):
+        return "this plan is forward-only"
+    if kind is Kind.REDUCE_GRAD and topology.replicas(node.stage) == 1:
+        return f"stage {node.stage} has one replica, so there is nothing to reduce"
+    if kind.is_comm:
+        if plan.lanes is None:
+            return "this plan says it has no communication (lanes=None)"
+        if not _crosses(plan, action.hop):
+            return "its chunk has no neighbour there on another node"
+    return None
+
+
+def missing_actions(plan: Plan, node: Node, row: Collection[Action]) -> Iterator[tuple[Action, Action]]:
+    """Pairs of an action and one that must be in its row as well but is not."""
+    for chunk in plan.topology.chunks_of(node.stage):
+        for microbatch in range(plan.num_microbatches):
+            for action in _computes(plan, chunk, microbatch, row):
+                expected = [action, *_messages(plan, action)]
+                yield from ((action, other) for other in expected if other not in row)
+        reduce = Action(chunk, Kind.REDUCE_GRAD)
+        if plan.training and plan.topology.replicas(node.stage) > 1 and reduce not in row:
+            yield Action(chunk, Kind.B, plan.num_microbatches - 1), reduce
+
+
+def needed_before(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Action]:
+    """The actions of the same row that must come before ``action``."""
+    chunk, kind, microbatch = action
+    if kind is Kind.REDUCE_GRAD:
+        last = (Action(chunk, kind, m) for m in range(plan.num_microbatches) for kind in (Kind.B, Kind.W))
+        yield from (other for other in last if other in row)
+    elif kind is Kind.SEND_F:
+        yield Action(chunk, Kind.F, microbatch)
+    elif kind is Kind.SEND_B:
+        yield _backward(chunk, microbatch, row)
+    elif kind is Kind.W:
+        yield Action(chunk, Kind.I, microbatch)
+    elif kind.is_compute:
+        if kind is not Kind.F:
+            yield Action(chunk, Kind.F, microbatch)
+        yield from _input(plan, action, row)
+
+
+def _input(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Action]:
+    source = message_into(action)
+    if source is None or (action.chunk == plan.topology.tail and action.kind is not Kind.F):
+        return
+    hop, direction = source
+    if not _crosses(plan, hop):
+        local = Action(hop, Kind.F, action.microbatch)
+        yield local if direction == "F" else _backward(hop + 1, action.microbatch, row)
+    elif plan.lanes is not None:
+        yield Action(action.chunk, _RECEIVE[direction], action.microbatch)
+
+
+def _backward(chunk: int, microbatch: int | None, row: Collection[Action]) -> Action:
+    """The action that makes the input gradient: a full backward or, if the row splits it, the I."""
+    split = Action(chunk, Kind.I, microbatch)
+    return split if split in row else Action(chunk, Kind.B, microbatch)
+
+
+def _computes(plan: Plan, chunk: int, microbatch: int, row: Collection[Action]) -> list[Action]:
+    kinds = [Kind.F]
+    if plan.training:
+        split = {Action(chunk, kind, microbatch) for kind in (Kind.I, Kind.W)} & set(row)
+        kinds += [Kind.I, Kind.W] if split else [Kind.B]
+    return [Action(chunk, kind, microbatch) for kind in kinds]
+
+
+def _messages(plan: Plan, action: Action) -> Iterator[Action]:
+    """The receive and the send of a compute action."""
+    if plan.lanes is None:
+        return
+    for place, kinds in ((message_into(action), _RECEIVE), (message_out_of(action), _SEND)):
+        if place is not None and _crosses(plan, place[0]):
+            yield Action(action.chunk, kinds[place[1]], action.microbatch)
+
+
+def _crosses(plan: Plan, hop: int) -> bool:
+    """True if the hop exists and goes to another node."""
+    return 0 <= hop < plan.topology.tail and not Hop(hop).local(plan.topology)

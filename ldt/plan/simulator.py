@@ -1,0 +1,40 @@
+"""The planned timeline of a plan under given costs."""
+
+from __future__ import annotations
+
+from ldt.plan.action import Action, Kind
+from ldt.plan.costs import Costs
+from ldt.plan.engine import Message, Run
+from ldt.plan.plan import Plan
+from ldt.plan.timeline import Event, Timeline
+from ldt.plan.verifier import prove
+
+__all__ = ["simulate"]
+
+
+def simulate(plan: Plan, costs: Costs) -> Timeline:
+    """When everything happens if compute and links cost what ``costs`` says.
+
+    The rules are those of ``ldt.plan.engine``. Raises PlanError if the plan is not valid or the costs do not
+    fit it.
+    """
+    costs.check(plan.topology)
+    return timeline_of(plan, prove(plan, costs, plan.lanes))
+
+
+def timeline_of(plan: Plan, run: Run) -> Timeline:
+    """The events of ``run`` as a timeline."""
+    events = [Event(*computed) for computed in run.computed]
+    events += [_transfer(message, start, end) for message, start, end in run.transferred]
+    return Timeline(
+        plan.topology, tuple(sorted(events, key=lambda e: (e.start, e.end, e.node, str(e.action))))
+    )
+
+
+def _transfer(message: Message, start: float, end: float) -> Event:
+    channel, microbatch = message
+    if channel.direction == "F":
+        action = Action(channel.hop, Kind.SEND_F, microbatch)
+    else:
+        action = Action(channel.hop + 1, Kind.SEND_B, microbatch)
+    return Event(channel.source, action, start, end, channel)

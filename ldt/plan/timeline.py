@@ -1,0 +1,186 @@
+"""Timelines: who did what when, planned by the simulator or measured by the runtime. One type for both."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action, Kind
+from ldt.topology import Channel, Node, Topology
+
+__all__ = ["Event", "Timeline"]
+
+_FORMAT = "ldt timeline 1"
+
+
+class Event(NamedTuple):
+    """An action of ``node``, its times in seconds. A transfer is its send's action, and has a channel."""
+
+    node: Node
+    action: Action
+    start: float
+    end: float
+    channel: Channel | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Compute events and transfers of one step, by start time. The clock's zero is anywhere."""
+
+    topology: Topology
+    events: tuple[Event, ...]
+
+    @classmethod
+    def from_records(
+        cls, topology: Topology, records: Iterable[tuple[Node, Action, float, float]]
+    ) -> Timeline:
+        """A measured timeline from every action a node executed, of any or all nodes, on one clock.
+
+        A compute action's start is when it begins to compute, after any wait for its input. A transfer lasts
+        from the start of its send to the end of its receive; it is left out if only one of the two was
+        recorded.
+        """
+        events: list[Event] = []
+        sends: dict[object, tuple[Node, Action, float, Channel]] = {}
+        arrivals: dict[object, float] = {}
+        for node, action, start, end in records:
+            if action.kind.is_comm:
+                channel = topology.channel(action.hop, action.kind.direction, node.replica)
+                if action.kind.is_send:
+                    sends[channel, action.microbatch] = (node, action, start, channel)
+                else:
+                    arrivals[channel, action.microbatch] = end
+            else:
+                events.append(Event(node, action, start, end))
+        for message, (node, action, start, channel) in sends.items():
+            if message in arrivals:
+                events.append(Event(node, action, start, max(start, arrivals[message]), channel))
+        return cls(topology, tuple(sorted(events, key=_when)))
+
+    # -- figures ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def compute(self) -> tuple[Event, ...]:
+        """The events of forwards and backwards."""
+        return tuple(event for event in self.events if event.action.kind.is_compute)
+
+    @cached_property
+    def transfers(self) -> tuple[Event, ...]:
+        """The events of messages between nodes."""
+        return tuple(event for event in self.events if event.channel is not None)
+
+    @property
+    def start(self) -> float:
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
+    def end(self) -> float:
+        return max((event.end for event in self.events), default=0.0)
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        return self.end - self.start
+
+    @cached_property
+    def busy(self) -> dict[Node, float]:
+        """Seconds that each node computed."""
+        busy = dict.fromkeys(self.topology.nodes, 0.0)
+        for event in self.compute:
+            busy[event.node] += event.end - event.start
+        return busy
+
+    @property
+    def bubble(self) -> float:
+        """The share of the makespan in which a node did not compute, averaged over the nodes; 0 to 1."""
+        if self.makespan <= 0:
+            return 0.0
+        return 1 - sum(self.busy.values()) / (self.makespan * len(self.busy))
+
+    @cached_property
+    def peak_live(self) -> dict[Node, int]:
+        """How many activations each node kept at most, one per chunk and microbatch.
+
+        In training one lives from its forward's start to its backward's end (to the end of W if that is
+        apart); in a forward-only timeline until it was sent, or until the next chunk's forward ended if that
+        is on the same node.
+        """
+        training = any(event.action.kind is not Kind.F for event in self.compute)
+        ends = self._ends_of_backward() if training else self._ends_of_use()
+        changes: dict[Node, list[tuple[float, int]]] = defaultdict(list)
+        for event in self.compute:
+            if event.action.kind is Kind.F:
+                changes[event.node].append((event.start, 1))
+                key = (event.node, event.action.chunk, event.action.microbatch)
+                changes[event.node].append((ends.get(key, self.end if training else event.end), -1))
+        return {node: _peak(changes[node]) for node in self.topology.nodes}
+
+    def _ends_of_backward(self) -> dict[object, float]:
+        last = (Kind.B, Kind.W)
+        return {
+            (e.node, e.action.chunk, e.action.microbatch): e.end
+            for e in self.compute
+            if e.action.kind in last
+        }
+
+    def _ends_of_use(self) -> dict[object, float]:
+        used: dict[object, float] = {
+            (e.node, e.action.chunk - 1, e.action.microbatch): e.end for e in self.compute
+        }
+        used.update({(e.node, e.action.chunk, e.action.microbatch): e.end for e in self.transfers})
+        return used
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` turns into the equal timeline."""
+        events = [
+            [str(e.node), str(e.action), e.start, e.end, None if e.channel is None else e.channel.replica]
+            for e in self.events
+        ]
+        return json.dumps({"format": _FORMAT, "topology": self.topology.to_text(), "events": events})
+
+    @classmethod
+    def from_json(cls, text: str) -> Timeline:
+        """Read what ``to_json`` writes. Raises PlanError for anything else."""
+        try:
+            data = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise PlanError(f"expected {_FORMAT!r}, got {data['format']!r}")
+            topology = Topology.from_text(data["topology"])
+            return cls(topology, tuple(_read_event(topology, *fields) for fields in data["events"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"this is not a timeline: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _when(event: Event) -> tuple[Any, ...]:
+    return event.start, event.end, event.node, str(event.action)
+
+
+def _peak(changes: list[tuple[float, int]]) -> int:
+    live = most = 0
+    for _, change in sorted(changes):  # at one moment, what ends goes before what starts
+        live += change
+        most = max(most, live)
+    return most
+
+
+def _read_event(
+    topology: Topology, node: str, action: str, start: float, end: float, replica: int | None
+) -> Event:
+    parsed = Action.parse(action)
+    channel = None if replica is None else topology.channel(parsed.hop, parsed.kind.direction, replica)
+    return Event(Node.parse(node), parsed, start, end, channel)

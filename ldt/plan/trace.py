@@ -1,0 +1,52 @@
+"""Timelines as Chrome traces, which Perfetto and chrome://tracing show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ldt.plan.timeline import Event, Timeline
+
+__all__ = ["chrome_trace"]
+
+_MICROSECONDS = 1e6
+_COMPUTE, _TRANSFERS = 0, 1  # the two threads of a node's process
+
+
+def chrome_trace(timeline: Timeline) -> dict[str, Any]:
+    """A dict to be written as JSON: one process per node, compute and outgoing transfers as its two rows.
+
+    Seconds become microseconds, with zero at the timeline's start. Transfers are asynchronous events since
+    several may be under way at once.
+    """
+    rows = {node: row for row, node in enumerate(timeline.topology.nodes)}
+    events: list[dict[str, Any]] = []
+    for node, row in rows.items():
+        chunks = ", ".join(map(str, timeline.topology.chunks_of(node.stage)))
+        place = "edge" if node.stage == 0 else "cloud"
+        events.append(_metadata("process_name", row, f"node {node} ({place}, chunks {chunks})"))
+        events.append({"name": "process_sort_index", "ph": "M", "pid": row, "args": {"sort_index": row}})
+        events.append(_metadata("thread_name", row, "compute"))
+    for number, event in enumerate(timeline.events):
+        begin, end = ((moment - timeline.start) * _MICROSECONDS for moment in (event.start, event.end))
+        common = {"name": str(event.action), "pid": rows[event.node], "args": _details(event)}
+        if event.channel is None:
+            kind = event.action.kind.value
+            events.append(
+                {**common, "ph": "X", "cat": kind, "tid": _COMPUTE, "ts": begin, "dur": end - begin}
+            )
+        else:
+            transfer = {**common, "cat": "transfer", "id": number, "tid": _TRANSFERS}
+            events.append({**transfer, "ph": "b", "ts": begin})
+            events.append({**transfer, "ph": "e", "ts": end})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _metadata(name: str, row: int, value: str) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "pid": row, "tid": _COMPUTE, "args": {"name": value}}
+
+
+def _details(event: Event) -> dict[str, Any]:
+    details: dict[str, Any] = {"chunk": event.action.chunk, "microbatch": event.action.microbatch}
+    if event.channel is not None:
+        details["channel"] = event.channel.name
+    return details

@@ -1,0 +1,125 @@
+"""The fixed U-shaped one-forward-one-backward order (docs/design.md, section 7)."""
+
+from __future__ import annotations
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action, Kind
+from ldt.plan.counts import Counts, warmup_counts
+from ldt.plan.forward_only import forward_only_row
+from ldt.plan.passes import add_communication, add_grad_reduction
+from ldt.plan.plan import Plan
+from ldt.plan.verifier import verify
+from ldt.topology import LanePolicy, Topology
+
+__all__ = ["ushape"]
+
+
+def ushape(
+    topology: Topology,
+    num_microbatches: int,
+    *,
+    training: bool = True,
+    lanes: LanePolicy = "dedicated",
+    receive_buffers: int = 2,
+) -> Plan:
+    """The complete, verified plan of the fixed order.
+
+    With ``training=False`` it is a forward-only order, for evaluation. ``receive_buffers`` is how many
+    messages of a channel may be waited for ahead of their use (paired lanes may need more: see
+    ``buffers_needed``). Raises PlanError for more than two laps and for an edge with fewer replicas than the
+    cloud.
+    """
+    plan = add_communication(ushape_compute(topology, num_microbatches, training), lanes, receive_buffers)
+    plan = add_grad_reduction(plan)
+    verify(plan)
+    return plan
+
+
+def ushape_compute(topology: Topology, num_microbatches: int, training: bool = True) -> Plan:
+    """The compute actions of the fixed order alone."""
+    if topology.edge_dp != topology.dp:
+        raise PlanError(
+            f"ushape needs as many edge replicas as cloud replicas for now: "
+            f"got edge_dp={topology.edge_dp}, dp={topology.dp}; leave edge_dp out"
+        )
+    rows = [_stage_row(topology, num_microbatches, stage, training) for stage in range(topology.num_stages)]
+    by_node = {node: rows[node.stage] for node in topology.nodes}
+    return Plan(topology, num_microbatches, by_node, lanes=None, training=training)
+
+
+def _stage_row(topology: Topology, num_microbatches: int, stage: int, training: bool) -> list[Action]:
+    counts = warmup_counts(topology.num_stages, num_microbatches, topology.laps, stage)
+    if not training:
+        return forward_only_row(topology, num_microbatches, stage)
+    row = _Row(num_microbatches)
+    if topology.laps == 2:
+        _two_laps(row, counts, topology.chunks_of(stage), stage == 0)
+    elif stage == 0:
+        _one_lap_edge(row, counts, *topology.chunks_of(stage))
+    else:
+        _one_lap_cloud(row, counts, *topology.chunks_of(stage))
+    return row.actions
+
+
+class _Row:
+    """A row being written: each ``take`` appends the next microbatch of a chunk's kind, while any is left."""
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._total = num_microbatches
+        self._taken: dict[tuple[int, Kind], int] = {}
+
+    def left(self, chunk: int, kind: Kind) -> int:
+        return self._total - self._taken.get((chunk, kind), 0)
+
+    def take(self, chunk: int, kind: Kind) -> None:
+        microbatch = self._taken.get((chunk, kind), 0)
+        if microbatch < self._total:
+            self.actions.append(Action(chunk, kind, microbatch))
+            self._taken[chunk, kind] = microbatch + 1
+
+    def take_pair(self, chunk: int) -> None:
+        """Forward and backward at once: the tail's way."""
+        self.take(chunk, Kind.F)
+        self.take(chunk, Kind.B)
+
+
+def _one_lap_edge(row: _Row, counts: Counts, head: int, tail: int) -> None:
+    for _ in range(counts.first):
+        row.take(head, Kind.F)
+    for _ in range(counts.tail):
+        row.take_pair(tail)
+    while row.left(head, Kind.B):
+        row.take(head, Kind.F)
+        row.take_pair(tail)
+        row.take(head, Kind.B)
+
+
+def _one_lap_cloud(row: _Row, counts: Counts, chunk: int) -> None:
+    for _ in range(counts.first):
+        row.take(chunk, Kind.F)
+    while row.left(chunk, Kind.B):
+        row.take_pair(chunk)
+
+
+def _two_laps(row: _Row, counts: Counts, chunks: tuple[int, ...], edge: bool) -> None:
+    first, second = chunks[:2]
+    for _ in range(counts.first):
+        row.take(first, Kind.F)
+    for microbatch in range(counts.second):
+        row.take(second, Kind.F)
+        if microbatch >= counts.tail - 1:
+            row.take(first, Kind.F)
+    for _ in range(counts.tail if edge else 0):
+        row.take_pair(chunks[-1])
+    for turn in range(row.left(second, Kind.B)):
+        row.take(second, Kind.F)
+        if turn + counts.second >= counts.tail - 1:
+            row.take(first, Kind.F)
+        if edge:
+            row.take_pair(chunks[-1])
+        row.take(second, Kind.B)
+        if turn >= counts.tail:
+            row.take(first, Kind.B)
+    while row.left(first, Kind.B):
+        row.take(first, Kind.B)

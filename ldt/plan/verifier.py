@@ -1,0 +1,132 @@
+"""Proof of a plan before a process starts: each row, both ends of each lane, then a run with rendezvous."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NoReturn
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action, Kind
+from ldt.plan.costs import UNIT_COSTS, Costs
+from ldt.plan.engine import Message, Run, run
+from ldt.plan.excerpt import excerpt
+from ldt.plan.plan import Plan
+from ldt.plan.row_rules import missing_actions, needed_before, refuse_reason
+from ldt.topology import LanePolicy, Node, lanes
+
+__all__ = ["prove", "verify"]
+
+
+def verify(plan: Plan, lanes: LanePolicy | None = None) -> None:
+    """Raise PlanError, with the grid and the place marked, unless ``plan`` is proven to work.
+
+    Proven are: each action is there exactly once and on its chunk's node; every action comes after what it
+    needs on its node, so every forward before its backward; every receive has its send and both ends of each
+    lane have one order; and no deadlock, by a run in which a message passes only at the head of both its
+    queues. ``lanes`` proves the plan for another lane policy than its own. A plan without communication is
+    proven as such.
+    """
+    if lanes is not None and plan.lanes is None:
+        raise PlanError(
+            "this plan has no communication yet, so it cannot be verified for lanes: use add_communication"
+        )
+    prove(plan, UNIT_COSTS, lanes or plan.lanes)
+
+
+def prove(plan: Plan, costs: Costs, policy: LanePolicy | None) -> Run:
+    """Verify ``plan``, running it with ``costs`` in the last step, and return that run."""
+    topology = plan.topology
+    if topology.edge_dp != topology.dp:
+        raise PlanError(
+            f"plans need as many edge replicas as cloud replicas for now: "
+            f"got edge_dp={topology.edge_dp}, dp={topology.dp}"
+        )
+    for node in plan.rows:
+        _check_row(plan, node)
+    _check_reduction_order(plan)
+    if policy is not None:
+        _check_lane_order(plan, policy)
+    result = run(plan, costs, policy)
+    if result.stuck:
+        _fail_deadlock(plan, result, policy)
+    return result
+
+
+def _fail(plan: Plan, problem: str, places: dict[Node, int]) -> NoReturn:
+    raise PlanError(f"{problem}\n{excerpt(plan, places)}")
+
+
+def _check_row(plan: Plan, node: Node) -> None:
+    """Everything that one row tells by itself."""
+    row = plan.rows[node]
+    index_of: dict[Action, int] = {}
+    for index, action in enumerate(row):
+        reason = refuse_reason(plan, node, action)
+        if reason is not None:
+            _fail(plan, f"node {node} cannot run {action}: {reason}", {node: index})
+        if action in index_of:
+            _fail(plan, f"node {node} has {action} twice, first as action {index_of[action]}", {node: index})
+        index_of[action] = index
+    for action, missing in missing_actions(plan, node, index_of):
+        _fail(plan, f"node {node} lacks {missing}", {node: index_of.get(action, len(row))})
+    for action, index in index_of.items():
+        for needed in needed_before(plan, action, index_of):
+            if index_of[needed] > index:
+                _fail(plan, f"node {node} has {action} before {needed}, which it needs", {node: index})
+
+
+def _check_reduction_order(plan: Plan) -> None:
+    """Replicas of a stage meet in their reductions, so they must come to them in one order."""
+    for node in plan.rows:
+        first = Node(node.stage, 0)
+        ours, theirs = (
+            [(index, action) for index, action in enumerate(plan.rows[n]) if action.kind is Kind.REDUCE_GRAD]
+            for n in (node, first)
+        )
+        for (index, action), (first_index, first_action) in zip(ours, theirs, strict=True):
+            if action != first_action:
+                problem = f"node {node} reduces {action} where its replica {first} reduces {first_action}"
+                _fail(plan, problem, {node: index, first: first_index})
+
+
+def _check_lane_order(plan: Plan, policy: LanePolicy) -> None:
+    """Between two nodes, a lane's sends and its receives must be in one order."""
+    lane_of = lanes(plan.topology, policy)
+    sent: dict[object, list[tuple[Message, int]]] = {}
+    received: dict[object, list[tuple[Message, int]]] = {}
+    for node, index, action in _comm_actions(plan):
+        channel = plan.channel_of(action, node)
+        queues = sent if action.kind.is_send else received
+        queue = queues.setdefault((lane_of[channel], channel.source, channel.target), [])
+        assert action.microbatch is not None
+        queue.append((Message(channel, action.microbatch), index))
+    for key, sends in sent.items():
+        for (message, index), (expected, receive_index) in zip(sends, received[key], strict=True):
+            if message != expected:
+                source, target = message.channel.source, message.channel.target
+                _fail(
+                    plan,
+                    f"lane {lane_of[message.channel]}: node {source} sends {message}, "
+                    f"where node {target} receives {expected}",
+                    {source: index, target: receive_index},
+                )
+
+
+def _comm_actions(plan: Plan) -> Iterator[tuple[Node, int, Action]]:
+    for node, row in plan.rows.items():
+        for index, action in enumerate(row):
+            if action.kind.is_comm:
+                yield node, index, action
+
+
+def _fail_deadlock(plan: Plan, result: Run, policy: LanePolicy | None) -> NoReturn:
+    lane_of = lanes(plan.topology, policy or "dedicated")
+    lines = [f"deadlock: {len(result.stuck)} of {len(plan.rows)} nodes cannot go on"]
+    for node, (place, message, behind) in result.stuck.items():
+        line = f"  node {node} waits at {plan.rows[node][place]} for {message}, "
+        if behind is None:
+            line += f"which node {message.channel.source} has not sent"
+        else:
+            line += f"which is behind {behind[1]} on lane {lane_of[message.channel]} at node {behind[0]}"
+        lines.append(line)
+    _fail(plan, "\n".join(lines), {node: stuck.place for node, stuck in result.stuck.items()})
