@@ -215,7 +215,7 @@ class _Engine:
                 flow = self._flow(action.hop, kind.direction, node.replica, microbatch)
                 assert flow is not None, action
                 yield _Step(
-                    index, action, 0.0, flow, flow.route.sender if kind.is_send else flow.route.receiver
+                    place, action, 0.0, flow, flow.route.sender if kind.is_send else flow.route.receiver
                 )
 
     # -- running ---------------------------------------------------------------------------------------------
