@@ -1,8 +1,11 @@
 // The table of contents of ldt._C: what the extension offers to Python.
-#include <torch/csrc/utils/pybind.h>
+#include "bindings/bindings.h"
 
 PYBIND11_MODULE(_C, module) {
   // c10d's own types (ProcessGroup, Work) are registered by torch.distributed.
   pybind11::module_::import("torch.distributed");
   module.doc() = "Compiled core of ldt: lanes and works.";
+  ldt::bind_errors(module);
+  ldt::bind_interrupt();
+  ldt::bind_lanes(module);
 }

@@ -1,0 +1,12 @@
+// One function per group of bindings; each adds its part to the module.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace ldt {
+
+void bind_errors(pybind11::module_& module);
+void bind_interrupt();
+void bind_lanes(pybind11::module_& module);
+
+}  // namespace ldt

@@ -1,0 +1,126 @@
+// ldt._C.Lane: arguments in Python's types, the GIL released wherever a lane's threads may need it.
+#include <pybind11/chrono.h>
+
+#include "bindings/bindings.h"
+#include "lanes/lane.h"
+#include "transports/group_transport.h"
+
+namespace py = pybind11;
+
+namespace ldt {
+namespace {
+
+using Milliseconds = std::chrono::milliseconds;
+
+// Measured with benchmarks/recv_broadcast.py; see docs/performance.md.
+constexpr int64_t kHostChunkBytes = int64_t{4} << 20;
+constexpr int64_t kStreamChunkBytes = int64_t{16} << 20;
+
+// Every lane that is alive, so that the interpreter can stop their threads before it goes.
+class LiveLanes {
+ public:
+  void add(const std::shared_ptr<Lane>& lane) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(), [](const auto& weak) { return weak.expired(); }),
+                 lanes_.end());
+    lanes_.push_back(lane);
+  }
+  void abort(const std::string& reason) {
+    std::vector<std::shared_ptr<Lane>> alive;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& weak : lanes_) {
+        if (auto lane = weak.lock()) alive.push_back(std::move(lane));
+      }
+    }
+    for (const auto& lane : alive) lane->abort(reason);
+    for (const auto& lane : alive) lane->close(Milliseconds(0));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Lane>> lanes_;
+};
+
+LiveLanes& live_lanes() {
+  static auto* lanes = new LiveLanes;  // never destroyed: lanes may outlive static destruction
+  return *lanes;
+}
+
+GroupTransport::Group share(c10d::ProcessGroup* group) {
+  if (group == nullptr) return {};
+  return GroupTransport::Group::unsafe_reclaim_from_nonowning(group);
+}
+
+std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage, int stage_root,
+                               c10::Device device, std::optional<int64_t> chunk_bytes, Milliseconds timeout,
+                               std::optional<bool> announce) {
+  auto transport = std::make_shared<GroupTransport>(share(p2p), share(stage), stage_root);
+  LaneOptions options;
+  options.name = std::move(name);
+  options.device = device;
+  options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
+  options.timeout = timeout;
+  options.announce = announce.value_or(device.is_cpu());
+  auto made = make_lane(std::move(options), std::move(transport));
+  // The last owner may be Python's garbage collector, and the destructor joins threads.
+  Lane* raw = made.get();
+  std::shared_ptr<Lane> lane(raw, [made = std::move(made)](Lane*) mutable {
+    if (PyGILState_Check()) {
+      py::gil_scoped_release no_gil;
+      made.reset();
+    } else {
+      made.reset();
+    }
+  });
+  live_lanes().add(lane);
+  return lane;
+}
+
+py::dict stats_of(const Lane& lane) {
+  const auto& stats = lane.stats();
+  py::dict counts;
+  counts["name"] = lane.options().name;
+  counts["sent_bytes"] = stats.sent_bytes.load();
+  counts["sent_messages"] = stats.sent_messages.load();
+  counts["received_bytes"] = stats.received_bytes.load();
+  counts["received_messages"] = stats.received_messages.load();
+  counts["broadcast_bytes"] = stats.broadcast_bytes.load();
+  counts["wait_seconds"] = static_cast<double>(stats.wait_nanoseconds.load()) * 1e-9;
+  counts["pool_bytes"] = lane.pool_bytes();
+  return counts;
+}
+
+}  // namespace
+
+void bind_lanes(py::module_& module) {
+  py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
+      .def(py::init(&new_lane), py::arg("name"), py::kw_only(), py::arg("p2p").none(true), py::arg("stage").none(true),
+           py::arg("stage_root") = 0, py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
+           py::arg("timeout") = Milliseconds(1'800'000), py::arg("announce") = py::none())
+      .def("send", &Lane::send, py::arg("tensors"), py::arg("peer"), py::arg("label") = "",
+           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "recv",
+          [](Lane& lane, const std::vector<at::Tensor>& tensors, std::optional<int> peer, const std::string& label) {
+            return lane.receive(tensors, peer.value_or(-1), label);
+          },
+          py::arg("tensors"), py::arg("peer") = py::none(), py::arg("label") = "",
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "empty",
+          [](Lane& lane, const std::vector<int64_t>& sizes, at::ScalarType dtype) { return lane.empty(sizes, dtype); },
+          py::arg("sizes"), py::arg("dtype"))
+      .def("close", &Lane::close, py::arg("timeout") = Milliseconds(10'000), py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Lane::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("stats", &stats_of)
+      .def_property_readonly("name", [](const Lane& lane) { return lane.options().name; })
+      .def_property_readonly("chunk_bytes", [](const Lane& lane) { return lane.options().chunk_bytes; });
+
+  module.def(
+      "abort_all", [](const std::string& reason) { live_lanes().abort(reason); }, py::arg("reason"),
+      py::call_guard<py::gil_scoped_release>());
+  py::module_::import("atexit").attr("register")(module.attr("abort_all"), "the process is exiting");
+}
+
+}  // namespace ldt

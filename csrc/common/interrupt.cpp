@@ -1,0 +1,19 @@
+// The process-wide interrupt check.
+#include "common/interrupt.h"
+
+#include <atomic>
+
+namespace ldt {
+namespace {
+std::atomic<InterruptCheck> installed{nullptr};
+}
+
+void set_interrupt_check(InterruptCheck check) { installed = check; }
+
+void check_interrupt() {
+  if (InterruptCheck check = installed.load()) {
+    check();
+  }
+}
+
+}  // namespace ldt

@@ -1,0 +1,53 @@
+// The lane for CPU tensors: worker threads that start the broadcast when the receive has landed.
+#pragma once
+
+#include <thread>
+
+#include <deque>
+
+#include "lanes/host_message.h"
+
+namespace ldt {
+
+/// One thread, first in first out. Starts with its first message, so a direction that a lane never uses costs nothing.
+class ChainWorker {
+ public:
+  ~ChainWorker() { stop(); }
+  void push(std::shared_ptr<HostMessage> message);
+  /// Whether everything pushed was finished by the deadline.
+  bool drain(std::chrono::steady_clock::time_point deadline);
+  /// Ends the waits of everything pending; the lane's failure has been set.
+  void abort();
+  /// Finishes what is pending, then joins. Call abort() before, if that could take long.
+  void stop();
+
+ private:
+  void loop();
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<HostMessage>> pending_;  // the front one is being finished
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+/// Sends and receives have a thread each: crossing messages of two ranks on one lane must not wait for one another.
+class HostLane final : public Lane {
+ public:
+  HostLane(LaneOptions options, std::shared_ptr<Transport> transport);
+  ~HostLane() override;
+
+  void close(std::chrono::milliseconds timeout) override;
+  void abort(const std::string& reason) override;
+
+ private:
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
+  Work launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
+  Work launch(ChainWorker& worker, std::shared_ptr<HostMessage> message);
+
+  std::shared_ptr<const HostContext> context_;
+  ChainWorker outgoing_;
+  ChainWorker incoming_;
+};
+
+}  // namespace ldt

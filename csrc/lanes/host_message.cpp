@@ -1,0 +1,122 @@
+// The life of a host lane's message: announcements, payload, error texts.
+#include "lanes/host_message.h"
+
+namespace ldt {
+namespace {
+
+// A backend without an abort leaves the wait to the lane's timeout.
+void abort_transfer(const Transport::Work& transfer) noexcept {
+  try {
+    transfer->abort();
+  } catch (...) {
+  }
+}
+
+}  // namespace
+
+HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire, int peer,
+                         std::string title)
+    : context_(std::move(context)),
+      wire_(std::move(wire)),
+      own_(Announcement::of(wire_.tensors(), wire_.bytes(), context_->options.chunk_bytes)),
+      peer_(peer),
+      title_(std::move(title)),
+      work_(c10::make_intrusive<HostWork>(type, title_, context_->stats)) {}
+
+void HostMessage::finish() {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  std::exception_ptr error;
+  try {
+    context_->failure->throw_if_happened();
+    run();
+  } catch (const MismatchError&) {
+    error = std::current_exception();
+  } catch (...) {
+    const auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    context_->failure->set(c10::str(title_, " (", wire_.bytes(), " bytes) failed after ", seconds, " s: ",
+                                    text_of(std::current_exception())));
+    error = std::make_exception_ptr(LaneError({__func__, __FILE__, __LINE__}, context_->failure->text()));
+  }
+  {
+    // Let go of everything before anyone is told: who waits may count on the memory being free.
+    std::lock_guard<std::mutex> lock(mutex_);
+    started_.clear();
+  }
+  wire_.release();
+  work_->complete(error);
+}
+
+void HostMessage::abort() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& transfer : started_) {
+    abort_transfer(transfer);
+  }
+  if (signal_) {
+    std::lock_guard<std::mutex> signal_lock(signal_->mutex);
+    signal_->aborted = true;
+    signal_->changed.notify_all();
+  }
+}
+
+Transport::Work HostMessage::started(Transport::Work transfer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  started_.push_back(transfer);
+  if (context_->failure->happened()) {
+    abort_transfer(transfer);  // an abort that came before us has missed it
+  }
+  return transfer;
+}
+
+void HostMessage::wait_for_transfer(const Transport::Work& transfer) {
+  if (!transfer->wait(context_->options.timeout)) {
+    context_->failure->throw_if_happened();
+    throw_lane_error("the transfer was aborted");
+  }
+}
+
+void HostMessage::wait_for_collective(const Transport::Work& collective) {
+  auto signal = std::make_shared<Signal>();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    signal->aborted = context_->failure->happened();
+    signal_ = signal;
+  }
+  const auto future = collective->getFuture();
+  future->addCallback([signal](c10::ivalue::Future&) {
+    std::lock_guard<std::mutex> lock(signal->mutex);
+    signal->done = true;
+    signal->changed.notify_all();
+  });
+  std::unique_lock<std::mutex> lock(signal->mutex);
+  if (!signal->changed.wait_for(lock, context_->options.timeout, [&] { return signal->done || signal->aborted; })) {
+    throw_lane_error("the broadcast inside the stage did not end within the lane's timeout of ",
+                     context_->options.timeout.count(), " ms");
+  }
+  if (!signal->done) {
+    context_->failure->throw_if_happened();
+  }
+  if (future->hasError()) {
+    std::rethrow_exception(future->exception_ptr());
+  }
+}
+
+void HostMessage::post_announcements() {
+  outgoing_ = own_.encode();
+  incoming_ = at::empty({Announcement::kBytes}, at::kByte);
+  announcing_ = started(context_->transport->send(outgoing_, peer_, Transport::kAnnouncement));
+  hearing_ = started(context_->transport->receive(incoming_, peer_, Transport::kAnnouncement));
+}
+
+Announcement HostMessage::exchange_announcements() {
+  wait_for_transfer(hearing_);
+  wait_for_transfer(announcing_);
+  return Announcement::decode(incoming_);
+}
+
+StageAgreement HostMessage::stage_agreement() {
+  return StageAgreement(*context_->transport, context_->options.device,
+                        [this](const Transport::Work& collective) { wait_for_collective(collective); });
+}
+
+}  // namespace ldt

@@ -1,0 +1,114 @@
+// One message of a host lane, on its way: what is posted at launch, and what the worker thread does in its turn.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "common/wire_tensors.h"
+#include "lanes/agreement.h"
+#include "lanes/lane.h"
+#include "works/host_work.h"
+
+namespace ldt {
+
+/// What all messages of a host lane share.
+struct HostContext {
+  LaneOptions options;
+  std::shared_ptr<Transport> transport;
+  std::shared_ptr<LaneStats> stats;
+  std::shared_ptr<Failure> failure;
+};
+
+/// post() runs in the caller's thread and starts all that can be started; run() runs in the worker's,
+/// in FIFO order, and sees it through. The work is complete after run(), whatever happened.
+class HostMessage {
+ public:
+  HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire, int peer,
+              std::string title);
+  virtual ~HostMessage() = default;
+
+  /// Throws what the transport throws for a call that it refuses.
+  virtual void post() = 0;
+  /// Never throws: ends the work instead. A transport error fails the whole lane, a mismatch only this message.
+  void finish();
+  /// Makes a wait inside run(), now or later, end soon. From any thread. The lane's failure is set before.
+  void abort();
+
+  const c10::intrusive_ptr<HostWork>& work() const { return work_; }
+
+ protected:
+  virtual void run() = 0;
+
+  Transport::Work started(Transport::Work transfer);
+  /// Waits for a point-to-point transfer: exactly once, as gloo demands.
+  void wait_for_transfer(const Transport::Work& transfer);
+  /// Waits for a collective through its future, so that an abort can end the wait: gloo's own cannot be aborted.
+  void wait_for_collective(const Transport::Work& collective);
+
+  /// Starts sending our announcement and receiving the peer's.
+  void post_announcements();
+  /// Waits for both. The peer's; throws LaneError if it is unreadable.
+  Announcement exchange_announcements();
+  StageAgreement stage_agreement();
+
+  std::shared_ptr<const HostContext> context_;
+  WireTensors wire_;
+  const Announcement own_;
+  const int peer_;
+  const std::string title_;
+
+ private:
+  struct Signal {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    bool aborted = false;
+  };
+
+  c10::intrusive_ptr<HostWork> work_;
+  std::mutex mutex_;
+  std::vector<Transport::Work> started_;  // point-to-point transfers to abort
+  std::shared_ptr<Signal> signal_;        // of the collective that is waited for
+  at::Tensor outgoing_, incoming_;        // announcements
+  Transport::Work announcing_, hearing_;
+};
+
+class SendMessage final : public HostMessage {
+ public:
+  using HostMessage::HostMessage;
+  void post() override;
+
+ private:
+  void run() override;
+  void start_payload();
+  std::vector<Transport::Work> payload_;
+};
+
+/// A receiving leader: receives piece by piece, and broadcasts one while it receives the next.
+class ReceiveMessage final : public HostMessage {
+ public:
+  using HostMessage::HostMessage;
+  void post() override;
+
+ private:
+  void run() override;
+  void start_payload();
+  std::vector<at::Tensor> pieces_;
+  std::vector<Transport::Work> payload_;
+};
+
+/// Another rank of the receiving stage: only hears the broadcast.
+class MemberMessage final : public HostMessage {
+ public:
+  using HostMessage::HostMessage;
+  void post() override;
+
+ private:
+  void run() override;
+  void start_payload();
+  std::vector<Transport::Work> payload_;
+};
+
+}  // namespace ldt

@@ -1,0 +1,77 @@
+// A lane: what carries channels between two nodes. The contract is section 5 of docs/design.md.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "common/failure.h"
+#include "common/stats.h"
+#include "lanes/receive_pool.h"
+#include "transports/transport.h"
+
+namespace ldt {
+
+struct LaneOptions {
+  std::string name;                // in every error text, e.g. "F0:0.0->1.0"
+  c10::Device device = at::kCPU;   // where the tensors of its messages live
+  int64_t chunk_bytes = 0;         // the broadcast of one piece runs while the next is received
+  std::chrono::milliseconds timeout{};  // how long one message may take once it is its turn
+  bool announce = false;           // check size, dtype and shape with the other side before each payload
+};
+
+/// Carries messages, first in first out. A message is a list of tensors; both sides know its shapes.
+///
+/// send and receive issue everything and return at once; the work they return only waits. A lane is
+/// used by one thread at a time, its works by any. Unless closed, the destructor aborts.
+class Lane {
+ public:
+  Lane(LaneOptions options, std::shared_ptr<Transport> transport);
+  virtual ~Lane() = default;
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  /// Sends to leader `peer`. The tensors may be overwritten only after the work is done; non-contiguous
+  /// ones are copied. `label` names the message in errors. Throws LaneError on bad tensors or a failed lane.
+  Work send(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
+  /// Receives from leader `peer`, then broadcasts inside the stage; a member ignores `peer`. The
+  /// broadcast and the receive are one work. Writes into `tensors`.
+  Work receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
+  /// A fresh tensor over memory of the lane's receive pool; see ReceivePool.
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) { return pool_->empty(sizes, dtype); }
+
+  /// Waits for what is in flight, at most `timeout`, then aborts what is left and stops. Idempotent.
+  virtual void close(std::chrono::milliseconds timeout) = 0;
+  /// Everything pending and everything later fails with `reason`. Returns at once.
+  virtual void abort(const std::string& reason) = 0;
+
+  const LaneOptions& options() const { return options_; }
+  const LaneStats& stats() const { return *stats_; }
+  int64_t pool_bytes() const { return pool_->bytes(); }
+
+ protected:
+  virtual Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) = 0;
+  virtual Work launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) = 0;
+
+  LaneOptions options_;
+  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<LaneStats> stats_;
+  std::shared_ptr<Failure> failure_;
+  std::shared_ptr<ReceivePool> pool_;
+
+ private:
+  std::string title(const char* verb, int peer, const std::vector<at::Tensor>& tensors, const std::string& label);
+  void check_peer(const std::string& title, int peer) const;
+  template <typename Launch>
+  Work guarded(const std::string& title, Launch launch);
+};
+
+/// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU).
+/// Throws LaneError for options that make no sense.
+std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport);
+
+}  // namespace ldt

@@ -1,0 +1,106 @@
+// Blocks go out as tensors and come back through the tensors' deleter.
+#include "lanes/receive_pool.h"
+
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <algorithm>
+
+namespace ldt {
+namespace {
+
+// A block serves a smaller message only if it wastes at most half of itself.
+constexpr int64_t kMaxWaste = 2;
+
+}  // namespace
+
+ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream)
+    : device_(device), stream_(stream), events_(std::make_shared<EventPool>(device)) {}
+
+at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device_);
+  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+  if (bytes == 0) {
+    return at::empty(sizes, options);
+  }
+  auto block = take(bytes);
+  void* address = block.memory.mutable_data_ptr();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    in_use_.emplace(address, std::move(block));
+    peak_in_use_ = std::max(peak_in_use_, in_use_.size());
+  }
+  return at::from_blob(
+      address, sizes, [pool = shared_from_this()](void* data) { pool->give_back(data); }, options, device_);
+}
+
+ReceivePool::Block ReceivePool::take(int64_t bytes) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto fit = idle_.lower_bound(bytes);
+    if (fit != idle_.end() && fit->first <= kMaxWaste * bytes) {
+      auto block = std::move(fit->second);
+      idle_.erase(fit);
+      return block;
+    }
+  }
+  c10::InferenceMode off(false);  // the block will serve training, too
+  c10::OptionalStreamGuard on_lane_stream(stream_);
+  return Block{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)), nullptr};
+}
+
+void ReceivePool::give_back(void* address) noexcept {
+  std::shared_ptr<c10::Event> last_use;
+  if (stream_) {
+    try {
+      const c10::impl::VirtualGuardImpl backend(device_.type());
+      last_use = events_->record(backend.getStream(device_));
+    } catch (...) {
+      // The device is gone, as at interpreter exit: drop the block instead of reusing it unordered.
+      std::lock_guard<std::mutex> lock(mutex_);
+      in_use_.erase(address);
+      return;
+    }
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = in_use_.find(address);
+  auto block = std::move(found->second);
+  in_use_.erase(found);
+  block.last_use = std::move(last_use);
+  idle_.emplace(block.memory.numel(), std::move(block));
+  trim_idle();
+}
+
+void ReceivePool::trim_idle() {
+  // Blocks of sizes that no longer come would pile up: keep as many as were ever needed at once, the larger ones.
+  while (!idle_.empty() && in_use_.size() + idle_.size() > peak_in_use_) {
+    const auto smallest = idle_.begin();
+    if (smallest->second.last_use) {
+      // The memory goes back to the lane's stream, whose next allocation may be the same memory.
+      smallest->second.last_use->block(*stream_);
+    }
+    idle_.erase(smallest);
+  }
+}
+
+bool ReceivePool::wait_until_free(const at::Tensor& tensor) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = in_use_.find(tensor.storage().mutable_data());
+  if (found == in_use_.end()) {
+    return false;
+  }
+  if (found->second.last_use) {
+    found->second.last_use->block(*stream_);
+  }
+  return true;
+}
+
+int64_t ReceivePool::bytes() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  int64_t total = 0;
+  for (const auto& [address, block] : in_use_) total += block.memory.numel();
+  for (const auto& [bytes, block] : idle_) total += bytes;
+  return total;
+}
+
+}  // namespace ldt

@@ -1,0 +1,54 @@
+// The lane for devices with streams: everything is enqueued at launch, in the order of one stream.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <mutex>
+
+#include "common/wire_tensors.h"
+#include "lanes/agreement.h"
+#include "lanes/lane.h"
+
+namespace ldt {
+
+/// Written with c10's device-independent Stream, Event and virtual device guard only, so that CUDA and
+/// torch_npu run the same code. A backend's own wait() orders the current stream, here the lane's.
+///
+/// A launch begins with the lane's stream waiting for what the message needs, and ends with an event
+/// after its last transfer. Between the two nothing waits on the host, unless messages are announced
+/// (a debug mode: comparing needs the peer's word on the host).
+class StreamLane final : public Lane {
+ public:
+  StreamLane(LaneOptions options, std::shared_ptr<Transport> transport);
+  ~StreamLane() override;
+
+  void close(std::chrono::milliseconds timeout) override;
+  void abort(const std::string& reason) override { failure_->set(reason); }
+
+ private:
+  /// A message that the device may still be reading or writing.
+  struct InFlight {
+    std::shared_ptr<const c10::Event> end;
+    WireTensors wire;
+    std::vector<Transport::Work> transfers;
+  };
+
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
+  Work launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
+
+  void wait_for_current_stream();
+  std::vector<Transport::Work> receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer, bool broadcasts);
+  Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
+  StageAgreement stage_agreement();
+  Work finish(c10d::OpType type, WireTensors wire, std::vector<Transport::Work> transfers);
+  /// Lets go of the messages that are done, without waiting. Runs at every launch.
+  void retire();
+
+  const c10::Stream stream_;
+  const std::shared_ptr<EventPool> events_;
+  std::mutex mutex_;
+  std::deque<InFlight> in_flight_;
+};
+
+}  // namespace ldt

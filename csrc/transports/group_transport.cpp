@@ -1,0 +1,53 @@
+// Calls into c10d; nothing here waits.
+#include "transports/group_transport.h"
+
+#include "common/error.h"
+
+namespace ldt {
+
+GroupTransport::GroupTransport(Group point_to_point, Group stage, int stage_root)
+    : point_to_point_(std::move(point_to_point)), stage_(std::move(stage)), stage_root_(stage_root) {
+  has_stage_ = stage_ && stage_->getSize() > 1;
+  if (!point_to_point_ && !has_stage_) {
+    throw_lane_error("a lane needs a point-to-point group, a stage group of two or more ranks, or both; got neither");
+  }
+  if (has_stage_ && (stage_root < 0 || stage_root >= stage_->getSize())) {
+    throw_lane_error("stage_root: expected a rank of the stage group, 0 to ", stage_->getSize() - 1, ", got ",
+                     stage_root);
+  }
+  is_leader_ = static_cast<bool>(point_to_point_);
+  if (is_leader_ && has_stage_ && stage_->getRank() != stage_root) {
+    throw_lane_error("stage_root is ", stage_root, ", but this rank of the stage group, ", stage_->getRank(),
+                     ", has the point-to-point group: give that to the root only");
+  }
+  if (is_leader_) {
+    num_peers_ = point_to_point_->getSize();
+    own_peer_ = point_to_point_->getRank();
+  }
+}
+
+Transport::Work GroupTransport::send(const at::Tensor& bytes, int peer, Tag tag) {
+  std::vector<at::Tensor> tensors{bytes};
+  return point_to_point_->send(tensors, peer, tag);
+}
+
+Transport::Work GroupTransport::receive(const at::Tensor& bytes, int peer, Tag tag) {
+  std::vector<at::Tensor> tensors{bytes};
+  return point_to_point_->recv(tensors, peer, tag);
+}
+
+Transport::Work GroupTransport::broadcast(const at::Tensor& bytes) {
+  std::vector<at::Tensor> tensors{bytes};
+  c10d::BroadcastOptions options;
+  options.rootRank = stage_root_;
+  return stage_->broadcast(tensors, options);
+}
+
+Transport::Work GroupTransport::maximum(const at::Tensor& value) {
+  std::vector<at::Tensor> tensors{value};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MAX;
+  return stage_->allreduce(tensors, options);
+}
+
+}  // namespace ldt

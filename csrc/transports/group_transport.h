@@ -1,0 +1,39 @@
+// Bytes over two c10d process groups, of any backend.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "transports/transport.h"
+
+namespace ldt {
+
+/// `point_to_point` connects leaders; null on a rank that only hears the broadcast. `stage` is the
+/// receiving stage's broadcast group; null where a stage is one rank, or on a sender. The groups
+/// are the lane's own: nothing else may be issued on them. `stage_root` is a group rank of `stage`.
+class GroupTransport final : public Transport {
+ public:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  GroupTransport(Group point_to_point, Group stage, int stage_root);
+
+  Work send(const at::Tensor& bytes, int peer, Tag tag) override;
+  Work receive(const at::Tensor& bytes, int peer, Tag tag) override;
+  Work broadcast(const at::Tensor& bytes) override;
+  Work maximum(const at::Tensor& value) override;
+  bool is_leader() const override { return is_leader_; }
+  bool has_stage() const override { return has_stage_; }
+  int num_peers() const override { return num_peers_; }
+  int own_peer() const override { return own_peer_; }
+
+ private:
+  // What the groups say of themselves is asked once: asking again would need their backend alive.
+  Group point_to_point_;
+  Group stage_;
+  int stage_root_;
+  bool is_leader_;
+  bool has_stage_;
+  int num_peers_ = 0;
+  int own_peer_ = -1;
+};
+
+}  // namespace ldt

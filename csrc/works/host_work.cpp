@@ -1,0 +1,81 @@
+// Waiting on the host, in slices that notice an interrupt.
+#include "works/host_work.h"
+
+#include <ATen/core/ivalue_inl.h>
+
+#include "common/error.h"
+#include "common/interrupt.h"
+
+namespace ldt {
+namespace {
+
+constexpr std::chrono::milliseconds kInterruptPeriod{200};
+
+void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
+  if (error) {
+    future.setErrorIfNeeded(error);
+  } else {
+    future.markCompleted(c10::IValue(std::vector<at::Tensor>{}));
+  }
+}
+
+}  // namespace
+
+HostWork::HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneStats> stats)
+    : Work(-1, type), title_(std::move(title)), stats_(std::move(stats)) {}
+
+bool HostWork::wait(std::chrono::milliseconds timeout) {
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!completed_) {
+    ScopedTimer timer(stats_->wait_nanoseconds);
+    while (!cv_.wait_for(lock, kInterruptPeriod, [this] { return completed_; })) {
+      lock.unlock();
+      check_interrupt();
+      if (timeout != kNoTimeout && Clock::now() - start > timeout) {
+        throw_lane_error(title_, ": not done after the ", timeout.count(),
+                         " ms that wait() was given; it goes on, wait again or abort the lane");
+      }
+      lock.lock();
+    }
+  }
+  if (exception_) {
+    std::rethrow_exception(exception_);
+  }
+  return true;
+}
+
+void HostWork::abort() {
+  throw_lane_error(title_, ": one message of a lane cannot be aborted alone; abort the lane");
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HostWork::getFuture() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!future_) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (completed_) {
+      settle(*future_, exception_);
+    }
+  }
+  return future_;
+}
+
+void HostWork::complete(std::exception_ptr error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (completed_) {
+      return;
+    }
+    completed_ = true;
+    exception_ = error;
+    future = future_;
+  }
+  cv_.notify_all();
+  if (future) {
+    settle(*future, error);  // runs callbacks: never under our lock
+  }
+}
+
+}  // namespace ldt

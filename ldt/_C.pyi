@@ -1,0 +1,58 @@
+"""What the compiled module offers. Checked against the module by tests/build."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+from torch.distributed import DistBackendError, ProcessGroup, Work
+
+class LaneError(DistBackendError):
+    """A lane or a work of it failed; the text says which, with both sides' figures."""
+
+class Lane:
+    """Carries messages between two nodes, first in first out (design, section 5).
+
+    ``p2p`` connects leaders and is None on a rank that only hears the broadcast; ``stage`` is the
+    receiving stage's broadcast group, None for a stage of one rank and on senders; ``stage_root`` is the
+    receiving leader's group rank in it. The groups must be the lane's own. ``device`` is the CPU or a
+    device with streams, with its index. ``chunk_bytes``: the broadcast of one piece of that size runs while the next
+    is received; the same on all ranks. ``timeout``: how long one message may take once it is its turn.
+    ``announce``: compare size, dtype and shape with the other side before each payload (default: on the CPU only).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        p2p: ProcessGroup | None,
+        stage: ProcessGroup | None,
+        stage_root: int = 0,
+        device: torch.device = ...,
+        chunk_bytes: int | None = None,
+        timeout: timedelta = ...,
+        announce: bool | None = None,
+    ) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def chunk_bytes(self) -> int: ...
+    def send(self, tensors: Sequence[torch.Tensor], peer: int, label: str = "") -> Work:
+        """Starts sending to leader ``peer`` (a group rank of ``p2p``). Raises LaneError for bad tensors or a failed lane."""
+
+    def recv(self, tensors: Sequence[torch.Tensor], peer: int | None = None, label: str = "") -> Work:
+        """Starts receiving into ``tensors`` and broadcasting them in the stage: one work. Members ignore ``peer``."""
+
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A fresh tensor over the lane's receive pool; the memory goes back when the last reference dies."""
+
+    def close(self, timeout: timedelta = ...) -> None:
+        """Waits for what is in flight, aborts what is left after ``timeout`` (default 10 s), stops the threads. Idempotent."""
+
+    def abort(self, reason: str) -> None:
+        """Everything pending and everything later fails with ``reason``. Returns at once."""
+
+    def stats(self) -> dict[str, int | float | str]:
+        """name, sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds, pool_bytes."""
+
+def abort_all(reason: str) -> None:
+    """Aborts and stops every lane of this process; runs at exit."""
