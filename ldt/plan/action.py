@@ -12,7 +12,7 @@ from ldt.topology import Direction
 __all__ = ["Action", "Kind"]
 
 
-class Kind(str, Enum):  # noqa: UP042 (StrEnum needs Python 3.11)
+class Kind(str, Enum):
     """What an action does."""
 
     F = "F"  # forward; the tail's includes the loss

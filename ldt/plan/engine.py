@@ -37,6 +37,8 @@ class Message(NamedTuple):
 
 
 class Computed(NamedTuple):
+    """A compute action and its times."""
+
     node: Node
     action: Action
     start: float
@@ -44,6 +46,8 @@ class Computed(NamedTuple):
 
 
 class Transferred(NamedTuple):
+    """A message and its times, from its first byte to its arrival."""
+
     message: Message
     start: float
     end: float
@@ -201,7 +205,7 @@ class _Engine:
 
     def _steps_of(self, node: Node) -> Iterator[_Step]:
         for place, action in enumerate(self._plan.rows[node]):
-            chunk, kind, microbatch = action
+            _, kind, microbatch = action
             if kind.is_compute:
                 source = message_into(action)
                 flow = self._flow(*source, node.replica, microbatch) if source else None

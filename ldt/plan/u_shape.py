@@ -29,8 +29,8 @@ def ushape(
     ``buffers_needed``). Raises PlanError for more than two laps and for an edge with fewer replicas than the
     cloud.
     """
-    plan = add_communication(ushape_compute(topology, num_microbatches, training), lanes, receive_buffers)
-    plan = add_grad_reduction(plan)
+    plan = add_grad_reduction(ushape_compute(topology, num_microbatches, training))
+    plan = add_communication(plan, lanes, receive_buffers)
     verify(plan)
     return plan
 

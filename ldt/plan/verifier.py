@@ -68,7 +68,8 @@ def _check_row(plan: Plan, node: Node) -> None:
             _fail(plan, f"node {node} has {action} twice, first as action {index_of[action]}", {node: index})
         index_of[action] = index
     for action, missing in missing_actions(plan, node, index_of):
-        _fail(plan, f"node {node} lacks {missing}", {node: index_of.get(action, len(row))})
+        hint = ": use add_grad_reduction" if missing.kind is Kind.REDUCE_GRAD else ""
+        _fail(plan, f"node {node} lacks {missing}{hint}", {node: index_of.get(action, len(row))})
     for action, index in index_of.items():
         for needed in needed_before(plan, action, index_of):
             if index_of[needed] > index:

@@ -1,0 +1,151 @@
+"""Topologies: ranks, chunks, channels, lane colours, text, and what is refused."""
+
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ldt.errors import LdtError, TopologyError
+from ldt.topology import Channel, Hop, Node, Topology, lanes
+
+topologies = st.builds(
+    lambda tp, edge_dp, times, laps: Topology(tp, edge_dp * (times if len(tp) > 1 else 1), edge_dp, laps),
+    st.lists(st.integers(1, 4), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+)
+
+
+def test_import_needs_no_torch():
+    code = (
+        "import sys, ldt.plan, ldt.topology; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_u_shape_of_three_stages():
+    topology = Topology(tp=[1, 2, 2], laps=1)
+    assert (topology.num_stages, topology.num_chunks, topology.tail, topology.world_size) == (3, 4, 3, 5)
+    assert topology.chunks_of(0) == (0, 3)
+    assert topology.chunks_of(2) == (2,)
+    assert topology.ranks_of(Node(1, 0)) == (1, 2)
+    assert topology.leader_of(Node(2, 0)) == 3
+    assert topology.tp_rank_of(4) == 1
+    assert topology.edge_dp == 1
+
+
+def test_two_laps_come_back_to_every_stage():
+    topology = Topology([1, 1], laps=2)
+    assert [topology.stage_of(chunk) for chunk in range(topology.num_chunks)] == [0, 1, 0, 1, 0]
+    assert topology.chunks_of(0) == (0, 2, 4)
+
+
+def test_one_stage_has_only_local_hops():
+    topology = Topology([3], laps=2)
+    assert topology.channels == ()
+    assert all(hop.local(topology) for hop in topology.hops)
+    assert topology.chunks_of(0) == (0, 1, 2)
+
+
+def test_channels_of_two_stages_share_both_directions():
+    names = [channel.name for channel in Topology([1, 1]).channels]
+    assert names == ["F0:0.0->1.0", "B0:1.0->0.0", "F1:1.0->0.0", "B1:0.0->1.0"]
+
+
+def test_edge_replica_serves_several_cloud_replicas():
+    topology = Topology([1, 1], dp=4, edge_dp=2)
+    assert topology.replicas(0) == 2
+    assert topology.replicas(1) == 4
+    assert topology.world_size == 6
+    assert topology.channel(0, "F", 3) == Channel(Node(0, 1), Node(1, 3), 0, "F")
+    assert {channel.replica for channel in topology.channels} == {0, 1, 2, 3}
+    assert len(set(topology.channels)) == len(topology.channels) == 16
+
+
+@given(topologies)
+def test_ranks_are_numbered_node_by_node(topology):
+    ranks = [rank for node in topology.nodes for rank in topology.ranks_of(node)]
+    assert ranks == list(range(topology.world_size))
+    assert all(topology.node_of(rank) == node for node in topology.nodes for rank in topology.ranks_of(node))
+    assert list(topology.nodes) == sorted(topology.nodes)
+
+
+@given(topologies)
+def test_text_and_pickle_round_trip(topology):
+    assert Topology.from_text(topology.to_text()) == topology
+    assert pickle.loads(pickle.dumps(topology)) == topology
+    assert hash(Topology.from_text(topology.to_text())) == hash(topology)
+
+
+@given(topologies, st.sampled_from(["dedicated", "paired"]))
+def test_a_node_is_on_a_lane_as_sender_or_as_receiver(topology, policy):
+    lane_of = lanes(topology, policy)
+    assert set(lane_of) == set(topology.channels)
+    senders = {(lane, channel.source) for channel, lane in lane_of.items()}
+    receivers = {(lane, channel.target) for channel, lane in lane_of.items()}
+    assert not senders & receivers
+    if policy == "dedicated":
+        assert len(set(lane_of.values())) == len(topology.channels)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4, 5, 8])
+def test_paired_colours(stages):
+    colours: dict[str, set[tuple[int, int, str]]] = {}
+    for channel, lane in lanes(Topology([1] * stages), "paired").items():
+        ends = (channel.source.stage, channel.target.stage, channel.direction)
+        colours.setdefault(lane.colour, set()).add(ends)
+    if stages % 2:
+        assert colours.pop("last_to_first") == {(stages - 1, 0, "F")}
+        assert colours.pop("first_to_last") == {(0, stages - 1, "B")}
+    assert set(colours) == {"ping", "pang"}
+    assert all(source % 2 == 0 and target % 2 == 1 for source, target, _ in colours["pang"])
+    assert all(source % 2 == 1 and target % 2 == 0 for source, target, _ in colours["ping"])
+
+
+def test_describe_names_every_node():
+    text = Topology([1, 2], dp=2).describe()
+    assert "1.1     4-5             1" in text
+    assert "0.0     0               0, 2" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tp": []}, "tp is empty"),
+        ({"tp": [1, 0]}, r"tp\[1\] must be a whole number of at least 1, got 0"),
+        ({"tp": [1, True]}, r"tp\[1\] must be .* got True"),
+        ({"tp": [1, 1], "dp": 0}, "dp must be .* got 0"),
+        ({"tp": [1, 1], "laps": 1.5}, "laps must be .* got 1.5"),
+        ({"tp": [1, 1], "dp": 4, "edge_dp": 3}, "edge_dp=3 does not divide dp=4"),
+        ({"tp": [1], "dp": 2, "edge_dp": 1}, "one stage has no cloud"),
+    ],
+)
+def test_impossible_topologies_are_refused(arguments, message):
+    with pytest.raises(TopologyError, match=message):
+        Topology(**arguments)
+
+
+def test_what_does_not_exist_is_refused():
+    topology = Topology([1, 1])
+    for call, message in [
+        (lambda: topology.stage_of(3), "chunk 3 does not exist: this topology has chunks 0 to 2"),
+        (lambda: topology.node_of(2), "rank 2 does not exist"),
+        (lambda: topology.ranks_of(Node(2, 0)), "node 2.0 does not exist: nodes are 0.0, 1.0"),
+        (lambda: topology.channel(2, "F", 0), "hop 2->3 has no channel"),
+        (lambda: Topology([1]).channel(0, "F", 0), "hop 0->1 has no channel"),
+        (lambda: lanes(topology, "both"), "'dedicated' or 'paired', got 'both'"),
+        (lambda: Node.parse("1"), "expected a node as 'stage.replica'"),
+        (lambda: Topology.from_text("tp=1 dp=1"), "expected a topology as"),
+        (lambda: Topology.from_text("tp=1 dp=1 edge_dp=1 laps=1 x=2"), "expected a topology as"),
+    ]:
+        with pytest.raises(TopologyError, match=message):
+            call()
+
+
+def test_errors_can_be_caught_by_what_they_are():
+    assert issubclass(TopologyError, (LdtError, ValueError))
+    assert Hop(0).local(Topology([1]))

@@ -1,0 +1,128 @@
+"""The fixed order: every shape is proven, its counts are the published ones, its memory is bounded."""
+
+import pytest
+
+from ldt.errors import PlanError
+from ldt.plan import Action, Costs, Kind, buffers_needed, remove_communication, simulate, ushape, verify
+from ldt.plan.counts import warmup_counts
+from ldt.topology import Node, Topology
+
+UNIT = Costs(forward=1.0, backward=2.0)
+
+
+@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_every_shape_is_proven(stages, laps):
+    """All counts of microbatches, both modes, both policies: ushape verifies what it returns."""
+    topology = Topology([1] * stages, laps=laps)
+    for microbatches in range(1, 33):
+        for training in (True, False):
+            for policy in ("dedicated", "paired"):
+                ushape(topology, microbatches, training=training, lanes=policy)
+
+
+def computes(plan, node):
+    return " ".join(str(action) for action in plan.rows[node] if action.kind.is_compute)
+
+
+def test_one_lap_by_hand():
+    plan = ushape(Topology([1, 1, 1]), 5)
+    edge = "0F0 0F1 0F2 0F3 3F0 3B0 3F1 3B1 0F4 3F2 3B2 0B0 3F3 3B3 0B1 3F4 3B4 0B2 0B3 0B4"
+    assert computes(plan, Node(0, 0)) == edge
+    assert computes(plan, Node(1, 0)) == "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1B3 1B4"
+    assert computes(plan, Node(2, 0)) == "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2F4 2B3 2B4"
+
+
+def test_two_laps_by_hand():
+    plan = ushape(Topology([1, 1], laps=2), 3)
+    edge = "0F0 0F1 2F0 0F2 2F1 4F0 4B0 2F2 4F1 4B1 2B0 4F2 4B2 2B1 0B0 2B2 0B1 0B2"
+    assert computes(plan, Node(0, 0)) == edge
+    assert computes(plan, Node(1, 0)) == "1F0 1F1 3F0 1F2 3F1 3B0 3F2 3B1 1B0 3B2 1B1 1B2"
+
+
+@pytest.mark.parametrize(
+    ("stages", "laps", "stage", "counts"),
+    [
+        (1, 1, 0, (2, 0, 1)),
+        (2, 1, 0, (3, 0, 2)),
+        (3, 1, 0, (4, 0, 2)),
+        (3, 1, 2, (1, 0, 2)),
+        (4, 1, 1, (3, 0, 3)),
+        (8, 1, 0, (9, 0, 6)),
+        (1, 2, 0, (1, 1, 0)),
+        (2, 2, 1, (2, 1, 1)),
+        (4, 2, 0, (4, 4, 2)),
+        (8, 2, 3, (8, 5, 5)),
+    ],
+)
+def test_counts(stages, laps, stage, counts):
+    assert warmup_counts(stages, 64, laps, stage) == counts
+    assert warmup_counts(stages, 1, laps, stage) == tuple(min(count, 1) for count in counts)
+
+
+@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_no_time_is_lost_without_a_link(stages, laps):
+    """With free links and many microbatches, the edge (laps + 1 chunks of each) is all but always busy."""
+    microbatches = 48
+    for training, work in ((True, 3.0), (False, 1.0)):
+        plan = ushape(Topology([1] * stages, laps=laps), microbatches, training=training)
+        bound = (laps + 1) * work * microbatches
+        assert bound <= simulate(plan, UNIT).makespan <= 1.15 * bound
+
+
+@pytest.mark.parametrize("policy", ["dedicated", "paired"])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+def test_communication_costs_nothing_without_a_link(stages, policy):
+    for laps in (1, 2):
+        plan = ushape(Topology([1] * stages, laps=laps), 12, lanes=policy)
+        assert simulate(plan, UNIT).makespan == simulate(remove_communication(plan), UNIT).makespan
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("policy", ["dedicated", "paired"])
+@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2, 3, 8])
+def test_memory_does_not_grow_with_microbatches(stages, laps, policy, training):
+    costs = Costs(forward=1.0, backward=2.0, latency=3.0)
+    peaks, buffers = [], []
+    for microbatches in (24, 48):
+        plan = ushape(Topology([1] * stages, laps=laps), microbatches, training=training, lanes=policy)
+        peaks.append(simulate(plan, costs).peak_live)
+        buffers.append(buffers_needed(plan))
+    assert peaks[0] == peaks[1]
+    assert buffers[0] == buffers[1]
+    assert max(peaks[0].values()) <= 2 * laps * (stages + 2)
+
+
+def test_replicas_run_the_same_rows_and_reduce_once():
+    plan = ushape(Topology([2, 1, 1], dp=2), 4)
+    for stage in range(3):
+        assert plan.rows[Node(stage, 0)] == plan.rows[Node(stage, 1)]
+        reduces = [action.chunk for action in plan.rows[Node(stage, 0)] if action.kind is Kind.REDUCE_GRAD]
+        assert sorted(reduces) == list(plan.topology.chunks_of(stage))
+    row = plan.rows[Node(1, 0)]
+    place = row.index(Action(1, Kind.REDUCE_GRAD))
+    assert row[place - 2 : place] == (Action(1, Kind.B, 3), Action(1, Kind.SEND_B, 3))
+
+
+def test_forward_only_has_nothing_to_reduce():
+    plan = ushape(Topology([1, 1], dp=2), 2, training=False)
+    assert not any(action.kind is Kind.REDUCE_GRAD for row in plan.rows.values() for action in row)
+
+
+def test_what_ushape_does_not_know_is_refused():
+    with pytest.raises(PlanError, match="ushape knows one and two laps, got laps=3"):
+        ushape(Topology([1, 1], laps=3), 2)
+    with pytest.raises(PlanError, match="ushape knows one and two laps, got laps=3"):
+        ushape(Topology([1, 1], laps=3), 2, training=False)
+    with pytest.raises(PlanError, match="got edge_dp=1, dp=2"):
+        ushape(Topology([1, 1], dp=2, edge_dp=1), 2)
+    with pytest.raises(PlanError, match="num_microbatches must be an int of at least 1, got 0"):
+        ushape(Topology([1, 1]), 0)
+    with pytest.raises(PlanError, match="receive_buffers must be at least 1, got 0"):
+        ushape(Topology([1, 1]), 2, receive_buffers=0)
+
+
+def test_many_stages_at_once():
+    verify(ushape(Topology([1] * 16, laps=2), 40, lanes="paired"))
