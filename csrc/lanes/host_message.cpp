@@ -101,11 +101,11 @@ void HostMessage::wait_for_collective(const Transport::Work& collective) {
   }
 }
 
-void HostMessage::post_announcements() {
+void HostMessage::post_announcements(Transport::Tag own, Transport::Tag theirs) {
   outgoing_ = own_.encode();
   incoming_ = at::empty({Announcement::kBytes}, at::kByte);
-  announcing_ = started(context_->transport->send(outgoing_, peer_, Transport::kAnnouncement));
-  hearing_ = started(context_->transport->receive(incoming_, peer_, Transport::kAnnouncement));
+  announcing_ = started(context_->transport->send(outgoing_, peer_, own));
+  hearing_ = started(context_->transport->receive(incoming_, peer_, theirs));
 }
 
 Announcement HostMessage::exchange_announcements() {

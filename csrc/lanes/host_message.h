@@ -47,8 +47,8 @@ class HostMessage {
   /// Waits for a collective through its future, so that an abort can end the wait: gloo's own cannot be aborted.
   void wait_for_collective(const Transport::Work& collective);
 
-  /// Starts sending our announcement and receiving the peer's.
-  void post_announcements();
+  /// Starts sending our announcement as `own`, and receiving the peer's as `theirs`.
+  void post_announcements(Transport::Tag own, Transport::Tag theirs);
   /// Waits for both. The peer's; throws LaneError if it is unreadable.
   Announcement exchange_announcements();
   StageAgreement stage_agreement();

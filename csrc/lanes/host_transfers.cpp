@@ -11,7 +11,7 @@ void SendMessage::start_payload() {
 
 void SendMessage::post() {
   if (context_->options.announce) {
-    post_announcements();
+    post_announcements(Transport::kAnnouncement, Transport::kExpectation);
   } else {
     start_payload();
   }
@@ -40,7 +40,7 @@ void ReceiveMessage::start_payload() {
 
 void ReceiveMessage::post() {
   if (context_->options.announce) {
-    post_announcements();
+    post_announcements(Transport::kExpectation, Transport::kAnnouncement);
   } else {
     start_payload();
   }

@@ -110,8 +110,10 @@ std::vector<Transport::Work> StreamLane::receive_and_broadcast(const std::vector
 Announcement StreamLane::exchange_announcements(const Announcement& own, int peer, bool speak_first) {
   const auto mine = own.encode().to(options_.device);
   const auto theirs = at::empty_like(mine);
-  const auto speak = [&] { order_after(transport_->send(mine, peer, Transport::kAnnouncement)); };
-  const auto hear = [&] { order_after(transport_->receive(theirs, peer, Transport::kAnnouncement)); };
+  const auto said = speak_first ? Transport::kAnnouncement : Transport::kExpectation;
+  const auto heard = speak_first ? Transport::kExpectation : Transport::kAnnouncement;
+  const auto speak = [&] { order_after(transport_->send(mine, peer, said)); };
+  const auto hear = [&] { order_after(transport_->receive(theirs, peer, heard)); };
   // One communicator may run one transfer at a time: the sender speaks first, the receiver hears first.
   if (speak_first) speak();
   hear();
