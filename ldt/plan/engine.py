@@ -18,22 +18,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ldt.plan.action import Action, Kind
+from ldt.plan.action import Action
 from ldt.plan.costs import Costs
+from ldt.plan.message import Message, message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.topology import Channel, Direction, LanePolicy, Node, lanes
 
-__all__ = ["Computed", "Message", "Run", "Stuck", "Transferred", "message_into", "message_out_of", "run"]
-
-
-class Message(NamedTuple):
-    """One payload: a microbatch on a channel."""
-
-    channel: Channel
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"microbatch {self.microbatch} of {self.channel}"
+__all__ = ["Computed", "Run", "Stuck", "Transferred", "run"]
 
 
 class Computed(NamedTuple):
@@ -76,20 +67,6 @@ class Run:
 def run(plan: Plan, costs: Costs, policy: LanePolicy | None) -> Run:
     """Run ``plan`` with its channels on the lanes of ``policy`` (None: a plan of compute actions only)."""
     return _Engine(plan, costs, policy).run()
-
-
-def message_into(action: Action) -> tuple[int, Direction] | None:
-    """The hop and direction a compute action gets its input from; None for the first of its direction."""
-    if action.kind is Kind.F:
-        return (action.chunk - 1, "F") if action.chunk > 0 else None
-    return (action.chunk, "B") if action.kind is not Kind.W else None
-
-
-def message_out_of(action: Action) -> tuple[int, Direction] | None:
-    """The hop and direction a compute action's result goes to; None for the last of its direction."""
-    if action.kind is Kind.F:
-        return action.chunk, "F"
-    return (action.chunk - 1, "B") if action.kind is not Kind.W and action.chunk > 0 else None
 
 
 class _Link:

@@ -61,7 +61,7 @@ def draw(
 def _width(timelines: Iterable[Timeline]) -> float:
     """Inches: wide enough for the numbers in most bars, within reason."""
     most = max(max(_count_per_node(timeline).values(), default=0) for timeline in timelines)
-    return min(max(10.0, 1.5 + 0.3 * most), 40.0)
+    return min(max(10.0, 1.5 + 0.3 * most), 28.0)
 
 
 def _count_per_node(timeline: Timeline) -> dict[object, int]:
@@ -82,7 +82,7 @@ def _draw_timeline(axis: Axes, timeline: Timeline, span: float, inches: float) -
         axis.barh(row, timeline.makespan, height=_BAR, color=_IDLE, linewidth=0)
     for event in timeline.compute:
         _draw_bar(axis, timeline, event, row_of[event.node], inches / span)
-    for event in timeline.transfers:
+    for event in timeline.transfers:  # behind the bars, so that they keep their numbers
         assert event.channel is not None
         begin, end = row_of[event.node], row_of[event.channel.target]
         edge = (
@@ -90,7 +90,7 @@ def _draw_timeline(axis: Axes, timeline: Timeline, span: float, inches: float) -
         )  # from the side of one row to the near side of the other
         times = (event.start - timeline.start, event.end - timeline.start)
         colour = _TRANSFER[event.channel.direction]
-        axis.plot(times, (begin + edge, end - edge), color=colour, linewidth=0.7, alpha=0.75, zorder=3)
+        axis.plot(times, (begin + edge, end - edge), color=colour, linewidth=0.8, alpha=0.8, zorder=1.5)
     axis.set_yticks(
         range(len(nodes)), [f"edge {n}" if n.stage == 0 else f"cloud {n}" for n in nodes], fontsize=9
     )
@@ -136,4 +136,5 @@ def _draw_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
             handles.append(
                 Line2D([], [], color=_TRANSFER[direction], linewidth=1, label=f"transfer of {name}")
             )
+    handles.append(Line2D([], [], linestyle="none", label="darker: later laps and tail"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

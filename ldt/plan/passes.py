@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.costs import UNIT_COSTS
-from ldt.plan.engine import Computed, message_into, message_out_of
+from ldt.plan.engine import Computed
+from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.plan.verifier import prove
 from ldt.topology import Channel, LanePolicy, Node, lanes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from ldt.plan.action import Action, Kind
-from ldt.plan.engine import message_into, message_out_of
+from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.topology import Hop, Node
 

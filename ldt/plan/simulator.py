@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ldt.plan.action import Action, Kind
 from ldt.plan.costs import Costs
-from ldt.plan.engine import Message, Run
+from ldt.plan.engine import Run
+from ldt.plan.message import Message
 from ldt.plan.plan import Plan
 from ldt.plan.timeline import Event, Timeline
 from ldt.plan.verifier import prove

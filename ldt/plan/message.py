@@ -1,0 +1,34 @@
+"""Messages between chunks: what a compute action waits for and what it gives rise to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ldt.plan.action import Action, Kind
+from ldt.topology import Channel, Direction
+
+__all__ = ["Message", "message_into", "message_out_of"]
+
+
+class Message(NamedTuple):
+    """One payload: a microbatch on a channel."""
+
+    channel: Channel
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"microbatch {self.microbatch} of {self.channel}"
+
+
+def message_into(action: Action) -> tuple[int, Direction] | None:
+    """The hop and direction a compute action gets its input from; None for the first of its direction."""
+    if action.kind is Kind.F:
+        return (action.chunk - 1, "F") if action.chunk > 0 else None
+    return (action.chunk, "B") if action.kind is not Kind.W else None
+
+
+def message_out_of(action: Action) -> tuple[int, Direction] | None:
+    """The hop and direction a compute action's result goes to; None for the last of its direction."""
+    if action.kind is Kind.F:
+        return action.chunk, "F"
+    return (action.chunk - 1, "B") if action.kind is not Kind.W and action.chunk > 0 else None
