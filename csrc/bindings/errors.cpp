@@ -9,7 +9,8 @@ void bind_errors(pybind11::module_& module) {
   const auto base = pybind11::module_::import("torch.distributed").attr("DistBackendError");
   static pybind11::object lane_error =
       pybind11::reinterpret_steal<pybind11::object>(PyErr_NewExceptionWithDoc(
-          "ldt._C.LaneError", "A lane or a work of it failed; the text says which, with both sides' figures.",
+          "ldt._C.LaneError",
+          "A lane or a work of it failed; the text says which, with both sides' figures.",
           base.ptr(), nullptr));
   module.attr("LaneError") = lane_error;
   pybind11::register_exception_translator([](std::exception_ptr error) {

@@ -21,7 +21,8 @@ class LiveLanes {
  public:
   void add(const std::shared_ptr<Lane>& lane) {
     std::lock_guard<std::mutex> lock(mutex_);
-    lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(), [](const auto& weak) { return weak.expired(); }),
+    lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(),
+                                [](const auto& weak) { return weak.expired(); }),
                  lanes_.end());
     lanes_.push_back(lane);
   }
@@ -52,8 +53,9 @@ GroupTransport::Group share(c10d::ProcessGroup* group) {
   return GroupTransport::Group::unsafe_reclaim_from_nonowning(group);
 }
 
-std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage, int stage_root,
-                               c10::Device device, std::optional<int64_t> chunk_bytes, Milliseconds timeout,
+std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage,
+                               int stage_root, c10::Device device,
+                               std::optional<int64_t> chunk_bytes, Milliseconds timeout,
                                std::optional<bool> announce) {
   auto transport = std::make_shared<GroupTransport>(share(p2p), share(stage), stage_root);
   LaneOptions options;
@@ -95,32 +97,37 @@ py::dict stats_of(const Lane& lane) {
 
 void bind_lanes(py::module_& module) {
   py::class_<Lane, std::shared_ptr<Lane>>(module, "Lane")
-      .def(py::init(&new_lane), py::arg("name"), py::kw_only(), py::arg("p2p").none(true), py::arg("stage").none(true),
-           py::arg("stage_root") = 0, py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
+      .def(py::init(&new_lane), py::arg("name"), py::kw_only(), py::arg("p2p").none(true),
+           py::arg("stage").none(true), py::arg("stage_root") = 0,
+           py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
            py::arg("timeout") = Milliseconds(1'800'000), py::arg("announce") = py::none())
       .def("send", &Lane::send, py::arg("tensors"), py::arg("peer"), py::arg("label") = "",
            py::call_guard<py::gil_scoped_release>())
       .def(
           "recv",
-          [](Lane& lane, const std::vector<at::Tensor>& tensors, std::optional<int> peer, const std::string& label) {
-            return lane.receive(tensors, peer.value_or(-1), label);
-          },
+          [](Lane& lane, const std::vector<at::Tensor>& tensors, std::optional<int> peer,
+             const std::string& label) { return lane.receive(tensors, peer.value_or(-1), label); },
           py::arg("tensors"), py::arg("peer") = py::none(), py::arg("label") = "",
           py::call_guard<py::gil_scoped_release>())
       .def(
           "empty",
-          [](Lane& lane, const std::vector<int64_t>& sizes, at::ScalarType dtype) { return lane.empty(sizes, dtype); },
+          [](Lane& lane, const std::vector<int64_t>& sizes, at::ScalarType dtype) {
+            return lane.empty(sizes, dtype);
+          },
           py::arg("sizes"), py::arg("dtype"))
-      .def("close", &Lane::close, py::arg("timeout") = Milliseconds(10'000), py::call_guard<py::gil_scoped_release>())
+      .def("close", &Lane::close, py::arg("timeout") = Milliseconds(10'000),
+           py::call_guard<py::gil_scoped_release>())
       .def("abort", &Lane::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
       .def("stats", &stats_of)
       .def_property_readonly("name", [](const Lane& lane) { return lane.options().name; })
-      .def_property_readonly("chunk_bytes", [](const Lane& lane) { return lane.options().chunk_bytes; });
+      .def_property_readonly("chunk_bytes",
+                             [](const Lane& lane) { return lane.options().chunk_bytes; });
 
   module.def(
       "abort_all", [](const std::string& reason) { live_lanes().abort(reason); }, py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
-  py::module_::import("atexit").attr("register")(module.attr("abort_all"), "the process is exiting");
+  py::module_::import("atexit").attr("register")(module.attr("abort_all"),
+                                                 "the process is exiting");
 }
 
 }  // namespace ldt

@@ -6,7 +6,8 @@
 
 namespace ldt {
 
-/// A lane or a work failed. Bound to Python as `ldt._C.LaneError`, a `torch.distributed.DistBackendError`.
+/// A lane or a work failed. Bound to Python as `ldt._C.LaneError`, a
+/// `torch.distributed.DistBackendError`.
 class LaneError : public c10::DistBackendError {
   using DistBackendError::DistBackendError;
 };

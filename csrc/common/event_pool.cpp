@@ -17,10 +17,11 @@ std::shared_ptr<c10::Event> EventPool::record(const c10::Stream& stream) {
   }
   event->record(stream);
   // The deleter owns the pool, so an event may outlive the lane that asked for it.
-  return std::shared_ptr<c10::Event>(event.release(), [pool = shared_from_this()](c10::Event* done) {
-    std::lock_guard<std::mutex> lock(pool->mutex_);
-    pool->idle_.emplace_back(done);
-  });
+  return std::shared_ptr<c10::Event>(event.release(),
+                                     [pool = shared_from_this()](c10::Event* done) {
+                                       std::lock_guard<std::mutex> lock(pool->mutex_);
+                                       pool->idle_.emplace_back(done);
+                                     });
 }
 
 }  // namespace ldt

@@ -51,15 +51,17 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
 }
 
 WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                const std::string& title) {
+                         const std::string& title) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
     if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized()) {
-      throw_lane_error(title, ": tensor ", i, " cannot travel: expected a dense strided tensor; send its parts instead");
+      throw_lane_error(title, ": tensor ", i,
+                       " cannot travel: expected a dense strided tensor; send its parts instead");
     }
     if (tensor.device() != device) {
-      throw_lane_error(title, ": tensor ", i, ": expected a tensor on ", device, ", the lane's device, got one on ",
-                       tensor.device(), "; move it there first");
+      throw_lane_error(title, ": tensor ", i, ": expected a tensor on ", device,
+                       ", the lane's device, got one on ", tensor.device(),
+                       "; move it there first");
     }
     tensors_.push_back(tensor.detach());
     bytes_ += static_cast<int64_t>(tensor.nbytes());
@@ -67,7 +69,7 @@ WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device dev
 }
 
 WireTensors WireTensors::for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                const std::string& title) {
+                                  const std::string& title) {
   WireTensors wire(tensors, device, title);
   for (const auto& tensor : wire.tensors_) {
     wire.staged_.push_back(tensor.resolve_conj().resolve_neg().contiguous());
@@ -76,12 +78,13 @@ WireTensors WireTensors::for_send(const std::vector<at::Tensor>& tensors, c10::D
 }
 
 WireTensors WireTensors::for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                const std::string& title) {
+                                     const std::string& title) {
   WireTensors wire(tensors, device, title);
   for (size_t i = 0; i < wire.tensors_.size(); ++i) {
     const auto& tensor = wire.tensors_[i];
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
-      throw_lane_error(title, ": tensor ", i, " overlaps itself (an expanded tensor?) and cannot be received into; ",
+      throw_lane_error(title, ": tensor ", i,
+                       " overlaps itself (an expanded tensor?) and cannot be received into; ",
                        "receive into a contiguous tensor");
     }
     wire.staged_.push_back(tensor.is_contiguous() ? tensor
@@ -104,7 +107,8 @@ std::vector<at::Tensor> WireTensors::pieces(int64_t chunk_bytes) const {
 }
 
 void WireTensors::unstage() {
-  // The targets may be inference tensors or leaves that need gradients: write the data, no autograd.
+  // The targets may be inference tensors or leaves that need gradients: write the data, no
+  // autograd.
   c10::InferenceMode data_only;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     if (!tensors_[i].is_same(staged_[i]) && !tensors_[i].is_contiguous()) {

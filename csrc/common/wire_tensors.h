@@ -1,4 +1,5 @@
-// A message's tensors as the wire sees them: contiguous bytes, kept alive until the transfer is done.
+// A message's tensors as the wire sees them: contiguous bytes, kept alive until the transfer is
+// done.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,17 +14,20 @@ std::string describe(const std::vector<at::Tensor>& tensors);
 
 /// The tensors of one message and the contiguous bytes that travel.
 ///
-/// Holds aliases without a Python object: dropping the last reference to a tensor that has one needs
-/// the GIL, and these are dropped by worker threads. Throws LaneError, beginning with
+/// Holds aliases without a Python object: dropping the last reference to a tensor that has one
+/// needs the GIL, and these are dropped by worker threads. Throws LaneError, beginning with
 /// `title`, for tensors that cannot travel.
 class WireTensors {
  public:
   /// Non-contiguous tensors are copied now, on the current stream; the copy lives here.
-  static WireTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device, const std::string& title);
+  static WireTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
+                              const std::string& title);
   /// Non-contiguous targets get a contiguous staging tensor; `unstage` copies it over.
-  static WireTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device, const std::string& title);
+  static WireTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
+                                 const std::string& title);
 
-  /// uint8 views of the contiguous data, at most `chunk_bytes` each, in order. Tensors without elements have none.
+  /// uint8 views of the contiguous data, at most `chunk_bytes` each, in order. Tensors without
+  /// elements have none.
   std::vector<at::Tensor> pieces(int64_t chunk_bytes) const;
   /// After a receive: fills the non-contiguous targets from their staging tensors.
   void unstage();
@@ -37,7 +41,8 @@ class WireTensors {
   WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device, const std::string& title);
 
   std::vector<at::Tensor> tensors_;  // aliases of what the caller gave
-  std::vector<at::Tensor> staged_;   // contiguous; shares memory with tensors_ where that is contiguous
+  std::vector<at::Tensor>
+      staged_;  // contiguous; shares memory with tensors_ where that is contiguous
   int64_t bytes_ = 0;
 };
 

@@ -5,22 +5,25 @@ namespace ldt {
 
 void throw_mismatch(const std::string& title, const Announcement& own, const Announcement& theirs,
                     const char* whose) {
-  const auto pieces = own.chunk_bytes == theirs.chunk_bytes
-                          ? std::string()
-                          : c10::str(" (chunk_bytes: ", own.chunk_bytes, " here, ", theirs.chunk_bytes, " there)");
-  throw MismatchError({__func__, __FILE__, __LINE__},
-                      c10::str(title, ": the two sides differ: here ", own.to_string(), ", ", whose, " ",
-                               theirs.to_string(), pieces, ". Nothing was delivered; make both sides agree"));
+  const auto pieces =
+      own.chunk_bytes == theirs.chunk_bytes
+          ? std::string()
+          : c10::str(" (chunk_bytes: ", own.chunk_bytes, " here, ", theirs.chunk_bytes, " there)");
+  throw MismatchError(
+      {__func__, __FILE__, __LINE__},
+      c10::str(title, ": the two sides differ: here ", own.to_string(), ", ", whose, " ",
+               theirs.to_string(), pieces, ". Nothing was delivered; make both sides agree"));
 }
 
 void throw_disagreement(const std::string& title, const Announcement& own) {
   throw MismatchError({__func__, __FILE__, __LINE__},
-                      c10::str(title, ": another rank of this stage expects something else than ", own.to_string(),
-                               "; its own error says what"));
+                      c10::str(title, ": another rank of this stage expects something else than ",
+                               own.to_string(), "; its own error says what"));
 }
 
 bool StageAgreement::anyone_objects(bool we_do) {
-  const auto objections = at::full({1}, we_do ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(device_));
+  const auto objections =
+      at::full({1}, we_do ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(device_));
   wait_(transport_.maximum(objections));
   return objections.item<int>() != 0;
 }
@@ -33,7 +36,8 @@ bool StageAgreement::lead(const Announcement& own, const Announcement& theirs) {
 }
 
 void StageAgreement::follow(const std::string& title, const Announcement& own) {
-  const auto encoded = at::empty({Announcement::kBytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  const auto encoded =
+      at::empty({Announcement::kBytes}, at::TensorOptions().dtype(at::kByte).device(device_));
   wait_(transport_.broadcast(encoded));
   const auto theirs = Announcement::decode(encoded.cpu());
   const bool fits = own.matches(theirs);

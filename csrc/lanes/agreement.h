@@ -1,4 +1,5 @@
-// Both ends of a message, and all ranks of the receiving stage, agree on what it holds before it moves.
+// Both ends of a message, and all ranks of the receiving stage, agree on what it holds before it
+// moves.
 #pragma once
 
 #include <functional>
@@ -10,14 +11,15 @@
 
 namespace ldt {
 
-/// The two sides differ. Every rank concerned throws it and has moved the same messages, so the lane goes on.
+/// The two sides differ. Every rank concerned throws it and has moved the same messages, so the
+/// lane goes on.
 class MismatchError : public LaneError {
   using LaneError::LaneError;
 };
 
 /// Throws MismatchError with both sides' figures; `whose` is e.g. "the sender has".
-[[noreturn]] void throw_mismatch(const std::string& title, const Announcement& own, const Announcement& theirs,
-                                 const char* whose);
+[[noreturn]] void throw_mismatch(const std::string& title, const Announcement& own,
+                                 const Announcement& theirs, const char* whose);
 /// Throws MismatchError on a rank that was right while another of its stage was not.
 [[noreturn]] void throw_disagreement(const std::string& title, const Announcement& own);
 
@@ -28,8 +30,8 @@ class StageAgreement {
   StageAgreement(Transport& transport, c10::Device device, Wait wait)
       : transport_(transport), device_(device), wait_(std::move(wait)) {}
 
-  /// On the leader: passes on what the sender announced, and whether all ranks of the stage expect that.
-  /// Without agreement between sender and leader there is nothing to ask: true.
+  /// On the leader: passes on what the sender announced, and whether all ranks of the stage expect
+  /// that. Without agreement between sender and leader there is nothing to ask: true.
   bool lead(const Announcement& own, const Announcement& theirs);
   /// On a member: throws MismatchError unless sender, leader and all members agree.
   void follow(const std::string& title, const Announcement& own);

@@ -32,7 +32,8 @@ uint64_t fingerprint_of(const std::string& text) {
 
 }  // namespace
 
-Announcement Announcement::of(const std::vector<at::Tensor>& tensors, int64_t bytes, int64_t chunk_bytes) {
+Announcement Announcement::of(const std::vector<at::Tensor>& tensors, int64_t bytes,
+                              int64_t chunk_bytes) {
   Announcement announcement;
   announcement.text = describe(tensors);
   announcement.fingerprint = fingerprint_of(announcement.text);
@@ -58,7 +59,8 @@ Announcement Announcement::decode(const at::Tensor& bytes) {
   Layout layout;
   TORCH_INTERNAL_ASSERT(bytes.nbytes() == sizeof(layout) && bytes.device().is_cpu());
   std::memcpy(&layout, bytes.const_data_ptr(), sizeof(layout));
-  if (layout.magic != kMagic || layout.matches_leader > 1 || layout.bytes < 0 || layout.chunk_bytes < 1) {
+  if (layout.magic != kMagic || layout.matches_leader > 1 || layout.bytes < 0 ||
+      layout.chunk_bytes < 1) {
     throw_lane_error("expected an announcement of this version of ldt, got other bytes; ",
                      "both ends of a lane need the same ldt and the same announce setting");
   }
@@ -72,8 +74,6 @@ Announcement Announcement::decode(const at::Tensor& bytes) {
   return announcement;
 }
 
-std::string Announcement::to_string() const {
-  return c10::str(text, " (", bytes, " bytes)");
-}
+std::string Announcement::to_string() const { return c10::str(text, " (", bytes, " bytes)"); }
 
 }  // namespace ldt

@@ -1,4 +1,5 @@
-// What both ends of a lane tell each other before a payload moves, so that a mismatch is an error and not garbage.
+// What both ends of a lane tell each other before a payload moves, so that a mismatch is an error
+// and not garbage.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,13 +14,15 @@ namespace ldt {
 struct Announcement {
   static constexpr int64_t kBytes = 512;
 
-  static Announcement of(const std::vector<at::Tensor>& tensors, int64_t bytes, int64_t chunk_bytes);
+  static Announcement of(const std::vector<at::Tensor>& tensors, int64_t bytes,
+                         int64_t chunk_bytes);
   /// Throws LaneError if the bytes are not an announcement of this version.
   static Announcement decode(const at::Tensor& bytes);
   at::Tensor encode() const;
 
   bool matches(const Announcement& other) const {
-    return fingerprint == other.fingerprint && bytes == other.bytes && chunk_bytes == other.chunk_bytes;
+    return fingerprint == other.fingerprint && bytes == other.bytes &&
+           chunk_bytes == other.chunk_bytes;
   }
   /// "float32[4, 8] (128 bytes)"
   std::string to_string() const;
@@ -27,7 +30,8 @@ struct Announcement {
   uint64_t fingerprint = 0;
   int64_t bytes = 0;
   int64_t chunk_bytes = 0;
-  bool matches_leader = true;  // said by a receiving leader to its stage, of the sender's announcement
+  bool matches_leader =
+      true;  // said by a receiving leader to its stage, of the sender's announcement
   std::string text;
 };
 

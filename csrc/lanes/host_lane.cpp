@@ -67,19 +67,22 @@ Lane::Work HostLane::launch(ChainWorker& worker, std::shared_ptr<HostMessage> me
   return work;
 }
 
-Lane::Work HostLane::launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) {
+Lane::Work HostLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                                 const std::string& title) {
   auto wire = WireTensors::for_send(tensors, options_.device, title);
-  return launch(outgoing_, std::make_shared<SendMessage>(context_, c10d::OpType::SEND, std::move(wire), peer, title));
+  return launch(outgoing_, std::make_shared<SendMessage>(context_, c10d::OpType::SEND,
+                                                         std::move(wire), peer, title));
 }
 
-Lane::Work HostLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) {
+Lane::Work HostLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
+                                    const std::string& title) {
   auto wire = WireTensors::for_receive(tensors, options_.device, title);
   if (transport_->is_leader()) {
-    return launch(incoming_,
-                  std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV, std::move(wire), peer, title));
+    return launch(incoming_, std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV,
+                                                              std::move(wire), peer, title));
   }
-  return launch(incoming_,
-                std::make_shared<MemberMessage>(context_, c10d::OpType::BROADCAST, std::move(wire), peer, title));
+  return launch(incoming_, std::make_shared<MemberMessage>(context_, c10d::OpType::BROADCAST,
+                                                           std::move(wire), peer, title));
 }
 
 void HostLane::abort(const std::string& reason) {

@@ -9,7 +9,8 @@
 
 namespace ldt {
 
-/// One thread, first in first out. Starts with its first message, so a direction that a lane never uses costs nothing.
+/// One thread, first in first out. Starts with its first message, so a direction that a lane never
+/// uses costs nothing.
 class ChainWorker {
  public:
   ~ChainWorker() { stop(); }
@@ -31,7 +32,8 @@ class ChainWorker {
   std::thread thread_;
 };
 
-/// Sends and receives have a thread each: crossing messages of two ranks on one lane must not wait for one another.
+/// Sends and receives have a thread each: crossing messages of two ranks on one lane must not wait
+/// for one another.
 class HostLane final : public Lane {
  public:
   HostLane(LaneOptions options, std::shared_ptr<Transport> transport);
@@ -41,8 +43,10 @@ class HostLane final : public Lane {
   void abort(const std::string& reason) override;
 
  private:
-  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
-  Work launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                   const std::string& title) override;
+  Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
+                      const std::string& title) override;
   Work launch(ChainWorker& worker, std::shared_ptr<HostMessage> message);
 
   std::shared_ptr<const HostContext> context_;

@@ -14,8 +14,8 @@ void abort_transfer(const Transport::Work& transfer) noexcept {
 
 }  // namespace
 
-HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire, int peer,
-                         std::string title)
+HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type,
+                         WireTensors wire, int peer, std::string title)
     : context_(std::move(context)),
       wire_(std::move(wire)),
       own_(Announcement::of(wire_.tensors(), wire_.bytes(), context_->options.chunk_bytes)),
@@ -34,9 +34,10 @@ void HostMessage::finish() {
     error = std::current_exception();
   } catch (...) {
     const auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    context_->failure->set(c10::str(title_, " (", wire_.bytes(), " bytes) failed after ", seconds, " s: ",
-                                    text_of(std::current_exception())));
-    error = std::make_exception_ptr(LaneError({__func__, __FILE__, __LINE__}, context_->failure->text()));
+    context_->failure->set(c10::str(title_, " (", wire_.bytes(), " bytes) failed after ", seconds,
+                                    " s: ", text_of(std::current_exception())));
+    error = std::make_exception_ptr(
+        LaneError({__func__, __FILE__, __LINE__}, context_->failure->text()));
   }
   {
     // Let go of everything before anyone is told: who waits may count on the memory being free.
@@ -89,7 +90,8 @@ void HostMessage::wait_for_collective(const Transport::Work& collective) {
     signal->changed.notify_all();
   });
   std::unique_lock<std::mutex> lock(signal->mutex);
-  if (!signal->changed.wait_for(lock, context_->options.timeout, [&] { return signal->done || signal->aborted; })) {
+  if (!signal->changed.wait_for(lock, context_->options.timeout,
+                                [&] { return signal->done || signal->aborted; })) {
     throw_lane_error("the broadcast inside the stage did not end within the lane's timeout of ",
                      context_->options.timeout.count(), " ms");
   }
@@ -115,8 +117,9 @@ Announcement HostMessage::exchange_announcements() {
 }
 
 StageAgreement HostMessage::stage_agreement() {
-  return StageAgreement(*context_->transport, context_->options.device,
-                        [this](const Transport::Work& collective) { wait_for_collective(collective); });
+  return StageAgreement(
+      *context_->transport, context_->options.device,
+      [this](const Transport::Work& collective) { wait_for_collective(collective); });
 }
 
 }  // namespace ldt

@@ -1,4 +1,5 @@
-// One message of a host lane, on its way: what is posted at launch, and what the worker thread does in its turn.
+// One message of a host lane, on its way: what is posted at launch, and what the worker thread does
+// in its turn.
 #pragma once
 
 #include <condition_variable>
@@ -21,19 +22,22 @@ struct HostContext {
   std::shared_ptr<Failure> failure;
 };
 
-/// post() runs in the caller's thread and starts all that can be started; run() runs in the worker's,
-/// in FIFO order, and sees it through. The work is complete after run(), whatever happened.
+/// post() runs in the caller's thread and starts all that can be started; run() runs in the
+/// worker's, in FIFO order, and sees it through. The work is complete after run(), whatever
+/// happened.
 class HostMessage {
  public:
-  HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire, int peer,
-              std::string title);
+  HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire,
+              int peer, std::string title);
   virtual ~HostMessage() = default;
 
   /// Throws what the transport throws for a call that it refuses.
   virtual void post() = 0;
-  /// Never throws: ends the work instead. A transport error fails the whole lane, a mismatch only this message.
+  /// Never throws: ends the work instead. A transport error fails the whole lane, a mismatch only
+  /// this message.
   void finish();
-  /// Makes a wait inside run(), now or later, end soon. From any thread. The lane's failure is set before.
+  /// Makes a wait inside run(), now or later, end soon. From any thread. The lane's failure is set
+  /// before.
   void abort();
 
   const c10::intrusive_ptr<HostWork>& work() const { return work_; }
@@ -44,7 +48,8 @@ class HostMessage {
   Transport::Work started(Transport::Work transfer);
   /// Waits for a point-to-point transfer: exactly once, as gloo demands.
   void wait_for_transfer(const Transport::Work& transfer);
-  /// Waits for a collective through its future, so that an abort can end the wait: gloo's own cannot be aborted.
+  /// Waits for a collective through its future, so that an abort can end the wait: gloo's own
+  /// cannot be aborted.
   void wait_for_collective(const Transport::Work& collective);
 
   /// Starts sending our announcement as `own`, and receiving the peer's as `theirs`.

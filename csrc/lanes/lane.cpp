@@ -15,8 +15,8 @@ Lane::Lane(LaneOptions options, std::shared_ptr<Transport> transport)
       stats_(std::make_shared<LaneStats>()),
       failure_(std::make_shared<Failure>()) {}
 
-// An error of our own leaves the lane as it was; one of the transport may leave half a message under
-// way, and then the two ends are out of step for good.
+// An error of our own leaves the lane as it was; one of the transport may leave half a message
+// under way, and then the two ends are out of step for good.
 template <typename Launch>
 Lane::Work Lane::guarded(const std::string& title, Launch launch) {
   try {
@@ -24,7 +24,8 @@ Lane::Work Lane::guarded(const std::string& title, Launch launch) {
   } catch (const LaneError&) {
     throw;
   } catch (...) {
-    const auto text = c10::str(title, ": the backend refused it: ", text_of(std::current_exception()));
+    const auto text =
+        c10::str(title, ": the backend refused it: ", text_of(std::current_exception()));
     abort(text);
     throw_lane_error(text);
   }
@@ -34,13 +35,15 @@ Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const st
   const auto text = title("send", peer, tensors, label);
   failure_->throw_if_happened();
   if (!transport_->is_leader()) {
-    throw_lane_error(text, ": this rank has no point-to-point group on the lane; only leaders send");
+    throw_lane_error(text,
+                     ": this rank has no point-to-point group on the lane; only leaders send");
   }
   check_peer(text, peer);
   return guarded(text, [&] { return launch_send(tensors, peer, text); });
 }
 
-Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& label) {
+Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
+                         const std::string& label) {
   const auto text = title("receive", peer, tensors, label);
   failure_->throw_if_happened();
   if (transport_->is_leader()) {
@@ -51,32 +54,36 @@ Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer, const
 
 std::string Lane::title(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
                         const std::string& label) {
-  const auto route = transport_->is_leader() ? c10::str(" peer ", peer) : std::string(" the stage's leader");
+  const auto route =
+      transport_->is_leader() ? c10::str(" peer ", peer) : std::string(" the stage's leader");
   const char* preposition = verb[0] == 's' ? " to" : " from";
-  return c10::str("lane ", options_.name, ": ", verb, label.empty() ? "" : " ", label, preposition, route, " of ",
-                  describe(tensors));
+  return c10::str("lane ", options_.name, ": ", verb, label.empty() ? "" : " ", label, preposition,
+                  route, " of ", describe(tensors));
 }
 
 void Lane::check_peer(const std::string& title, int peer) const {
   if (peer < 0 || peer >= transport_->num_peers() || peer == transport_->own_peer()) {
-    throw_lane_error(title, ": expected as peer a group rank from 0 to ", transport_->num_peers() - 1, " other than ",
-                     transport_->own_peer(), ", this rank's own");
+    throw_lane_error(title, ": expected as peer a group rank from 0 to ",
+                     transport_->num_peers() - 1, " other than ", transport_->own_peer(),
+                     ", this rank's own");
   }
 }
 
 std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport) {
   if (options.chunk_bytes < 1) {
-    throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ", options.chunk_bytes);
+    throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ",
+                     options.chunk_bytes);
   }
   if (options.timeout.count() < 1) {
-    throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got ", options.timeout.count(),
-                     " ms");
+    throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got ",
+                     options.timeout.count(), " ms");
   }
   if (options.device.is_cpu()) {
     return std::make_shared<HostLane>(std::move(options), std::move(transport));
   }
   if (!c10::impl::hasDeviceGuardImpl(options.device.type()) || !options.device.has_index()) {
-    throw_lane_error("lane ", options.name, ": expected the CPU, or a device with streams and an index such as ",
+    throw_lane_error("lane ", options.name,
+                     ": expected the CPU, or a device with streams and an index such as ",
                      "cuda:0, got ", options.device);
   }
   return std::make_shared<StreamLane>(std::move(options), std::move(transport));

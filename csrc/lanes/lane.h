@@ -16,14 +16,15 @@
 namespace ldt {
 
 struct LaneOptions {
-  std::string name;                // in every error text, e.g. "F0:0.0->1.0"
-  c10::Device device = at::kCPU;   // where the tensors of its messages live
-  int64_t chunk_bytes = 0;         // the broadcast of one piece runs while the next is received
+  std::string name;               // in every error text, e.g. "F0:0.0->1.0"
+  c10::Device device = at::kCPU;  // where the tensors of its messages live
+  int64_t chunk_bytes = 0;        // the broadcast of one piece runs while the next is received
   std::chrono::milliseconds timeout{};  // how long one message may take once it is its turn
-  bool announce = false;           // check size, dtype and shape with the other side before each payload
+  bool announce = false;  // check size, dtype and shape with the other side before each payload
 };
 
-/// Carries messages, first in first out. A message is a list of tensors; both sides know its shapes.
+/// Carries messages, first in first out. A message is a list of tensors; both sides know its
+/// shapes.
 ///
 /// send and receive issue everything and return at once; the work they return only waits. A lane is
 /// used by one thread at a time, its works by any. Unless closed, the destructor aborts.
@@ -35,16 +36,20 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   using Work = c10::intrusive_ptr<c10d::Work>;
-  /// Sends to leader `peer`. The tensors may be overwritten only after the work is done; non-contiguous
-  /// ones are copied. `label` names the message in errors. Throws LaneError on bad tensors or a failed lane.
+  /// Sends to leader `peer`. The tensors may be overwritten only after the work is done;
+  /// non-contiguous ones are copied. `label` names the message in errors. Throws LaneError on bad
+  /// tensors or a failed lane.
   Work send(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
   /// Receives from leader `peer`, then broadcasts inside the stage; a member ignores `peer`. The
   /// broadcast and the receive are one work. Writes into `tensors`.
   Work receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
   /// A fresh tensor over memory of the lane's receive pool; see ReceivePool.
-  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) { return pool_->empty(sizes, dtype); }
+  at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+    return pool_->empty(sizes, dtype);
+  }
 
-  /// Waits for what is in flight, at most `timeout`, then aborts what is left and stops. Idempotent.
+  /// Waits for what is in flight, at most `timeout`, then aborts what is left and stops.
+  /// Idempotent.
   virtual void close(std::chrono::milliseconds timeout) = 0;
   /// Everything pending and everything later fails with `reason`. Returns at once.
   virtual void abort(const std::string& reason) = 0;
@@ -54,8 +59,10 @@ class Lane {
   int64_t pool_bytes() const { return pool_->bytes(); }
 
  protected:
-  virtual Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) = 0;
-  virtual Work launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) = 0;
+  virtual Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                           const std::string& title) = 0;
+  virtual Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
+                              const std::string& title) = 0;
 
   LaneOptions options_;
   std::shared_ptr<Transport> transport_;
@@ -64,7 +71,8 @@ class Lane {
   std::shared_ptr<ReceivePool> pool_;
 
  private:
-  std::string title(const char* verb, int peer, const std::vector<at::Tensor>& tensors, const std::string& label);
+  std::string title(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
+                    const std::string& label);
   void check_peer(const std::string& title, int peer) const;
   template <typename Launch>
   Work guarded(const std::string& title, Launch launch);

@@ -31,7 +31,8 @@ at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
     peak_in_use_ = std::max(peak_in_use_, in_use_.size());
   }
   return at::from_blob(
-      address, sizes, [pool = shared_from_this()](void* data) { pool->give_back(data); }, options, device_);
+      address, sizes, [pool = shared_from_this()](void* data) { pool->give_back(data); }, options,
+      device_);
 }
 
 ReceivePool::Block ReceivePool::take(int64_t bytes) {
@@ -72,7 +73,8 @@ void ReceivePool::give_back(void* address) noexcept {
 }
 
 void ReceivePool::trim_idle() {
-  // Blocks of sizes that no longer come would pile up: keep as many as were ever needed at once, the larger ones.
+  // Blocks of sizes that no longer come would pile up: keep as many as were ever needed at once,
+  // the larger ones.
   while (!idle_.empty() && in_use_.size() + idle_.size() > peak_in_use_) {
     const auto smallest = idle_.begin();
     if (smallest->second.last_use) {

@@ -16,11 +16,12 @@
 
 namespace ldt {
 
-/// Blocks of memory that are handed out as fresh tensors and come back when the last reference to one
-/// dies, in autograd's graph too. There are never more blocks than were in use at once, so the pool is
-/// bounded by the plan. On a device, a block comes back with an event on the then current stream, and
-/// `wait_until_free` makes the lane's stream wait for just that: a receive that is issued early must
-/// not wait for all the compute that is queued before it. Outlives its lane while tensors are out.
+/// Blocks of memory that are handed out as fresh tensors and come back when the last reference to
+/// one dies, in autograd's graph too. There are never more blocks than were in use at once, so the
+/// pool is bounded by the plan. On a device, a block comes back with an event on the then current
+/// stream, and `wait_until_free` makes the lane's stream wait for just that: a receive that is
+/// issued early must not wait for all the compute that is queued before it. Outlives its lane while
+/// tensors are out.
 class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
  public:
   /// `stream` is the lane's, without one on the CPU. Memory belongs to that stream.
@@ -28,15 +29,16 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
 
   /// A tensor with undefined contents. Zero elements take no block.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype);
-  /// If `tensor` is over a block of this pool: makes the lane's stream wait for the block's last user. Says whether it is.
+  /// If `tensor` is over a block of this pool: makes the lane's stream wait for the block's last
+  /// user. Says whether it is.
   bool wait_until_free(const at::Tensor& tensor);
   /// All memory the pool holds, in use or idle.
   int64_t bytes() const;
 
  private:
   struct Block {
-    at::Tensor memory;                       // uint8
-    std::shared_ptr<c10::Event> last_use;    // empty: never used, or on the CPU
+    at::Tensor memory;                     // uint8
+    std::shared_ptr<c10::Event> last_use;  // empty: never used, or on the CPU
   };
 
   Block take(int64_t bytes);

@@ -11,8 +11,10 @@ namespace ldt {
 namespace {
 
 c10::Stream new_stream(c10::Device device) {
-  // High priority: a transfer that is ready should not queue behind the kernels it is meant to hide behind.
-  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  // High priority: a transfer that is ready should not queue behind the kernels it is meant to hide
+  // behind.
+  return c10::impl::VirtualGuardImpl(device.type())
+      .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
 void order_after(const Transport::Work& transfer) { transfer->wait(); }
@@ -29,13 +31,16 @@ StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport
 StreamLane::~StreamLane() { close(std::chrono::milliseconds(0)); }
 
 void StreamLane::wait_for_current_stream() {
-  const auto current = c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device);
+  const auto current =
+      c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device);
   events_->record(current)->block(stream_);
 }
 
-Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) {
+Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                                   const std::string& title) {
   retire();
-  auto wire = WireTensors::for_send(tensors, options_.device, title);  // copies, if any, on the current stream
+  auto wire = WireTensors::for_send(tensors, options_.device,
+                                    title);  // copies, if any, on the current stream
   wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   if (options_.announce) {
@@ -53,7 +58,8 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
   return finish(c10d::OpType::SEND, std::move(wire), std::move(transfers));
 }
 
-Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) {
+Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
+                                      const std::string& title) {
   retire();
   bool pooled = true;
   for (const auto& tensor : tensors) {
@@ -75,7 +81,8 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
       stage_agreement().follow(title, own);
     }
   }
-  auto transfers = receive_and_broadcast(wire.pieces(options_.chunk_bytes), peer, broadcasts && agreed);
+  auto transfers =
+      receive_and_broadcast(wire.pieces(options_.chunk_bytes), peer, broadcasts && agreed);
   if (!agreed) {
     finish(c10d::OpType::RECV, std::move(wire), std::move(transfers));
     throw_disagreement(title, Announcement::of(tensors, 0, options_.chunk_bytes));
@@ -89,10 +96,11 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   return finish(c10d::OpType::RECV, std::move(wire), std::move(transfers));
 }
 
-// A backend starts a transfer when the current stream gets there. So the next receive is issued before
-// the lane's stream waits for the broadcast of the piece before it: the two run side by side.
-std::vector<Transport::Work> StreamLane::receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer,
-                                                               bool broadcasts) {
+// A backend starts a transfer when the current stream gets there. So the next receive is issued
+// before the lane's stream waits for the broadcast of the piece before it: the two run side by
+// side.
+std::vector<Transport::Work> StreamLane::receive_and_broadcast(
+    const std::vector<at::Tensor>& pieces, int peer, bool broadcasts) {
   std::vector<Transport::Work> transfers;
   std::vector<Transport::Work> broadcast;
   for (const auto& piece : pieces) {
@@ -107,14 +115,16 @@ std::vector<Transport::Work> StreamLane::receive_and_broadcast(const std::vector
   return transfers;
 }
 
-Announcement StreamLane::exchange_announcements(const Announcement& own, int peer, bool speak_first) {
+Announcement StreamLane::exchange_announcements(const Announcement& own, int peer,
+                                                bool speak_first) {
   const auto mine = own.encode().to(options_.device);
   const auto theirs = at::empty_like(mine);
   const auto said = speak_first ? Transport::kAnnouncement : Transport::kExpectation;
   const auto heard = speak_first ? Transport::kExpectation : Transport::kAnnouncement;
   const auto speak = [&] { order_after(transport_->send(mine, peer, said)); };
   const auto hear = [&] { order_after(transport_->receive(theirs, peer, heard)); };
-  // One communicator may run one transfer at a time: the sender speaks first, the receiver hears first.
+  // One communicator may run one transfer at a time: the sender speaks first, the receiver hears
+  // first.
   if (speak_first) speak();
   hear();
   if (!speak_first) speak();
@@ -125,7 +135,8 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*transport_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire, std::vector<Transport::Work> transfers) {
+Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire,
+                              std::vector<Transport::Work> transfers) {
   const std::shared_ptr<const c10::Event> end = events_->record(stream_);
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -12,12 +12,13 @@
 
 namespace ldt {
 
-/// Written with c10's device-independent Stream, Event and virtual device guard only, so that CUDA and
-/// torch_npu run the same code. A backend's own wait() orders the current stream, here the lane's.
+/// Written with c10's device-independent Stream, Event and virtual device guard only, so that CUDA
+/// and torch_npu run the same code. A backend's own wait() orders the current stream, here the
+/// lane's.
 ///
-/// A launch begins with the lane's stream waiting for what the message needs, and ends with an event
-/// after its last transfer. Between the two nothing waits on the host, unless messages are announced
-/// (a debug mode: comparing needs the peer's word on the host).
+/// A launch begins with the lane's stream waiting for what the message needs, and ends with an
+/// event after its last transfer. Between the two nothing waits on the host, unless messages are
+/// announced (a debug mode: comparing needs the peer's word on the host).
 class StreamLane final : public Lane {
  public:
   StreamLane(LaneOptions options, std::shared_ptr<Transport> transport);
@@ -34,11 +35,14 @@ class StreamLane final : public Lane {
     std::vector<Transport::Work> transfers;
   };
 
-  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
-  Work launch_receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& title) override;
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                   const std::string& title) override;
+  Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
+                      const std::string& title) override;
 
   void wait_for_current_stream();
-  std::vector<Transport::Work> receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer, bool broadcasts);
+  std::vector<Transport::Work> receive_and_broadcast(const std::vector<at::Tensor>& pieces,
+                                                     int peer, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
   Work finish(c10d::OpType type, WireTensors wire, std::vector<Transport::Work> transfers);

@@ -6,18 +6,23 @@
 namespace ldt {
 
 GroupTransport::GroupTransport(Group point_to_point, Group stage, int stage_root)
-    : point_to_point_(std::move(point_to_point)), stage_(std::move(stage)), stage_root_(stage_root) {
+    : point_to_point_(std::move(point_to_point)),
+      stage_(std::move(stage)),
+      stage_root_(stage_root) {
   has_stage_ = stage_ && stage_->getSize() > 1;
   if (!point_to_point_ && !has_stage_) {
-    throw_lane_error("a lane needs a point-to-point group, a stage group of two or more ranks, or both; got neither");
+    throw_lane_error(
+        "a lane needs a point-to-point group, a stage group of two or more ranks, or both; got "
+        "neither");
   }
   if (has_stage_ && (stage_root < 0 || stage_root >= stage_->getSize())) {
-    throw_lane_error("stage_root: expected a rank of the stage group, 0 to ", stage_->getSize() - 1, ", got ",
-                     stage_root);
+    throw_lane_error("stage_root: expected a rank of the stage group, 0 to ", stage_->getSize() - 1,
+                     ", got ", stage_root);
   }
   is_leader_ = static_cast<bool>(point_to_point_);
   if (is_leader_ && has_stage_ && stage_->getRank() != stage_root) {
-    throw_lane_error("stage_root is ", stage_root, ", but this rank of the stage group, ", stage_->getRank(),
+    throw_lane_error("stage_root is ", stage_root, ", but this rank of the stage group, ",
+                     stage_->getRank(),
                      ", has the point-to-point group: give that to the root only");
   }
   if (is_leader_) {

@@ -13,7 +13,8 @@ namespace ldt {
 /// exactly once (gloo's point-to-point works allow no more); the tensor must live until then.
 class Transport {
  public:
-  /// What the sender tells the receiver, what the receiver tells the sender: crossing messages must not meet.
+  /// What the sender tells the receiver, what the receiver tells the sender: crossing messages must
+  /// not meet.
   enum Tag : int { kPayload = 0, kAnnouncement = 1, kExpectation = 2 };
   using Work = c10::intrusive_ptr<c10d::Work>;
 

@@ -26,14 +26,15 @@ HostWork::HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneSta
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
+  const auto deadline = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
   std::unique_lock<std::mutex> lock(mutex_);
   if (!completed_) {
     ScopedTimer timer(stats_->wait_nanoseconds);
-    while (!cv_.wait_for(lock, kInterruptPeriod, [this] { return completed_; })) {
+    const auto slice = [&] { return std::min(deadline, Clock::now() + kInterruptPeriod); };
+    while (!cv_.wait_until(lock, slice(), [this] { return completed_; })) {
       lock.unlock();
       check_interrupt();
-      if (timeout != kNoTimeout && Clock::now() - start > timeout) {
+      if (Clock::now() >= deadline) {
         throw_lane_error(title_, ": not done after the ", timeout.count(),
                          " ms that wait() was given; it goes on, wait again or abort the lane");
       }
@@ -53,7 +54,8 @@ void HostWork::abort() {
 c10::intrusive_ptr<c10::ivalue::Future> HostWork::getFuture() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!future_) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (completed_) {
       settle(*future_, exception_);
     }

@@ -12,13 +12,14 @@ namespace ldt {
 
 /// One message of a host lane: a send, a receive, or a receive with the broadcast behind it.
 ///
-/// wait() only waits: as often as wanted, from any thread, also after an error (which it throws each
-/// time). It notices Ctrl-C. It holds no tensors; the message does, until it is done.
+/// wait() only waits: as often as wanted, from any thread, also after an error (which it throws
+/// each time). It notices Ctrl-C. It holds no tensors; the message does, until it is done.
 class HostWork final : public c10d::Work {
  public:
   HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneStats> stats);
 
-  /// `timeout` of zero means: as long as it takes. Throws LaneError when it passes, or when the message failed.
+  /// `timeout` of zero means: as long as it takes. Throws LaneError when it passes, or when the
+  /// message failed.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   void abort() override;

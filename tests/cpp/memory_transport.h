@@ -1,0 +1,119 @@
+// A transport between threads of one process: real bytes, rendezvous as in gloo, and a delay per
+// transfer.
+#pragma once
+
+#include <ATen/core/ivalue_inl.h>
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <memory>
+#include <thread>
+#include <tuple>
+
+#include "common/error.h"
+#include "transports/transport.h"
+
+namespace ldt::testing {
+
+/// Ends when both sides are there; its wait returns false after an abort, as gloo's does.
+class MemoryWork final : public c10d::Work {
+ public:
+  MemoryWork() : future_(c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get())) {}
+  bool wait(std::chrono::milliseconds timeout) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto over = [this] { return completed_ || aborted_; };
+    if (!cv_.wait_for(lock, timeout, over))
+      throw std::runtime_error("the memory transport timed out");
+    if (exception_) std::rethrow_exception(exception_);
+    return !aborted_;
+  }
+  void abort() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    aborted_ = true;
+    cv_.notify_all();
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  void end(const std::string& error) {
+    finish(error.empty() ? nullptr : std::make_exception_ptr(std::runtime_error(error)));
+    error.empty() ? future_->markCompleted()
+                  : future_->setError(std::make_exception_ptr(std::runtime_error(error)));
+  }
+
+ private:
+  bool aborted_ = false;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+/// What two or more threads have in common: the posted halves of transfers that have not met yet.
+class MemoryWire {
+ public:
+  struct Half {
+    at::Tensor tensor;
+    c10::intrusive_ptr<MemoryWork> work;
+  };
+  using Key = std::tuple<int, int, int>;  // source, target, tag
+
+  explicit MemoryWire(std::chrono::microseconds delay = {}) : delay_(delay) {}
+
+  Transport::Work post(const Key& key, const at::Tensor& tensor, bool sends) {
+    auto work = c10::make_intrusive<MemoryWork>();
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& [sent, received] = halves_[key];
+    (sends ? sent : received).push_back({tensor, work});
+    while (!sent.empty() && !received.empty()) {
+      meet(sent.front(), received.front());
+      sent.pop_front();
+      received.pop_front();
+    }
+    return work;
+  }
+
+ private:
+  void meet(const Half& sent, const Half& received) {
+    std::this_thread::sleep_for(delay_);
+    if (sent.tensor.numel() != received.tensor.numel()) {
+      sent.work->end("sizes differ");
+      received.work->end("sizes differ");
+      return;
+    }
+    std::memcpy(received.tensor.mutable_data_ptr(), sent.tensor.const_data_ptr(),
+                sent.tensor.nbytes());
+    sent.work->end("");
+    received.work->end("");
+  }
+
+  std::chrono::microseconds delay_;
+  std::mutex mutex_;
+  std::map<Key, std::pair<std::deque<Half>, std::deque<Half>>> halves_;
+};
+
+/// Rank 0 sends, rank 1 leads the receiving stage, rank 2 (if there is one) is its member.
+class MemoryTransport final : public Transport {
+ public:
+  MemoryTransport(std::shared_ptr<MemoryWire> wire, int rank, bool stage)
+      : wire_(std::move(wire)), rank_(rank), stage_(stage) {}
+
+  Work send(const at::Tensor& bytes, int peer, Tag tag) override {
+    return wire_->post({rank_, peer, tag}, bytes, /*sends=*/true);
+  }
+  Work receive(const at::Tensor& bytes, int peer, Tag tag) override {
+    return wire_->post({peer, rank_, tag}, bytes, /*sends=*/false);
+  }
+  Work broadcast(const at::Tensor& bytes) override {
+    return wire_->post({1, 2, kBroadcast}, bytes, /*sends=*/rank_ == 1);
+  }
+  Work maximum(const at::Tensor&) override { throw std::logic_error("not in this transport"); }
+  bool is_leader() const override { return rank_ < 2; }
+  bool has_stage() const override { return stage_; }
+  int num_peers() const override { return 2; }
+  int own_peer() const override { return is_leader() ? rank_ : -1; }
+
+ private:
+  static constexpr int kBroadcast = 100;
+  std::shared_ptr<MemoryWire> wire_;
+  int rank_;
+  bool stage_;
+};
+
+}  // namespace ldt::testing

@@ -1,0 +1,55 @@
+// The receive pool on the CPU: reuse, fresh tensors, and a bound on what it keeps.
+#include "lanes/receive_pool.h"
+#include "testing.h"
+
+using ldt::ReceivePool;
+
+namespace {
+std::shared_ptr<ReceivePool> new_pool() {
+  return std::make_shared<ReceivePool>(at::kCPU, std::nullopt);
+}
+}  // namespace
+
+TEST(a_block_is_reused_as_a_fresh_tensor) {
+  auto pool = new_pool();
+  auto tensor = pool->empty({16}, at::kFloat);
+  const void* address = tensor.data_ptr();
+  c10::weak_intrusive_ptr<c10::TensorImpl> old(tensor.getIntrusivePtr());
+  tensor.reset();
+  const auto again = pool->empty({8, 2}, at::kFloat);
+  EXPECT(again.data_ptr() == address);
+  EXPECT(old.expired());
+  EXPECT_EQ(pool->bytes(), 64);
+}
+
+TEST(a_view_keeps_the_block) {
+  auto pool = new_pool();
+  auto tensor = pool->empty({16}, at::kFloat);
+  const auto view = tensor.narrow(0, 4, 4);
+  const void* address = tensor.data_ptr();
+  tensor.reset();
+  EXPECT(pool->empty({16}, at::kFloat).data_ptr() != address);
+}
+
+TEST(there_are_never_more_blocks_than_were_in_use_at_once) {
+  auto pool = new_pool();
+  for (int64_t size = 1; size < 500; size += 7) {
+    const auto first = pool->empty({size}, at::kByte);
+    const auto second = pool->empty({1000 + size}, at::kByte);
+  }
+  EXPECT(pool->bytes() <= 2 * 1500);
+}
+
+TEST(tensors_outlive_the_pool) {
+  auto pool = new_pool();
+  auto tensor = pool->empty({4}, at::kLong);
+  pool.reset();
+  tensor.fill_(3);
+  EXPECT_EQ(tensor.sum().item<int64_t>(), 12);
+}
+
+TEST(no_elements_take_no_block) {
+  auto pool = new_pool();
+  EXPECT_EQ(pool->empty({0, 3}, at::kFloat).numel(), 0);
+  EXPECT_EQ(pool->bytes(), 0);
+}
