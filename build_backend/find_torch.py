@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 NO_TORCH = (
-    "ldt: no torch found for {prefix}; install torch there first, then install ldt with "
-    "`pip install --no-build-isolation .` in the same environment."
+    "ldt: there is no torch in {prefix}: ldt is compiled against the torch that it will run with, so install torch "
+    "in your environment first and build there (`pip install .`, `uv pip install --no-build-isolation .`, or "
+    "`python -m build --no-isolation`)."
 )
 
 

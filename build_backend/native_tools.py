@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -45,12 +44,13 @@ def missing_requirements() -> list[str]:
 
 
 def _candidates(name: str) -> list[str]:
-    found = [shutil.which(name), str(Path(sysconfig.get_path("scripts")) / name)]
+    folders = [*os.get_exec_path(), sysconfig.get_path("scripts")]
+    found = [str(Path(folder) / name) for folder in folders]
     spec = importlib.util.find_spec(name)  # the PyPI packages of both programs carry them inside
     if spec is not None and spec.submodule_search_locations:
         package = Path(spec.submodule_search_locations[0])
         found += [str(package / "data" / "bin" / name), str(package / name)]
-    return [path for path in found if path and os.access(path, os.X_OK)]
+    return [path for path in dict.fromkeys(found) if os.access(path, os.X_OK) and Path(path).is_file()]
 
 
 def _version(program: str) -> tuple[int, ...] | None:
