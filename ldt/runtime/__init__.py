@@ -1,0 +1,18 @@
+"""Executes plans: groups, lanes, chunks, the executor and the pipeline on top."""
+
+from ldt.runtime.connect import connect
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.pipeline import Pipeline
+from ldt.runtime.result import StepResult, StepStats, Traffic, merge_timelines
+from ldt.runtime.specs import TensorSpec
+
+__all__ = [
+    "Mesh",
+    "Pipeline",
+    "StepResult",
+    "StepStats",
+    "TensorSpec",
+    "Traffic",
+    "connect",
+    "merge_timelines",
+]

@@ -1,0 +1,147 @@
+"""Runs one chunk: forward and backward of a microbatch, keeping its graph in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ldt.runtime.specs import HopSpecs, TensorSpec
+
+__all__ = ["ChunkRunner", "as_tensors"]
+
+Root = Union[torch.Tensor, GradientEdge]  # noqa: UP007 (evaluated): where a backward starts
+
+
+def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
+    """A chunk's output as a tuple. Raises TypeError if it is not a tensor or a tuple of tensors."""
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and all(isinstance(tensor, torch.Tensor) for tensor in output):
+        return tuple(output)
+    kind = type(output).__name__
+    if isinstance(output, (tuple, list)):
+        kind += f" of {', '.join(type(entry).__name__ for entry in output)}"
+    raise TypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+
+
+@dataclass
+class _Graph:
+    """What a forward leaves for its backward: the roots, and the gradients of what came in, once they are there."""
+
+    roots: list[Root | None]
+    input_specs: HopSpecs = ()
+    input_grads: list[torch.Tensor | None] = field(default_factory=list)
+
+
+class _Entrance(torch.autograd.Function):
+    """Where received tensors enter the graph, and their gradients leave it.
+
+    The chunk gets tensors that are no leaves, so that it may modify them in place, as it may in the unsplit model.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, graph: _Graph, anchor: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.graph = graph
+        ctx.set_materialize_grads(False)
+        inner = tuple(tensor.detach() for tensor in tensors)
+        flags = [spec.requires_grad for spec in graph.input_specs]
+        ctx.mark_non_differentiable(
+            *(t for t, differentiable in zip(inner, flags, strict=True) if not differentiable)
+        )
+        return inner
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.graph.input_grads = list(grads)
+        return (None,) * (2 + len(grads))
+
+
+_enter: Callable[..., tuple[torch.Tensor, ...]] = _Entrance.apply
+
+
+class ChunkRunner:
+    """Forward and backward of one chunk for any number of microbatches in flight.
+
+    With ``free_outputs`` only the graph of an output is kept after the forward, not its memory: whoever takes the
+    returned tensors decides how long they live.
+    """
+
+    def __init__(self, index: int, module: nn.Module, device: torch.device, free_outputs: bool) -> None:
+        self.index = index
+        self.module = module
+        self._device = device
+        self._free_outputs = free_outputs
+        self._graphs: dict[int, _Graph] = {}
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def forward_head(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run on the sample itself, under the caller's grad mode."""
+        return self.module(*args, **kwargs)
+
+    def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
+        """The tensors to run on, for tensors that came over a hop that carries ``specs``."""
+        if not (torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)):
+            return list(tensors)
+        graph = _Graph([], specs)
+        self._graphs[microbatch] = graph
+        return list(_enter(graph, self._anchor, *tensors))
+
+    def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it."""
+        if torch.is_grad_enabled():
+            graph = self._graphs.setdefault(microbatch, _Graph([]))
+            graph.roots = [self._root_of(output) for output in outputs]
+        return [output.detach() for output in outputs]
+
+    def backward(self, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Accumulate parameter gradients, given one gradient per output (None: none).
+
+        Returns the gradients of those inputs whose spec says so, zeros where the chunk did not use the input.
+        """
+        graph = self._graphs.pop(microbatch)
+        pairs = [
+            (root, grad)
+            for root, grad in zip(graph.roots, grads, strict=True)
+            if root is not None and grad is not None
+        ]
+        graph.roots = []
+        if pairs:
+            roots: Any = [root for root, _ in pairs]  # torch's annotation allows tensors or edges, not both
+            torch.autograd.backward(roots, [grad for _, grad in pairs])
+        found = graph.input_grads or [None] * len(graph.input_specs)
+        return [
+            self._zeros(spec) if grad is None else grad
+            for spec, grad in zip(graph.input_specs, found, strict=True)
+            if spec.requires_grad
+        ]
+
+    def backward_loss(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor]:
+        """As ``backward``, for the tail: starts at the scalar ``loss``."""
+        graph = self._graphs.setdefault(microbatch, _Graph([]))
+        graph.roots = [loss if loss.requires_grad else None]
+        return self.backward(microbatch, [torch.ones_like(loss)])
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._graphs)
+
+    def drop(self) -> None:
+        """Let go of all graphs, after a failure. A graph and its entrance hold each other until one lets go."""
+        for graph in self._graphs.values():
+            graph.roots = []
+        self._graphs.clear()
+
+    def _root_of(self, output: torch.Tensor) -> Root | None:
+        if not output.requires_grad:
+            return None
+        return get_gradient_edge(output) if self._free_outputs else output
+
+    def _zeros(self, spec: TensorSpec) -> torch.Tensor:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)

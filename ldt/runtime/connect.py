@@ -1,0 +1,118 @@
+"""connect(): from a topology and a running process group to a mesh, or one clear error on every rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ldt.runtime.device import choose_device
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.rendezvous import check_in, mesh_key
+from ldt.topology import LanePolicy, Topology
+
+__all__ = ["connect"]
+
+logger = logging.getLogger(__name__)
+
+
+def connect(
+    topology: Topology,
+    backend: str | None = None,
+    lanes: LanePolicy = "dedicated",
+    *,
+    ranks: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    timeout: timedelta = timedelta(seconds=60),
+    transfer_timeout: timedelta = timedelta(minutes=30),
+) -> Mesh:
+    """Meet the other ranks of ``topology`` and connect everything that a step will use.
+
+    Called after ``dist.init_process_group`` by every rank of the job. ``ranks[i]`` is the global rank that plays
+    rank i of the topology; by default rank i itself, and then the topology must fill the world. ``backend`` and
+    ``device`` default to those of the default process group. A topology of one rank needs no process group.
+
+    ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn.
+    Raises ValueError for arguments that cannot be (the same on every rank), LdtError naming the ranks that did not
+    come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
+    """
+    _check_edge_dp(topology)
+    ranks = _check_ranks(topology, ranks)
+    if dist.is_initialized():
+        store, rank, key = c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
+    else:
+        store, rank, key = _private_store(), 0, "ldt/alone"
+    device = choose_device(device, backend)
+    deadline = time.monotonic() + timeout.total_seconds()
+    settings = {
+        "topology": topology.to_text(),
+        "lanes": lanes,
+        "backend": str(backend),
+        "device": device.type,
+    }
+    check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
+    mesh = Mesh(topology, lanes, ranks, rank, device, store, key)
+    try:
+        mesh.open(backend, deadline, timeout, transfer_timeout)
+    except BaseException as error:
+        raised = mesh.fail(error, "connect")
+        mesh.close()
+        if raised is error:
+            raise
+        raise raised from error
+    logger.info("connected as %s", mesh)
+    return mesh
+
+
+def _check_edge_dp(topology: Topology) -> None:
+    if topology.edge_dp != topology.dp:
+        raise ValueError(
+            f"edge_dp={topology.edge_dp} with dp={topology.dp}: the runtime needs as many edge replicas as cloud "
+            "replicas for now; leave edge_dp out"
+        )
+
+
+def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, ...]:
+    """The global ranks in topology order. Every rank of the job computes the same and raises the same."""
+    initialized = dist.is_initialized()
+    if not initialized and (topology.world_size > 1 or ranks not in (None, [0], (0,))):
+        raise ValueError(
+            f"topology {topology.to_text()} has {topology.world_size} ranks: "
+            "call torch.distributed.init_process_group first"
+        )
+    world = dist.get_world_size() if initialized else 1
+    if ranks is None:
+        if world != topology.world_size:
+            raise ValueError(
+                f"topology {topology.to_text()} needs {topology.world_size} ranks, but WORLD_SIZE is {world}: "
+                "start as many processes, change the topology, or name the ranks to use with ranks=[...]"
+            )
+        return tuple(range(world))
+    ranks = tuple(ranks)
+    if (
+        len(ranks) != topology.world_size
+        or len(set(ranks)) != len(ranks)
+        or not set(ranks) <= set(range(world))
+    ):
+        raise ValueError(
+            f"topology {topology.to_text()} needs {topology.world_size} different ranks of 0 to {world - 1}, "
+            f"got ranks={list(ranks)}"
+        )
+    if initialized and dist.get_rank() not in ranks:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not one of ranks={list(ranks)}: only those may call this connect"
+        )
+    return ranks
+
+
+def _private_store() -> Any:
+    """Where one rank that needs no others keeps what it publishes."""
+    from torch._C._distributed_c10d import HashStore
+
+    return HashStore()

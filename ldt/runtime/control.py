@@ -1,0 +1,160 @@
+"""The control plane: metadata as JSON between all ranks of a mesh, apart from the lanes and their payloads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ldt.errors import LdtError
+from ldt.runtime.failure import FailureWatch
+
+__all__ = ["ControlPlane", "Pending", "wait_or_fail"]
+
+_POLL = timedelta(seconds=0.2)
+_INLINE_BYTES = 2048  # a message up to this size takes one broadcast, a longer one two
+_MAX_BYTES = 64 << 20
+_LENGTH_BYTES = 8
+
+
+def wait_or_fail(work: dist.Work, failures: FailureWatch, what: str, seconds: float | None = None) -> None:
+    """Wait for a host-side work of a group, as long as it takes unless ``seconds`` are given.
+
+    Raises RemoteStageError as soon as the mesh has failed, LdtError when the connection is lost or the time is up.
+    gloo's collectives may be waited for in slices; its point-to-point works may not.
+    """
+    start = time.monotonic()
+    while True:
+        try:
+            work.wait(_POLL)
+            return
+        except RuntimeError as error:
+            failures.check()
+            if work.is_completed():
+                failures.wait(1.0)  # a rank that goes says why before it cuts its connections
+                failures.check()
+                raise LdtError(f"lost the connection while waiting for {what}: {error}") from error
+            if seconds is not None and time.monotonic() - start > seconds:
+                raise LdtError(
+                    f"waited {seconds:g} s for {what}: is every rank making the same calls?"
+                ) from None
+
+
+class Pending:
+    """A sum over all ranks that was started and not yet waited for."""
+
+    def __init__(self, work: dist.Work | None, values: torch.Tensor, failures: FailureWatch) -> None:
+        self._work = work
+        self._values = values
+        self._failures = failures
+
+    def wait(self) -> list[float]:
+        if self._work is not None:
+            wait_or_fail(self._work, self._failures, "a sum over all ranks")
+            self._work = None
+        return [float(value) for value in self._values]
+
+
+class ControlPlane:
+    """Collective calls on a gloo group of all ranks; every rank makes the same ones in the same order.
+
+    Messages are JSON, length-checked, never unpickled. ``rank`` is this rank's number in the topology and in the
+    group. Without a group (one rank) nothing is sent.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, rank: int, size: int, failures: FailureWatch, seconds: float
+    ) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._failures = failures
+        self._seconds = seconds
+        self._works: list[dist.Work] = []
+
+    def broadcast(self, message: Any, source: int, *, patient: bool = False) -> Any:
+        """What ``source`` gives as ``message``, on every rank. ``patient`` waits for it without a limit."""
+        if self._group is None:
+            return message
+        limit = None if patient else self._seconds
+        data = _encode(message) if self._rank == source else b""
+        buffer = torch.zeros(_LENGTH_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        if self._rank == source:
+            buffer[:_LENGTH_BYTES] = _as_tensor(len(data).to_bytes(_LENGTH_BYTES, "little"))
+            if 0 < len(data) <= _INLINE_BYTES:
+                buffer[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = _as_tensor(data)
+        self._broadcast(buffer, source, limit)
+        length = int.from_bytes(_as_bytes(buffer[:_LENGTH_BYTES]), "little")
+        if length > _MAX_BYTES:
+            raise LdtError(
+                f"rank {source} announced a message of {length} bytes; at most {_MAX_BYTES} are accepted"
+            )
+        payload = buffer[_LENGTH_BYTES : _LENGTH_BYTES + length]
+        if length > _INLINE_BYTES:
+            payload = _as_tensor(data) if self._rank == source else torch.empty(length, dtype=torch.uint8)
+            self._broadcast(payload, source, self._seconds)
+        return _decode(_as_bytes(payload), source)
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's ``message``, by rank of the topology, on every rank."""
+        return [self.broadcast(message, source) for source in range(self._size)]
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """The sums over all ranks, in double precision."""
+        return self.start_sum(values).wait()
+
+    def start_sum(self, values: Sequence[float]) -> Pending:
+        """As ``sum``, without waiting: no other call of this plane may come before the result's ``wait``."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return Pending(None, tensor, self._failures)
+        work = self._started(dist.all_reduce(tensor, group=self._group, async_op=True))
+        return Pending(work, tensor, self._failures)
+
+    def release(self) -> None:
+        """After a failure: free the ranks that wait for this one, unless it is itself in the middle of a call."""
+        if all(work.is_completed() for work in self._works):
+            self.close()
+
+    def close(self) -> None:
+        """Drop the group; ranks that wait for this one on it are freed. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def _started(self, work: dist.Work) -> dist.Work:
+        """Remember ``work``: a group with unfinished ones cannot be dropped without waiting."""
+        self._works = [other for other in self._works if not other.is_completed()] + [work]
+        return work
+
+    def _broadcast(self, tensor: torch.Tensor, source: int, seconds: float | None) -> None:
+        assert self._group is not None
+        work = self._started(dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
+        wait_or_fail(work, self._failures, f"a message of rank {source}", seconds)
+
+
+def _encode(message: Any) -> bytes:
+    data = json.dumps(message, separators=(",", ":")).encode()
+    if len(data) > _MAX_BYTES:
+        raise LdtError(f"a control message of {len(data)} bytes is too long: at most {_MAX_BYTES}")
+    return data
+
+
+def _decode(data: bytes, source: int) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError as error:
+        raise LdtError(f"rank {source} sent a control message that is not JSON: {error}") from error
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.tolist())

@@ -1,0 +1,45 @@
+"""Which device and which backend a mesh uses when the caller does not say."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["choose_backend", "choose_device"]
+
+_DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu"}
+
+
+def choose_device(device: torch.device | str | None, backend: str | None) -> torch.device:
+    """``device``, else the current device of the kind that ``backend``, else the default group, is for."""
+    if device is not None:
+        return _indexed(torch.device(device))
+    kinds = [
+        _DEVICE_OF_BACKEND.get(name) for name in ([backend] if backend else _default_backends().values())
+    ]
+    accelerators = [kind for kind in kinds if kind not in (None, "cpu")]
+    return _indexed(torch.device(accelerators[0] or "cpu")) if accelerators else torch.device("cpu")
+
+
+def choose_backend(device: torch.device, backend: str | None) -> str:
+    """``backend``, else what the default group uses for ``device``. Raises ValueError if it has none."""
+    name = backend or _default_backends().get(device.type)
+    if name is None:
+        raise ValueError(
+            f"the default process group has no backend for {device}: it has {_default_backends()}; pass backend="
+        )
+    return name
+
+
+def _default_backends() -> dict[str, str]:
+    """Device kind to backend, of the default group."""
+    if not dist.is_initialized():
+        return {"cpu": "gloo"}
+    config = dist.get_backend_config()
+    return dict(pair.split(":", 1) for pair in config.split(","))
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())

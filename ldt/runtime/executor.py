@@ -1,0 +1,246 @@
+"""Runs one row of a plan: a table from action kind to method, and nothing that knows a schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ldt.errors import LdtError
+from ldt.plan import Action, Kind, Plan
+from ldt.runtime.chunk import ChunkRunner, as_tensors
+from ldt.runtime.loss import StepLoss, TokenScale
+from ldt.runtime.mailbox import Arrival, Mailbox, Slot
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.record import Entry, Recorder
+from ldt.runtime.reduce import average_gradients
+from ldt.runtime.specs import HopSpecs, first_difference, specs_of
+from ldt.topology import Channel
+
+__all__ = ["Executor", "StepWork"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class StepWork:
+    """What one step is about, on this rank. ``hops[m][c]`` is what hop c -> c+1 carries for microbatch m."""
+
+    plan: Plan
+    hops: Sequence[Sequence[HopSpecs]]
+    microbatches: Sequence[Microbatch] = ()  # on the edge
+    loss: StepLoss | None = None  # on the edge
+    token_scale: TokenScale | None = None
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the tail, where they are kept
+    keep_outputs: bool = False
+
+
+class Executor:
+    """Runs this node's row of a plan over the mesh's lanes. One instance per step."""
+
+    def __init__(self, mesh: Mesh, runners: Mapping[int, ChunkRunner], work: StepWork) -> None:
+        self._mesh = mesh
+        self._topology = mesh.topology
+        self._local_hops = {hop.chunk for hop in mesh.topology.hops if hop.local(mesh.topology)}
+        self._runners = runners
+        self._work = work
+        self._mailbox = Mailbox()
+        self._outbox: dict[Slot, list[torch.Tensor]] = {}
+        self._sends: list[tuple[dist.Work, Entry]] = []
+        self._receives: dict[Slot, Entry] = {}
+        self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
+        self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
+        self.recorder = Recorder()
+        self.place = "the start of the row"
+        self._methods: dict[Kind, Callable[[Action, Entry], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.SEND_F: self._send,
+            Kind.SEND_B: self._send,
+            Kind.RECV_F: self._receive,
+            Kind.RECV_B: self._receive,
+            Kind.REDUCE_GRAD: self._reduce,
+        }
+
+    def run(self) -> None:
+        """Run the whole row. What a lane or a chunk raises passes through; ``place`` says where."""
+        row = self._work.plan.rows[self._mesh.node]
+        try:
+            for index, action in enumerate(row):
+                self.place = f"action {action} ({index + 1} of {len(row)}): {_words(action)}"
+                method = self._methods.get(action.kind)
+                if method is None:
+                    raise LdtError(f"the runtime cannot run {action}: it knows {', '.join(self._methods)}")
+                with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
+                    method(action, entry)
+            self.place = "waiting for the last sends"
+            self._flush()
+        finally:
+            self._mailbox.clear()
+            self._outbox.clear()
+        assert not any(runner.in_flight for runner in self._runners.values()), "a graph was left behind"
+
+    # -- one method per kind ---------------------------------------------------------------------------------
+
+    def _forward(self, action: Action, entry: Entry) -> None:
+        chunk, microbatch = action.chunk, _microbatch(action)
+        runner = self._runners[chunk]
+        if chunk == 0:
+            sample = self._work.microbatches[microbatch]
+            output = runner.forward_head(sample.args, sample.kwargs)
+        else:
+            specs = self._hop(chunk - 1, microbatch)
+            arrived = self._arrived(Slot(chunk, "F", microbatch), entry)
+            output = runner.module(*runner.enter(microbatch, arrived, specs))
+            del arrived  # from here on the chunk's graph alone decides what it keeps of its input
+        if chunk == self._topology.tail:
+            self._finish_tail(microbatch, output)
+            return
+        tensors = as_tensors(output, chunk)
+        self._check(tensors, chunk, microbatch)
+        outputs = runner.leave(microbatch, tensors)
+        self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, outputs)
+
+    def _finish_tail(self, microbatch: int, output: Any) -> None:
+        work = self._work
+        if work.keep_outputs:
+            work.outputs[microbatch] = output
+        if work.loss is None:
+            return
+        target = work.microbatches[microbatch].target
+        if target is None and not work.plan.training:
+            return
+        work.loss.forward(microbatch, output, target)
+        if work.token_scale is not None and work.loss.complete and self._mesh.is_leader:
+            work.token_scale.start(work.loss.count)
+
+    def _backward(self, action: Action, entry: Entry) -> None:
+        chunk, microbatch = action.chunk, _microbatch(action)
+        runner = self._runners[chunk]
+        if chunk == self._topology.tail:
+            assert self._work.loss is not None
+            input_grads = runner.backward_loss(microbatch, self._work.loss.take_root(microbatch))
+        else:
+            arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
+            grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
+            input_grads = runner.backward(microbatch, grads)
+        if input_grads:
+            self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, input_grads)
+
+    def _send(self, action: Action, entry: Entry) -> None:
+        end = self._mesh.endpoints.get(self._channel(action))
+        target = action.counterpart
+        tensors = self._outbox.pop(Slot(target.chunk, action.kind.direction, _microbatch(action)), None)
+        if end is None or not tensors:
+            return  # a member, which leaves sending to its leader; or nothing on this hop
+        self._sends = [(work, sent) for work, sent in self._sends if not self._seen_done(work, sent)]
+        self._count(action, tensors)
+        self._sends.append((end.send(tensors, _label(action)), entry))
+
+    def _receive(self, action: Action, entry: Entry) -> None:
+        specs = self._hop(action.hop, _microbatch(action))
+        if action.kind is Kind.RECV_B:
+            specs = tuple(spec for spec in specs if spec.requires_grad)
+        if not specs:
+            return
+        end = self._mesh.endpoints[self._channel(action)]
+        tensors = [end.lane.empty(spec.shape, spec.dtype) for spec in specs]
+        slot = Slot(action.chunk, action.kind.direction, _microbatch(action))
+        self._receives[slot] = entry
+        self._count(action, tensors)
+        self._mailbox.put(slot, Arrival(tensors, end.receive(tensors, _label(action)), _label(action)))
+
+    def _reduce(self, action: Action, entry: Entry) -> None:
+        group = self._mesh.dp_group
+        assert group is not None, f"{action} without replicas"
+        parameters = self._runners[action.chunk].module.parameters()
+        average_gradients(parameters, group, self._mesh.failures, f"the gradients of chunk {action.chunk}")
+
+    # -- helpers ---------------------------------------------------------------------------------------------
+
+    def _hand_over(self, slot: Slot, hop: int, tensors: list[torch.Tensor]) -> None:
+        """To the next chunk on this node, or to the send that follows."""
+        if not tensors:
+            return
+        if self._is_local(hop):
+            self._mailbox.put(slot, Arrival(tensors))
+        else:
+            self._outbox[slot] = tensors
+
+    def _arrived(self, slot: Slot, entry: Entry) -> Sequence[torch.Tensor]:
+        """What came for ``slot``; waits for it if it is still under way."""
+        if not self._expected(slot):
+            return ()
+        arrival = self._mailbox.take(slot)
+        if arrival.work is not None:
+            start = self.recorder.now()
+            arrival.work.wait()
+            now = self.recorder.now()
+            entry.waited += now - start
+            self._receives.pop(slot).end = now
+        return arrival.tensors
+
+    def _expected(self, slot: Slot) -> HopSpecs:
+        if slot.direction == "F":
+            return self._hop(slot.chunk - 1, slot.microbatch)
+        return tuple(spec for spec in self._hop(slot.chunk, slot.microbatch) if spec.requires_grad)
+
+    def _hop(self, hop: int, microbatch: int) -> HopSpecs:
+        return self._local[microbatch, hop] if self._is_local(hop) else self._work.hops[microbatch][hop]
+
+    def _check(self, tensors: tuple[torch.Tensor, ...], chunk: int, microbatch: int) -> None:
+        """Raise before anything is sent that the receiver does not expect."""
+        specs = specs_of(tensors)
+        if self._is_local(chunk):
+            self._local[microbatch, chunk] = specs
+            return
+        difference = first_difference(self._hop(chunk, microbatch), specs)
+        if difference is not None:
+            raise LdtError(
+                f"output of chunk {chunk} for microbatch {microbatch} is not what was agreed: {difference}"
+            )
+
+    def _is_local(self, hop: int) -> bool:
+        return hop in self._local_hops
+
+    def _count(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        counts = self.traffic.setdefault(self._channel(action), [0, 0])
+        counts[0] += 1
+        counts[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def _channel(self, action: Action) -> Channel:
+        return self._work.plan.channel_of(action, self._mesh.node)
+
+    def _seen_done(self, work: dist.Work, entry: Entry) -> bool:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises what went wrong
+        entry.end = self.recorder.now()
+        return True
+
+    def _flush(self) -> None:
+        start = self.recorder.now()
+        for work, entry in self._sends:
+            work.wait()
+            entry.end = self.recorder.now()
+        self._sends.clear()
+        self.recorder.flushing += self.recorder.now() - start
+
+
+def _microbatch(action: Action) -> int:
+    assert action.microbatch is not None, action
+    return action.microbatch
+
+
+def _label(action: Action) -> str:
+    return f"{action.kind.direction}{action.hop} microbatch {action.microbatch}"
+
+
+def _words(action: Action) -> str:
+    where = "" if action.microbatch is None else f", microbatch {action.microbatch}"
+    return f"chunk {action.chunk}{where}"

@@ -1,0 +1,126 @@
+"""Which process groups a mesh needs, in one global order, and how one is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
+
+__all__ = [
+    "CONTROL",
+    "GroupSpec",
+    "dp_name",
+    "group_specs",
+    "lane_name",
+    "make_group",
+    "stage_name",
+    "tp_name",
+]
+
+CONTROL = "control"
+# Operations are limited by whoever waits for them (lanes, control plane), never by the group.
+_NO_LIMIT = timedelta(days=30)
+
+
+class GroupSpec(NamedTuple):
+    """A process group to be: its name within the mesh and its members as ranks of the topology."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+def tp_name(stage: int, replica: int) -> str:
+    """The ranks of one node."""
+    return f"tp/{stage}.{replica}"
+
+
+def dp_name(stage: int, tp_rank: int) -> str:
+    """The ranks at one place of a stage, in all replicas."""
+    return f"dp/{stage}.{tp_rank}"
+
+
+def lane_name(key: LaneKey) -> str:
+    """The leaders on a lane."""
+    return f"lane/{key}"
+
+
+def stage_name(key: LaneKey, node: Node) -> str:
+    """The ranks of a node that hear what a lane brings."""
+    return f"lane/{key}/stage/{node}"
+
+
+def group_specs(topology: Topology, policy: LanePolicy) -> tuple[GroupSpec, ...]:
+    """Every group of more than one rank, in the order in which all ranks create theirs.
+
+    A lane's groups are its own: its leaders for point to point, and each receiving stage for the broadcast, apart
+    from the group that the model's layers use.
+    """
+    specs = [GroupSpec(CONTROL, tuple(range(topology.world_size)))]
+    specs += [GroupSpec(tp_name(*node), topology.ranks_of(node)) for node in topology.nodes]
+    for stage, tp in enumerate(topology.tp):
+        nodes = [node for node in topology.nodes if node.stage == stage]
+        for tp_rank in range(tp):
+            members = tuple(topology.ranks_of(node)[tp_rank] for node in nodes)
+            specs.append(GroupSpec(dp_name(stage, tp_rank), members))
+    specs += _lane_groups(topology, policy)
+    return tuple(spec for spec in specs if len(spec.ranks) > 1)
+
+
+def _lane_groups(topology: Topology, policy: LanePolicy) -> Iterator[GroupSpec]:
+    by_lane: dict[LaneKey, list[Channel]] = {}
+    for channel, key in lanes(topology, policy).items():
+        by_lane.setdefault(key, []).append(channel)
+    for key, channels in by_lane.items():
+        leaders = {
+            topology.leader_of(node) for channel in channels for node in (channel.source, channel.target)
+        }
+        yield GroupSpec(lane_name(key), tuple(sorted(leaders)))
+        for node in sorted({channel.target for channel in channels}):
+            yield GroupSpec(stage_name(key, node), topology.ranks_of(node))
+
+
+def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Create the group of the global ``ranks``, of which this process is one; only they take part.
+
+    ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` would do
+    but for the name it makes up: that counts the groups of the calling process, and ranks of one mesh have
+    different numbers of groups, so that they would wait for each other under different names.
+    Raises what the backend raises when a member is missing after ``timeout``.
+    """
+    ranks = list(ranks)
+    group: dist.ProcessGroup
+    with _no_communicator_split():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            backend,
+            c10d._get_default_store(),
+            c10d.GroupName(name),
+            timeout=timeout,
+            group_desc=name,
+        )
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    group.set_timeout(_NO_LIMIT)
+    return group
+
+
+@contextmanager
+def _no_communicator_split() -> Iterator[None]:
+    """Splitting the default NCCL communicator (``init_process_group(device_id=...)``) needs all its ranks at once."""
+    default = c10d._get_default_group()
+    bound = getattr(default, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

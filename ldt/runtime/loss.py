@@ -1,0 +1,120 @@
+"""How the losses of the microbatches become one loss and what their gradients are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+
+from ldt.runtime.control import ControlPlane, Pending
+
+__all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction"]
+
+LossReduction = Literal["mean", "token"]
+LossFn = Callable[[Any, Any], Any]
+
+
+def check_reduction(reduction: str) -> None:
+    """Raise ValueError for anything but a LossReduction."""
+    if reduction not in get_args(LossReduction):
+        raise ValueError(f"loss_reduction must be 'mean' or 'token', got {reduction!r}")
+
+
+class StepLoss:
+    """The losses of one step on one edge rank.
+
+    "mean": ``loss_fn`` gives a microbatch's mean; each backward starts at that divided by the number of microbatches,
+    so that gradients are those of ``for mb: (loss_fn(model(x), y) / M).backward()``, bit for bit.
+    "token": it gives (sum, count); backwards start at the sums, and at the end of the step all gradients are divided
+    by the count of the whole step.
+    """
+
+    def __init__(self, loss_fn: LossFn, reduction: LossReduction, num_microbatches: int) -> None:
+        self._loss_fn = loss_fn
+        self._reduction = reduction
+        self._num_microbatches = num_microbatches
+        self._roots: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+        self._counts: dict[int, float] = {}
+
+    def forward(self, microbatch: int, output: Any, target: Any) -> None:
+        result = self._loss_fn(output, target)
+        loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            got = (
+                f"a tensor of shape {list(loss.shape)}"
+                if isinstance(loss, torch.Tensor)
+                else type(loss).__name__
+            )
+            raise ValueError(f"loss_fn must return a scalar tensor, got {got}")
+        self._values[microbatch] = loss.detach()
+        self._counts[microbatch] = count
+        if torch.is_grad_enabled():
+            self._roots[microbatch] = loss / self._num_microbatches if self._reduction == "mean" else loss
+
+    def take_root(self, microbatch: int) -> torch.Tensor:
+        """Where the backward of ``microbatch`` starts."""
+        return self._roots.pop(microbatch)
+
+    @property
+    def complete(self) -> bool:
+        """True once every microbatch had its forward."""
+        return len(self._values) == self._num_microbatches
+
+    @property
+    def count(self) -> float:
+        """Tokens of the step so far."""
+        return sum(self._counts.values())
+
+    def per_microbatch(self) -> list[torch.Tensor]:
+        """The mean loss of each microbatch that had a target."""
+        return [self._values[index] / self._counts[index] for index in sorted(self._values)]
+
+    def total(self) -> torch.Tensor:
+        """The loss of the step on this rank: the mean over microbatches, or over tokens."""
+        losses = [self._values[index] for index in sorted(self._values)]
+        total = losses[0]
+        for loss in losses[1:]:
+            total = total + loss
+        return total / (len(losses) if self._reduction == "mean" else self.count)
+
+    @staticmethod
+    def _split(result: Any) -> tuple[torch.Tensor, float]:
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise ValueError(
+                "with loss_reduction='token', loss_fn must return (sum of losses, number of tokens), "
+                f"got {type(result).__name__}"
+            )
+        return result[0], float(result[1])
+
+
+class TokenScale:
+    """Divides the gradients of a step by its number of tokens, which only the edge knows.
+
+    The sum over all ranks is started by each rank as early as it can (the edge: after its last loss), so that the
+    answer is there when the row ends. Gradients from before the step are set aside meanwhile.
+    """
+
+    def __init__(self, control: ControlPlane, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._control = control
+        self._parameters = list(parameters)
+        self._pending: Pending | None = None
+        self._before = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def start(self, count: float) -> None:
+        """``count``: the tokens of this rank; 0 on all ranks but the edge's leaders."""
+        assert self._pending is None
+        self._pending = self._control.start_sum([count])
+
+    def finish(self, replicas: int) -> None:
+        """Turn sums (averaged over ``replicas``) into the mean over all tokens of all replicas."""
+        assert self._pending is not None
+        (count,) = self._pending.wait()
+        for parameter, before in zip(self._parameters, self._before, strict=True):
+            if parameter.grad is not None and count > 0:
+                parameter.grad.mul_(replicas).div_(count) if replicas > 1 else parameter.grad.div_(count)
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

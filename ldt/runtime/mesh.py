@@ -1,0 +1,240 @@
+"""The mesh: who this rank is, and everything it talks through."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ldt._C import Lane, LaneError
+from ldt.errors import LdtError, RemoteStageError
+from ldt.runtime import groups as naming
+from ldt.runtime.control import ControlPlane
+from ldt.runtime.device import choose_backend
+from ldt.runtime.endpoints import Endpoint, make_endpoints, preconnect
+from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.topology import Channel, LanePolicy, Node, Topology
+
+__all__ = ["Mesh"]
+
+logger = logging.getLogger(__name__)
+
+_GLOO = "gloo"
+# What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
+_SECONDARY = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
+
+
+class Mesh:
+    """This rank's place in a connected topology. Made by ``connect``; a context manager that closes itself.
+
+    ``rank`` is the rank within the topology, ``ranks[rank]`` the global one. After a failure anywhere, ``failed`` is
+    true on every rank within about a second and the mesh cannot be used any more: connect again.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        lanes: LanePolicy,
+        ranks: tuple[int, ...],
+        rank: int,
+        device: torch.device,
+        store: Any,
+        key: str,
+    ) -> None:
+        self.topology = topology
+        self.lanes = lanes
+        self.ranks = ranks
+        self.rank = rank
+        self.device = device
+        self.node: Node = topology.node_of(rank)
+        self.tp_rank: int = topology.tp_rank_of(rank)
+        self._key = key
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._endpoints: dict[Channel, Endpoint] = {}
+        self._meshes: dict[str, DeviceMesh] = {}
+        self._closed = False
+        self._control: ControlPlane | None = None
+        self.failures = FailureWatch(store, f"{key}/failure", self._on_failure)
+
+    # -- who this rank is ------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int:
+        return self.node.stage
+
+    @property
+    def replica(self) -> int:
+        return self.node.replica
+
+    @property
+    def is_leader(self) -> bool:
+        """True for the rank of a node that talks to other nodes."""
+        return self.tp_rank == 0
+
+    @property
+    def is_edge(self) -> bool:
+        return self.stage == 0
+
+    def edge_leader(self, replica: int) -> int:
+        """Rank (in the topology) of the edge leader that serves ``replica``."""
+        return self.topology.leader_of(Node(0, replica))
+
+    @property
+    def tp_mesh(self) -> DeviceMesh:
+        """The ranks of this node, which share its layers: for ``parallelize_module``."""
+        return self._device_mesh(naming.tp_name(*self.node), "tp")
+
+    @property
+    def dp_mesh(self) -> DeviceMesh:
+        """The ranks that hold the same weights in other replicas: for DDP or ``fully_shard``."""
+        return self._device_mesh(naming.dp_name(self.stage, self.tp_rank), "dp")
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup | None:
+        """The group of ``dp_mesh``; None when there is one replica."""
+        return self._groups.get(naming.dp_name(self.stage, self.tp_rank))
+
+    # -- what it talks through -------------------------------------------------------------------------------
+
+    @property
+    def control(self) -> ControlPlane:
+        assert self._control is not None, "the mesh is not connected"
+        return self._control
+
+    @property
+    def endpoints(self) -> dict[Channel, Endpoint]:
+        """This rank's ends of the channels of its node; a member has none of what its node sends."""
+        return self._endpoints
+
+    def all_lanes(self) -> list[Lane]:
+        """Every lane that this rank has an end of."""
+        return list({id(end.lane): end.lane for end in self._endpoints.values()}.values())
+
+    def lane_for(self, channel: Channel) -> Lane:
+        """The lane that carries ``channel`` on this rank. KeyError if this rank has no end of it."""
+        return self._endpoints[channel].lane
+
+    # -- failing and closing ---------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> bool:
+        return self.failures.first is not None
+
+    def check_usable(self) -> None:
+        """Raise LdtError if this mesh is closed or has failed."""
+        first = self.failures.first
+        if first is not None:
+            raise LdtError(f"this mesh cannot be used after a failure; connect again. {first.describe()}")
+        if self._closed:
+            raise LdtError("this mesh is closed; connect again")
+
+    def fail(self, error: BaseException, place: str) -> BaseException:
+        """Tell every rank that this one failed. Returns what to raise here.
+
+        That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
+        """
+        me = self.ranks[self.rank]
+        first = self.failures.wait(1.0) if isinstance(error, _SECONDARY) else self.failures.first
+        if first is None:
+            report = FailureReport.of(error, me, self.stage, self.replica, place)
+            first = self.failures.publish(report)
+        if self._control is not None:
+            self._control.release()
+        if first.rank == me:
+            return error
+        return error if isinstance(error, RemoteStageError) else RemoteStageError(first.describe())
+
+    def close(self) -> None:
+        """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.failures.close()
+        for lane in self.all_lanes():
+            if not self.failed:
+                lane.close(timedelta(seconds=5))
+        self._drop_groups()
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Mesh({self.topology.to_text()}, rank {self.rank} (global {self.ranks[self.rank]}): stage {self.stage}, "
+            f"replica {self.replica}, tp_rank {self.tp_rank}, {self.lanes} lanes on {self.device})"
+        )
+
+    # -- internal --------------------------------------------------------------------------------------------
+
+    def open(
+        self, backend: str | None, deadline: float, timeout: timedelta, transfer_timeout: timedelta
+    ) -> None:
+        """Create the groups and lanes and connect them. ``connect`` does this, once."""
+        for spec in naming.group_specs(self.topology, self.lanes):
+            if self.rank in spec.ranks:
+                self.failures.check()
+                kind = _GLOO if spec.name == naming.CONTROL else choose_backend(self.device, backend)
+                members = [self.ranks[rank] for rank in spec.ranks]
+                name = f"{self._key}/{spec.name}"
+                self._groups[spec.name] = naming.make_group(name, members, kind, _until(deadline))
+        self._control = ControlPlane(
+            self._groups.get(naming.CONTROL),
+            self.rank,
+            self.topology.world_size,
+            self.failures,
+            transfer_timeout.total_seconds(),
+        )
+        self._endpoints = make_endpoints(
+            self.topology, self.lanes, self.rank, self._groups, self.device, transfer_timeout
+        )
+        preconnect(self._endpoints, self.topology.channels, self.device, _until(deadline))
+
+    def _device_mesh(self, name: str, dim: str) -> DeviceMesh:
+        if name not in self._meshes:
+            self._meshes[name] = DeviceMesh.from_group(
+                self._group_of(name), self.device.type, mesh_dim_names=(dim,)
+            )
+        return self._meshes[name]
+
+    def _group_of(self, name: str) -> dist.ProcessGroup:
+        """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""
+        if name not in self._groups:
+            if not dist.is_initialized():
+                raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
+            backend = choose_backend(self.device, None)
+            me = [self.ranks[self.rank]]
+            self._groups[name] = naming.make_group(
+                f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60)
+            )
+        return self._groups[name]
+
+    def _on_failure(self, report: FailureReport) -> None:
+        logger.error("%s; this mesh is closed", report.describe())
+        for lane in self.all_lanes():
+            lane.abort(report.describe())
+
+    def _drop_groups(self) -> None:
+        self._endpoints.clear()
+        self._meshes.clear()
+        if self._control is not None:
+            self._control.close()
+            self._groups.pop(naming.CONTROL, None)
+        while self._groups:
+            _, group = self._groups.popitem()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(1.0, deadline - time.monotonic()))

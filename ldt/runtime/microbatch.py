@@ -1,0 +1,68 @@
+"""What the edge gets from a data loader, taken apart: arguments of the head and the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ldt.runtime.specs import TensorSpec
+
+__all__ = ["Microbatch", "parse_microbatches"]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """``(inputs, target)``. Inputs: a tensor, a tuple (positional arguments of the head) or a dict (keywords)."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+
+    @classmethod
+    def of(cls, pair: Any, index: int) -> Microbatch:
+        """Raises TypeError if ``pair`` is not two things or the inputs are of another kind."""
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            size = f" of {len(pair)} entries" if isinstance(pair, (tuple, list)) else ""
+            raise TypeError(
+                f"microbatch {index} must be a pair (inputs, target), got {type(pair).__name__}{size}; "
+                "without targets, as in eval, pass (inputs, None)"
+            )
+        inputs, target = pair
+        if isinstance(inputs, torch.Tensor):
+            return cls((inputs,), {}, target)
+        if isinstance(inputs, (tuple, list)):
+            return cls(tuple(inputs), {}, target)
+        if isinstance(inputs, Mapping):
+            return cls((), {str(name): value for name, value in inputs.items()}, target)
+        raise TypeError(
+            f"the inputs of microbatch {index} must be a tensor, a tuple or a dict, got {type(inputs).__name__}"
+        )
+
+    @property
+    def signature(self) -> object:
+        """Equal for microbatches whose head's outputs have equal specs: structure, tensor specs, other values' text.
+
+        Stays on the edge.
+        """
+        leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
+        return str(structure), tuple(
+            TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        )
+
+
+def parse_microbatches(microbatches: Any) -> list[Microbatch]:
+    """Raises TypeError or ValueError saying what is wrong, naming the microbatch."""
+    if microbatches is None:
+        raise ValueError("the edge needs microbatches: pass a list of (inputs, target) pairs")
+    if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(microbatches, Iterable):
+        raise TypeError(
+            f"microbatches must be a list of (inputs, target) pairs, got {type(microbatches).__name__}"
+        )
+    parsed = [Microbatch.of(pair, index) for index, pair in enumerate(microbatches)]
+    if not parsed:
+        raise ValueError("the list of microbatches is empty: a step needs at least one")
+    return parsed

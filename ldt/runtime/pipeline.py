@@ -1,0 +1,236 @@
+"""The pipeline: this rank's chunks on a mesh, with step() and eval()."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ldt.errors import LdtError, RemoteStageError
+from ldt.plan import Plan
+from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.executor import Executor, StepWork
+from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.microbatch import Microbatch, parse_microbatches
+from ldt.runtime.opening import Mode, Refusal, open_step
+from ldt.runtime.plans import PlanBook, PlanFactory
+from ldt.runtime.result import StepResult, StepStats
+from ldt.runtime.shapes import ShapeBook
+from ldt.runtime.stats import StatsTaker
+
+__all__ = ["Pipeline"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """Runs a model that is split into chunks over the nodes of a mesh.
+
+    ``chunks`` are this rank's modules in model order, on ``mesh.device``. ``plan`` says who does what when; for other
+    numbers of microbatches, and for eval, ``plan_factory(topology, num_microbatches, training)`` makes one (default:
+    ``ldt.plan.ushape``). ``loss_fn(output, target)`` is needed on the edge and used only there: with
+    ``loss_reduction="mean"`` it gives the microbatch's mean, with "token" its sum and its number of tokens.
+    ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph.
+
+    Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        mesh: Mesh,
+        plan: Plan | None = None,
+        loss_fn: LossFn | None = None,
+        *,
+        loss_reduction: LossReduction = "mean",
+        free_outputs: bool = True,
+        plan_factory: PlanFactory | None = None,
+    ) -> None:
+        mesh.check_usable()
+        self._mesh = mesh
+        self._loss_fn = loss_fn
+        self._reduction: LossReduction = loss_reduction
+        self._serial = 0
+        error: Exception | None = None
+        try:
+            modules = _by_index(chunks, mesh)
+            check_reduction(loss_reduction)
+            self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
+        except Exception as caught:
+            error = caught
+        self._agree(error)
+        self._runners = {
+            index: ChunkRunner(index, module, mesh.device, free_outputs) for index, module in modules.items()
+        }
+        self._shapes = ShapeBook(mesh, modules)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._mesh
+
+    @property
+    def chunks(self) -> tuple[nn.Module, ...]:
+        """This rank's modules, in model order."""
+        return tuple(runner.module for runner in self._runners.values())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's chunks, shared ones once: for an optimizer and ``clip_grad_norm_``."""
+        return iter(dict.fromkeys(p for module in self.chunks for p in module.parameters()))
+
+    def plan(self, num_microbatches: int, *, training: bool = True) -> Plan:
+        """The plan that a step (or eval) of so many microbatches runs."""
+        return self._plans.get(num_microbatches, training)
+
+    def forget_shapes(self) -> None:
+        """Call on every rank after freezing or unfreezing layers: what hops carry is then found anew."""
+        self._shapes.forget()
+
+    def step(self, microbatches: Any = None) -> StepResult:
+        """Forward and backward of all microbatches. A collective call of all ranks of the mesh.
+
+        On the edge ``microbatches`` are (inputs, target) pairs; cloud ranks give none. Leaves the gradient of the mean
+        in ``.grad``, adding to what is there, and calls no optimizer. Gradients are computed also under ``no_grad``.
+
+        Raises ValueError or TypeError on the edge for bad microbatches, and RemoteStageError on the other ranks; the
+        pipeline stays usable. If anything fails after that, the rank it failed on raises it, all others raise
+        RemoteStageError quoting it, and the mesh cannot be used any more.
+        """
+        return self._call("step", microbatches)
+
+    def eval(self, microbatches: Any = None) -> StepResult:
+        """Forward only, without gradients; ``outputs`` are kept on the edge. Raises as ``step`` does.
+
+        A target may be None; the loss is that of the microbatches that have one. Modules are not switched to eval mode.
+        """
+        return self._call("eval", microbatches)
+
+    def gather_stats(self, result: StepResult) -> list[StepStats] | None:
+        """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""
+        self._mesh.check_usable()
+        answers = self._mesh.control.gather(result.stats.to_json())
+        return [StepStats.from_json(answer) for answer in answers] if self._mesh.is_edge else None
+
+    # -- internal --------------------------------------------------------------------------------------------
+
+    def _agree(self, error: Exception | None) -> None:
+        """Raise on every rank if one has an ``error`` or if they were given different plans."""
+        mine = {
+            "error": None if error is None else f"{type(error).__name__}: {error}",
+            "plan": None if error is not None else self._plans.digest(),
+            "reduction": self._reduction,
+        }
+        answers = self._mesh.control.gather(mine)
+        if error is not None:
+            raise error
+        for rank, answer in zip(self._mesh.ranks, answers, strict=True):
+            if answer["error"] is not None:
+                raise RemoteStageError(f"rank {rank} could not build its pipeline: {answer['error']}")
+        for name, what in (("plan", "plans"), ("reduction", "values of loss_reduction")):
+            others = [
+                rank
+                for rank, answer in zip(self._mesh.ranks, answers, strict=True)
+                if answer[name] != mine[name]
+            ]
+            if others:
+                raise LdtError(
+                    f"every rank must be given the same: ranks {others} have other {what} than this rank"
+                )
+
+    def _call(self, mode: Mode, given: Any) -> StepResult:
+        self._mesh.check_usable()
+        executor: Executor | None = None
+        try:
+            taker = StatsTaker(self._mesh)
+            self._serial += 1
+            microbatches = self._take(mode, given)
+            agreement = open_step(self._mesh, self._shapes, mode, self._serial, microbatches)
+            work = StepWork(self._plans.get(agreement.num_microbatches, mode == "step"), agreement.hops)
+            if isinstance(microbatches, list):
+                work.microbatches = microbatches
+                work.loss = self._loss_of(len(microbatches))
+            work.keep_outputs = mode == "eval"
+            executor = Executor(self._mesh, self._runners, work)
+            self._execute(executor, work)
+            return self._result(work, taker.take(executor))
+        except Refusal as refusal:
+            raise refusal.error from None
+        except BaseException as error:
+            self._clean_up()
+            raised = self._mesh.fail(error, executor.place if executor else f"the beginning of {mode}()")
+            if raised is error:
+                raise
+            raise raised from error
+
+    def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
+        """This rank's microbatches; on the edge a reason not to run is passed on, elsewhere it is raised."""
+        reason: Exception | None = None
+        microbatches = None
+        try:
+            if mode == "step" and torch.is_inference_mode_enabled():
+                raise RuntimeError(
+                    "step() computes gradients and cannot run under torch.inference_mode(): leave it"
+                )
+            if self._mesh.is_edge:
+                if mode == "step" and self._loss_fn is None:
+                    raise ValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
+                microbatches = parse_microbatches(given)
+            elif given is not None:
+                raise ValueError(
+                    f"microbatches were given on a rank of stage {self._mesh.stage}: only the edge, stage 0, has "
+                    f"samples; call {mode}() without arguments here"
+                )
+        except Exception as caught:
+            reason = caught
+        if reason is not None and not self._mesh.is_edge:
+            raise reason
+        return reason or microbatches
+
+    def _loss_of(self, num_microbatches: int) -> StepLoss | None:
+        if self._loss_fn is None:
+            return None
+        return StepLoss(self._loss_fn, self._reduction, num_microbatches)
+
+    def _execute(self, executor: Executor, work: StepWork) -> None:
+        training = work.plan.training
+        with torch.inference_mode(False), torch.set_grad_enabled(training):
+            if training and self._reduction == "token":
+                work.token_scale = TokenScale(self._mesh.control, self.parameters())
+                if not (self._mesh.is_edge and self._mesh.is_leader):
+                    work.token_scale.start(0.0)
+            executor.run()
+            if work.token_scale is not None:
+                work.token_scale.finish(self._mesh.topology.dp)
+
+    def _result(self, work: StepWork, stats: StepStats) -> StepResult:
+        result = StepResult(stats)
+        if work.loss is not None and work.loss.per_microbatch():
+            result.loss = work.loss.total()
+            result.losses = work.loss.per_microbatch()
+        if work.keep_outputs and self._mesh.is_edge:
+            result.outputs = [work.outputs[index] for index in sorted(work.outputs)]
+        return result
+
+    def _clean_up(self) -> None:
+        for runner in self._runners.values():
+            runner.drop()
+
+
+def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
+    """Chunk number to module. Raises ValueError or TypeError if they are not this rank's."""
+    wanted = mesh.topology.chunks_of(mesh.stage)
+    if isinstance(chunks, nn.Module) and not isinstance(chunks, (nn.ModuleList, nn.Sequential)):
+        raise TypeError(f"chunks must be a list of modules, got one {type(chunks).__name__}: write [module]")
+    modules = list(chunks)
+    if len(modules) != len(wanted):
+        raise ValueError(
+            f"stage {mesh.stage} of topology {mesh.topology.to_text()} has {len(wanted)} chunks "
+            f"({', '.join(map(str, wanted))}), got {len(modules)} modules"
+        )
+    for index, module in zip(wanted, modules, strict=True):
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
+    return dict(zip(wanted, modules, strict=True))

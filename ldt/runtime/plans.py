@@ -1,0 +1,61 @@
+"""The plans of a pipeline: the given one, and those that other numbers of microbatches or eval need."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from ldt.errors import PlanError
+from ldt.plan import Plan, add_communication, add_grad_reduction, ushape, verify
+from ldt.topology import LanePolicy, Topology
+
+__all__ = ["PlanBook", "PlanFactory"]
+
+PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of microbatches, training
+
+
+class PlanBook:
+    """Complete plans by number of microbatches and mode, made once each. The same on all ranks.
+
+    Raises PlanError if ``plan`` is for another topology or other lanes than the mesh's.
+    """
+
+    def __init__(
+        self, topology: Topology, lanes: LanePolicy, plan: Plan | None, factory: PlanFactory | None
+    ) -> None:
+        self._topology = topology
+        self._lanes: LanePolicy = lanes
+        self._factory: PlanFactory = factory or self._ushape
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        if plan is not None:
+            self._plans[plan.num_microbatches, plan.training] = self._completed(plan)
+
+    def get(self, num_microbatches: int, training: bool) -> Plan:
+        key = (num_microbatches, training)
+        if key not in self._plans:
+            self._plans[key] = self._completed(self._factory(self._topology, num_microbatches, training))
+        return self._plans[key]
+
+    def digest(self) -> str:
+        """Equal on ranks that were given equal plans."""
+        text = "".join(plan.to_text() for plan in self._plans.values())
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _completed(self, plan: Plan) -> Plan:
+        if plan.topology != self._topology:
+            raise PlanError(
+                f"the plan is for topology {plan.topology.to_text()}, the mesh was connected for "
+                f"{self._topology.to_text()}: make the plan from mesh.topology"
+            )
+        if plan.lanes is None:
+            plan = add_grad_reduction(add_communication(plan, self._lanes))
+        if plan.lanes != self._lanes:
+            raise PlanError(
+                f"the plan is for {plan.lanes!r} lanes, the mesh was connected with lanes={self._lanes!r}: "
+                "use the same for both"
+            )
+        verify(plan)
+        return plan
+
+    def _ushape(self, topology: Topology, num_microbatches: int, training: bool) -> Plan:
+        return ushape(topology, num_microbatches, training=training, lanes=self._lanes)

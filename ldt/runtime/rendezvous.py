@@ -1,0 +1,70 @@
+"""Check-in: all ranks of a mesh meet at the store, under a deadline, before any communicator is made."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ldt.errors import LdtError
+
+__all__ = ["check_in", "mesh_key"]
+
+_POLL_SECONDS = 0.02
+_connects: Counter[tuple[int, ...]] = Counter()
+
+
+def mesh_key(ranks: Sequence[int]) -> str:
+    """A name for the next mesh over ``ranks`` that is the same on all of them and never used again.
+
+    It counts this process's connects over exactly these ranks: they call connect equally often.
+    """
+    key = tuple(ranks)
+    _connects[key] += 1
+    return f"ldt/{'_'.join(map(str, key))}/{_connects[key]}"
+
+
+def check_in(
+    store: Any, key: str, rank: int, ranks: Sequence[int], settings: dict[str, str], seconds: float
+) -> None:
+    """Wait until all ``ranks`` (global ones) have come with the same ``settings``.
+
+    Raises LdtError on every rank that came: after ``seconds``, naming the ranks that did not come, or naming the
+    ranks whose settings differ and both values. A rank that comes later learns that the others gave up.
+    """
+    store.set(
+        f"{key}/here/{rank}", json.dumps({**settings, "host": socket.gethostname(), "pid": os.getpid()})
+    )
+    _wait_for_all(store, key, ranks, seconds)
+    cards = {other: json.loads(store.get(f"{key}/here/{other}")) for other in ranks}
+    for name, mine in settings.items():
+        differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != mine}
+        if differing:
+            theirs = "; ".join(f"rank {other} has {value!r}" for other, value in differing.items())
+            raise LdtError(
+                f"connect: {name} must be the same on all ranks: rank {rank} has {mine!r}, {theirs}"
+            )
+
+
+def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not store.check([f"{key}/here/{rank}" for rank in ranks]):
+        if store.check([f"{key}/given_up"]):
+            raise LdtError(
+                f"connect: the other ranks gave up waiting: {store.get(f'{key}/given_up').decode()}"
+            )
+        if time.monotonic() > deadline:
+            missing = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
+            if not missing:
+                return
+            text = (
+                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {list(ranks)} did not come to "
+                f"connect within {seconds:g} s: look at the output of those processes, or give a longer timeout"
+            )
+            store.compare_set(f"{key}/given_up", "", text)
+            raise LdtError(f"connect: {text}")
+        time.sleep(_POLL_SECONDS)

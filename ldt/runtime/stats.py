@@ -1,0 +1,54 @@
+"""Takes the measure of one step on one rank: wall time, what the executor recorded, what the lanes counted."""
+
+from __future__ import annotations
+
+import time
+
+from ldt._C import Lane
+from ldt.runtime.executor import Executor
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.result import StepStats, Traffic
+
+__all__ = ["StatsTaker"]
+
+
+class StatsTaker:
+    """Made when a step begins, asked when it has ended."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._start = time.perf_counter()
+        self._before = self._counters()
+
+    def take(self, executor: Executor) -> StepStats:
+        recorder = executor.recorder
+        return StepStats(
+            topology=self._mesh.topology,
+            rank=self._mesh.rank,
+            seconds=time.perf_counter() - self._start,
+            computing=recorder.computing,
+            waiting=recorder.waiting,
+            channels={channel.name: Traffic(*counts) for channel, counts in executor.traffic.items()},
+            lanes={
+                lane: {name: value - self._before[lane][name] for name, value in counters.items()}
+                for lane, counters in self._counters().items()
+            },
+            entries=recorder.entries,
+        )
+
+    def _counters(self) -> dict[str, dict[str, float]]:
+        """What each lane has counted since it was made."""
+        return {lane.name: _numbers(lane) for lane in self._mesh.all_lanes()}
+
+
+def _numbers(lane: Lane) -> dict[str, float]:
+    kept = (
+        "sent_bytes",
+        "sent_messages",
+        "received_bytes",
+        "received_messages",
+        "broadcast_bytes",
+        "wait_seconds",
+    )
+    stats = lane.stats()
+    return {name: float(stats[name]) for name in kept}

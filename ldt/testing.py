@@ -1,0 +1,268 @@
+"""For tests of code that runs on several ranks: a pool of processes, toy models, the unsplit model to compare with."""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import importlib
+import importlib.util
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+
+from ldt.topology import Topology
+
+__all__ = ["RankError", "RankPool", "ToyChunk", "toy_chunks", "toy_loss", "toy_microbatches", "unsplit_step"]
+
+DEADLINE = 30.0
+_START_SECONDS = 60.0
+
+
+class RankError(AssertionError):
+    """A function failed on some rank of a pool, or did not end in time. The text has every rank's traceback."""
+
+
+class RankPool:
+    """Processes that stay, form one gloo world, and run functions together.
+
+    They are started by a server that has imported torch once, at first use and again after a failure. A context
+    manager. Functions are sent by name: they must be importable, that is, stand at the top level of their module.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._stacks: list[Path] = []
+        self._store: TCPStore | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="ldt-ranks-")
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        timeout: float = DEADLINE,
+    ) -> list[Any]:
+        """Call ``function(*args)`` on each of ``ranks`` (default: all) and return the results in that order.
+
+        Raises RankError with the tracebacks of the ranks it failed on. If not all have ended after ``timeout``
+        seconds, the pool is killed and the error shows where each of the late ones stands.
+        """
+        if not self._processes:
+            self._start()
+        ranks = range(self.size) if ranks is None else ranks
+        code = sys.modules[function.__module__].__file__
+        order = pickle.dumps((function.__module__, function.__qualname__, code, args))
+        for rank in ranks:
+            self._pipes[rank].send_bytes(order)
+        answers = self._collect(list(ranks), time.monotonic() + timeout, timeout)
+        failures = [text for good, text in answers.values() if not good]
+        if failures:
+            self.kill()
+            raise RankError("\n\n".join(failures))
+        return [answers[rank][1] for rank in ranks]
+
+    def kill(self) -> None:
+        """End all processes; the next run starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes, self._store = [], [], None
+
+    def close(self) -> None:
+        """Let the processes end by themselves, and kill those that do not. The pool can be used again."""
+        for pipe in self._pipes:
+            with suppress(OSError):
+                pipe.send_bytes(b"")
+        deadline = time.monotonic() + 10.0
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, process in enumerate(self._processes) if process.exitcode is None]
+        self.kill()
+        if late:
+            raise RankError(f"ranks {late} did not end when they were asked to")
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+        self._folder.cleanup()
+
+    @property
+    def processes(self) -> list[Any]:
+        """The ``multiprocessing`` processes, by rank."""
+        return self._processes
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
+        self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self._stacks = [Path(self._folder.name) / f"stack-{rank}" for rank in range(self.size)]
+        for rank in range(self.size):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, self.size, self._store.port, str(self._stacks[rank])),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(mine)
+        self._collect(list(range(self.size)), time.monotonic() + _START_SECONDS, _START_SECONDS)
+
+    def _collect(self, ranks: list[int], deadline: float, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """Each rank's (succeeded, result or text)."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting = {self._pipes[rank]: rank for rank in ranks}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise self._too_late(answers, sorted(waiting.values()), timeout)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self._processes[rank].join(5.0)
+                    answers[rank] = (
+                        False,
+                        f"rank {rank} died with exit code {self._processes[rank].exitcode}",
+                    )
+        return answers
+
+    def _too_late(self, answers: dict[int, tuple[bool, Any]], late: list[int], timeout: float) -> RankError:
+        for rank in late:
+            with suppress(OSError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        lines = [f"ranks {late} were not done after {timeout:g} s"]
+        lines += [text for good, text in answers.values() if not good]
+        lines += [f"rank {rank} stands at:\n{self._stacks[rank].read_text()}" for rank in late]
+        self.kill()
+        return RankError("\n\n".join(lines))
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -> None:
+    """The life of one process of a pool."""
+    faulthandler.register(signal.SIGUSR1, file=Path(stack_file).open("w"), all_threads=True)  # noqa: SIM115
+    torch.set_num_threads(1)
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    store = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    pipe.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            order = pipe.recv_bytes()
+        except EOFError:
+            break
+        if not order:
+            break
+        try:
+            module, name, code, args = pickle.loads(order)
+            answer = (True, _find(module, name, code)(*args))
+        except BaseException:
+            answer = (False, f"rank {rank} failed:\n{traceback.format_exc()}")
+        pipe.send_bytes(pickle.dumps(answer))
+    dist.destroy_process_group()
+
+
+def _find(module: str, name: str, code: str) -> Callable[..., Any]:
+    """The function ``name`` of a module that is imported by name or, failing that, from its file."""
+    if module not in sys.modules:
+        sys.path.insert(0, str(Path(code).parent))
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError:
+            spec = importlib.util.spec_from_file_location(module, code)
+            assert spec is not None
+            assert spec.loader is not None
+            sys.modules[module] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[module])
+        finally:
+            del sys.path[0]
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+class ToyChunk(nn.Module):
+    """A few layers on [batch, width] whose backward needs its inputs and outputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x))))
+        return x + residual
+
+
+def toy_chunks(topology: Topology, width: int = 16, seed: int = 0) -> list[nn.Module]:
+    """All chunks of a toy model, the same on every rank that asks."""
+    torch.manual_seed(seed)
+    return [ToyChunk(width) for _ in range(topology.num_chunks)]
+
+
+def toy_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error."""
+    loss: torch.Tensor = nn.functional.mse_loss(output, target)
+    return loss
+
+
+def toy_microbatches(
+    number: int, width: int = 16, batch: int = 4, seed: int = 1
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``number`` pairs of [batch, width] tensors, the same on every rank that asks."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (number, 2, batch, width)
+    return [(pair[0], pair[1]) for pair in torch.randn(shape, generator=generator)]
+
+
+def unsplit_step(
+    chunks: Sequence[nn.Module],
+    microbatches: Sequence[tuple[Any, Any]],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+) -> tuple[list[torch.Tensor], list[nn.Module]]:
+    """What ``Pipeline.step`` must equal: the losses, and copies of ``chunks`` with their gradients."""
+    model = copy.deepcopy(nn.ModuleList(chunks))
+    losses = []
+    for inputs, target in microbatches:
+        output = inputs
+        for chunk in model:
+            if isinstance(output, dict):
+                output = chunk(**output)
+            else:
+                output = chunk(*output) if isinstance(output, (tuple, list)) else chunk(output)
+        loss = loss_fn(output, target)
+        torch.autograd.backward(loss / len(microbatches))
+        losses.append(loss.detach())
+    return losses, list(model)
