@@ -1,0 +1,114 @@
+"""How much of a receive and its broadcast inside the stage is exposed behind compute?
+
+Rank 0 sends to a stage of ranks 1 (leader) and 2. Each message is launched, then comes a gap of compute twice as long
+as the bare receive takes (a sleep: compute on an accelerator leaves the host's cores free), then the wait. Paths:
+
+- ``receive``    the bare receive on the leader, without any broadcast: the floor
+- ``hand-made``  irecv, and in its wait a blocking broadcast, as code without lanes does: the baseline
+- ``fused``      one lane, whose broadcast runs behind the receive
+
+``p50`` is launch to end without a gap, ``exposed`` the time blocked in the wait after the gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from harness import Row, parser, row, run, slowest
+
+from ldt._C import Lane
+
+SENDER, LEADER, MEMBER = 0, 1, 2
+Wait = Callable[[], None]
+Launch = Callable[[torch.Tensor], Wait]
+
+
+def bare_receive() -> Launch:
+    group = dist.new_group([SENDER, LEADER])
+
+    def launch(buffer: torch.Tensor) -> Wait:
+        if dist.get_rank() == MEMBER:
+            return lambda: None
+        work = dist.isend(buffer, LEADER, group) if dist.get_rank() == SENDER else dist.irecv(buffer, SENDER, group)
+        assert work is not None
+        return lambda: work.wait() and None
+
+    return launch
+
+
+def hand_made() -> Launch:
+    receive, stage = bare_receive(), dist.new_group([LEADER, MEMBER])
+
+    def launch(buffer: torch.Tensor) -> Wait:
+        wait_for_receive = receive(buffer)
+
+        def wait() -> None:
+            wait_for_receive()
+            if dist.get_rank() != SENDER:
+                dist.broadcast(buffer, LEADER, stage)
+
+        return wait
+
+    return launch
+
+
+def fused(chunk_bytes: int | None) -> Launch:
+    p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group([LEADER, MEMBER])
+    rank = dist.get_rank()
+    lane = Lane("fused", p2p=None if rank == MEMBER else p2p, stage=None if rank == SENDER else stage,
+                chunk_bytes=chunk_bytes, announce=False)  # fmt: skip
+
+    def launch(buffer: torch.Tensor) -> Wait:
+        work = lane.send([buffer], LEADER) if rank == SENDER else lane.recv([buffer], SENDER)
+        return lambda: work.wait() and None
+
+    return launch
+
+
+def time_one(launch: Launch, buffer: torch.Tensor, gap: float) -> tuple[float, float, int]:
+    """Seconds from launch to end, of that blocked in the wait, and wrong elements."""
+    truth = torch.arange(buffer.numel(), dtype=torch.int32)
+    buffer.copy_(truth) if dist.get_rank() == SENDER else buffer.zero_()
+    dist.barrier()
+    start = time.perf_counter()
+    wait = launch(buffer)
+    time.sleep(gap)
+    blocked = time.perf_counter()
+    wait()
+    end = time.perf_counter()
+    return end - start, end - blocked, int((buffer != truth).sum())
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    paths = {"receive": bare_receive(), "hand-made": hand_made()}
+    paths |= {f"fused{f' {chunk >> 10} KiB' if chunk else ''}": fused(chunk) for chunk in arguments.chunk_bytes or [None]}
+    rows = []
+    for message_bytes in arguments.sizes:
+        buffer = torch.empty(max(1, message_bytes // 4), dtype=torch.int32)
+        gap = 2 * slowest([min(time_one(paths["receive"], buffer, 0.0)[0] for _ in range(5))])[0]
+        # Paths take turns, so that what else the machine does hits all of them alike.
+        direct = {path: [time_one(launch, buffer, 0.0) for launch in [paths[path]]] for path in paths}
+        hidden = {path: [time_one(launch, buffer, gap) for launch in [paths[path]]] for path in paths}
+        for _ in range(arguments.count):
+            for path, launch in paths.items():
+                direct[path].append(time_one(launch, buffer, 0.0))
+                hidden[path].append(time_one(launch, buffer, gap))
+        for path in paths:
+            # The bare receive leaves the member out: it has nothing there to be wrong.
+            alone = path == "receive" and dist.get_rank() == MEMBER
+            wrong = 0 if alone else sum(sample[2] for sample in direct[path] + hidden[path])
+            seconds = [sample[0] for sample in direct[path][1:]]
+            exposed = [sample[1] for sample in hidden[path][1:]]
+            rows.append(row(path, buffer.nbytes, seconds, exposed, wrong))
+    return rows
+
+
+if __name__ == "__main__":
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--chunk-bytes", type=int, nargs="+", help="piece sizes of the fused lane to compare")
+    sys.exit(run(3, measure, options.parse_args(), "receive on rank 1, broadcast to rank 2; gap: twice the bare receive"))

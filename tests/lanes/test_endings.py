@@ -1,0 +1,127 @@
+"""How lanes end: abort, close, a peer that dies, Ctrl-C, an interpreter that exits (case A10 at the lane's level)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from lane_world import LEADER, MEMBER, SENDER, error_of, fused_lane, launch
+
+from ldt.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as ranks:
+        yield ranks
+
+
+def _abort() -> None:
+    lane = fused_lane(announce=False)
+    works = [launch(lane, [torch.ones(10)])[0] for _ in range(3 if dist.get_rank() != SENDER else 0)]
+    start = time.monotonic()
+    lane.abort("stage 2 has failed")
+    for work in works:
+        assert error_of(work.wait) == "stage 2 has failed"
+    assert "stage 2 has failed" in error_of(lambda: launch(lane, [torch.ones(1)]))
+    lane.close()
+    assert time.monotonic() - start < 2
+
+
+def test_an_abort_ends_pending_and_later_messages(pool: RankPool) -> None:
+    pool.run(_abort)
+
+
+def _timeout() -> str:
+    lane = fused_lane(announce=False, timeout=0.3)
+    if dist.get_rank() == SENDER:
+        return ""
+    work, _ = launch(lane, [torch.ones(10)], "F0 microbatch 3")
+    return error_of(work.wait)
+
+
+def test_a_message_that_does_not_come_in_time_is_named(pool: RankPool) -> None:
+    for text in pool.run(_timeout)[LEADER:]:
+        assert "receive F0 microbatch 3" in text
+        assert "(40 bytes) failed after 0.3" in text
+
+
+def _lose_the_sender() -> str:
+    lane = fused_lane(announce=False)
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == SENDER:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == MEMBER:
+        return (
+            ""  # of a member's wait the leader has to take care: it waits for a broadcast, not for the sender
+        )
+    start = time.monotonic()
+    text = error_of(launch(lane, [torch.ones(10)], "F0 microbatch 3")[0].wait)
+    assert time.monotonic() - start < 5
+    return text
+
+
+def test_a_sender_that_dies_is_noticed_at_once() -> None:
+    with RankPool(3) as pool:
+        pool.run(dist.barrier)
+        with pytest.raises(AssertionError, match="rank 0 died with exit code -9") as died:
+            pool.run(_lose_the_sender)
+    assert "failed:" not in str(died.value)
+
+
+def _script(body: str) -> subprocess.Popen[str]:
+    head = """
+        import os, sys, threading, time, datetime, tempfile, signal
+        import torch, torch.distributed as dist
+        from ldt._C import Lane
+        store = dist.HashStore()
+        def world(rank, out):
+            out[rank] = dist.ProcessGroup(dist.PrefixStore("g", store), rank, 2)
+            backend = dist.ProcessGroupGloo(dist.PrefixStore("b", store), rank, 2, datetime.timedelta(seconds=60))
+            out[rank]._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        groups = {}
+        threads = [threading.Thread(target=world, args=(rank, groups)) for rank in range(2)]
+        [t.start() for t in threads]; [t.join() for t in threads]
+        s = datetime.timedelta(seconds=1)
+        lane = Lane("solo", p2p=groups[0], stage=None, announce=False)
+        work = lane.recv([torch.empty(8)], 1)
+    """
+    code = textwrap.dedent(head) + textwrap.dedent(body)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_ctrl_c_ends_a_wait() -> None:
+    process = _script("""
+        print("waiting", flush=True)
+        try:
+            work.wait()
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+    """)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=5)
+    assert output == "interrupted\n", errors
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize(
+    "end", ["pass", "del lane", "del lane, work", "raise SystemExit(0)", "lane.close(datetime.timedelta())"]
+)
+def test_the_interpreter_exits_with_a_message_in_flight(end: str) -> None:
+    process = _script(f"send = lane.send([torch.ones(100)], 1)\n{end}")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors

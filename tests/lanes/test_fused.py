@@ -1,0 +1,242 @@
+"""The fused receive and broadcast between processes: data, waits, lifetimes, checks (cases A2, A3, A6, A11, A16)."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from lane_world import (
+    LEADER,
+    MEMBER,
+    SENDER,
+    error_of,
+    fused_lane,
+    launch,
+    pair_lane,
+    random_message,
+    same_bits,
+)
+
+from ldt._C import Lane
+from ldt.testing import RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(3) as ranks:
+        yield ranks
+
+
+def _random_messages(announce: bool, chunk_bytes: int, in_inference_mode: bool) -> None:
+    lane = fused_lane(announce=announce, chunk_bytes=chunk_bytes)
+    messages = [random_message(seed) for seed in range(30)]
+    with torch.inference_mode(in_inference_mode):
+        launched = [launch(lane, message) for message in messages]
+    for message, (work, arrived) in zip(messages, launched, strict=True):
+        work.wait()
+        assert all(map(same_bits, arrived, message)), message
+    lane.close()
+
+
+@pytest.mark.parametrize(
+    ("announce", "chunk_bytes", "inference"), [(True, 64, False), (False, 100, False), (False, 1 << 20, True)]
+)
+def test_any_tensors_arrive_bit_exact_and_in_order(
+    pool: RankPool, announce: bool, chunk_bytes: int, inference: bool
+) -> None:
+    pool.run(_random_messages, announce, chunk_bytes, inference)
+
+
+def _into_any_layout(announce: bool) -> None:
+    lane = fused_lane(announce=announce)
+    source = torch.arange(96.0).view(2, 3, 4, 4)
+    targets = [
+        torch.zeros(4, 4, 3, 2).permute(3, 2, 0, 1),
+        torch.zeros(2, 3, 4, 8)[..., ::2],
+        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    ]
+    sends = dist.get_rank() == SENDER
+    work = lane.send([source] * 3, LEADER) if sends else lane.recv(targets, SENDER)
+    work.wait()
+    assert sends or all(torch.equal(target, source) for target in targets)
+    lane.close()
+
+
+@pytest.mark.parametrize("announce", [True, False])
+def test_targets_may_be_non_contiguous(pool: RankPool, announce: bool) -> None:
+    pool.run(_into_any_layout, announce)
+
+
+def _wait_again_and_from_threads() -> dict[str, int | float | str]:
+    lane = fused_lane(announce=False)
+    time.sleep(0.3 if dist.get_rank() == SENDER else 0.0)
+    work, arrived = launch(lane, [torch.full((5000,), 7.0)])
+    waited: list[bool] = []
+    threads = [threading.Thread(target=lambda: waited.append(work.wait())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert waited == [True] * 4
+    assert work.wait()
+    assert work.wait()
+    assert work.is_completed()
+    assert work.is_success()
+    work.get_future().wait()
+    assert torch.equal(arrived[0], torch.full((5000,), 7.0))
+    stats = lane.stats()
+    lane.close()
+    return stats
+
+
+def test_waiting_again_or_from_threads_issues_nothing(pool: RankPool) -> None:
+    sender, leader, member = pool.run(_wait_again_and_from_threads)
+    assert (sender["sent_messages"], sender["sent_bytes"]) == (1, 20000)
+    assert (leader["received_messages"], leader["received_bytes"], leader["broadcast_bytes"]) == (
+        1,
+        20000,
+        20000,
+    )
+    assert (member["received_bytes"], member["broadcast_bytes"]) == (0, 20000)
+    assert leader["wait_seconds"] > 0.1
+
+
+def _both_ways_large() -> None:
+    up, down = pair_lane(announce=False), pair_lane(announce=False)
+    if up is None or down is None:
+        return
+    rank = dist.get_rank()
+    outgoing, incoming = (up, down) if rank == SENDER else (down, up)
+    works, arrived = [], []
+    for microbatch in range(4):
+        works.append(outgoing.send([torch.full((4 << 20,), float(rank * 10 + microbatch))], 1 - rank))
+        arrived.append(incoming.empty([4 << 20], torch.float32))
+        works.append(incoming.recv([arrived[-1]], 1 - rank))
+    for work in works:
+        work.wait()
+    for microbatch, tensor in enumerate(arrived):
+        assert (tensor == (1 - rank) * 10 + microbatch).all()
+    up.close()
+    down.close()
+
+
+def test_16_mib_both_ways_do_not_block_one_another(pool: RankPool) -> None:
+    pool.run(_both_ways_large)
+
+
+def _lifetime_of_a_send() -> None:
+    lane = fused_lane(announce=False)
+    if dist.get_rank() != SENDER:
+        time.sleep(0.5)
+        work, arrived = launch(lane, [torch.zeros(1000)])
+        work.wait()
+        assert torch.equal(arrived[0], torch.arange(1000.0))
+    else:
+        tensor = torch.arange(1000.0)
+        storage = weakref.ref(tensor.untyped_storage())
+        lane.send([tensor], LEADER)  # nobody waits
+        del tensor
+        assert storage() is not None, "the send must hold what it reads"
+        deadline = time.monotonic() + 10
+        while storage() is not None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert storage() is None, "the send must let go when it is done"
+    lane.close()
+
+
+def test_a_send_holds_its_tensor_until_it_is_done_and_no_longer(pool: RankPool) -> None:
+    pool.run(_lifetime_of_a_send)
+
+
+def _mismatch(sent: tuple[list[int], torch.dtype], expected: tuple[list[int], torch.dtype]) -> str:
+    lane = fused_lane(announce=True)
+    shape, dtype = sent if dist.get_rank() == SENDER else expected
+    work, _ = launch(lane, [torch.ones(3), torch.ones(shape).to(dtype)], "F0 microbatch 3")
+    text = error_of(work.wait)
+    assert error_of(work.wait) == text
+    work, arrived = launch(lane, [torch.arange(5.0)])  # the lane is still in step
+    work.wait()
+    assert torch.equal(arrived[0], torch.arange(5.0))
+    lane.close()
+    return text
+
+
+@pytest.mark.parametrize(
+    "expected",
+    [([4, 6], torch.float32), ([4, 12], torch.float32), ([8, 4], torch.float32), ([4, 8], torch.bfloat16)],
+)
+def test_a_mismatch_is_an_error_on_all_sides(pool: RankPool, expected: tuple[list[int], torch.dtype]) -> None:
+    name = f"{expected[1]}".removeprefix("torch.") + str(expected[0])
+    for text in pool.run(_mismatch, ([4, 8], torch.float32), expected):
+        assert "float32[4, 8]" in text
+        assert name in text
+        assert "F0 microbatch 3" in text
+
+
+def _member_disagrees() -> str:
+    lane = fused_lane(announce=True)
+    rank = dist.get_rank()
+    work, _ = launch(lane, [torch.ones(4, 9 if rank == MEMBER else 8)])
+    text = "sent" if rank == SENDER and work.wait() else error_of(work.wait)
+    work, arrived = launch(lane, [torch.arange(5.0)])
+    work.wait()
+    assert torch.equal(arrived[0], torch.arange(5.0))
+    lane.close()
+    return text
+
+
+def test_ranks_of_a_stage_that_disagree_are_told(pool: RankPool) -> None:
+    sender, leader, member = pool.run(_member_disagrees)
+    assert sender == "sent"
+    assert "another rank of this stage expects something else than float32[4, 8]" in leader
+    assert "float32[4, 9]" in member
+    assert "float32[4, 8]" in member
+
+
+def _different_pieces() -> str:
+    lane = fused_lane(announce=True, chunk_bytes=64 if dist.get_rank() == SENDER else 128)
+    work, _ = launch(lane, [torch.ones(100)])
+    text = error_of(work.wait)
+    lane.close()
+    return text
+
+
+def test_different_piece_sizes_are_a_mismatch(pool: RankPool) -> None:
+    for text in pool.run(_different_pieces):
+        assert "64" in text
+        assert "128" in text
+
+
+def _bad_calls() -> None:
+    lane = fused_lane(announce=False)
+    rank = dist.get_rank()
+    if rank == MEMBER:
+        assert "only leaders send" in error_of(lambda: lane.send([torch.ones(2)], 0))
+    else:
+        assert "other than" in error_of(lambda: lane.send([torch.ones(2)], rank))
+        assert "0 to 1" in error_of(lambda: lane.send([torch.ones(2)], 2))
+        assert "0 to 1" in error_of(lambda: lane.recv([torch.ones(2)]))
+        assert "expected a tensor on cpu" in error_of(
+            lambda: lane.send([torch.ones(2, device="meta")], 1 - rank)
+        )
+        assert "dense strided" in error_of(lambda: lane.send([torch.ones(2).to_sparse()], 1 - rank))
+    assert "overlaps itself" in error_of(
+        lambda: lane.recv([torch.ones(1).expand(3)], SENDER if rank else LEADER)
+    )
+    work, arrived = launch(lane, [torch.arange(5.0)])  # a refused call leaves no trace
+    work.wait()
+    assert torch.equal(arrived[0], torch.arange(5.0))
+    lane.close()
+    lane.close()
+    assert "is closed" in error_of(lambda: launch(lane, [torch.ones(2)]))
+    assert "got neither" in error_of(lambda: Lane("none", p2p=None, stage=None))
+    assert "chunk_bytes" in error_of(lambda: Lane("x", p2p=dist.group.WORLD, stage=None, chunk_bytes=0))
+
+
+def test_bad_calls_are_refused_by_name_and_leave_the_lane_in_step(pool: RankPool) -> None:
+    pool.run(_bad_calls)
