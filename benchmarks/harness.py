@@ -78,13 +78,19 @@ def run(ranks: int, measure: Callable[..., list[Row]], arguments: argparse.Names
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if arguments.json:
-        arguments.json.write_text(json.dumps({"context": lines[:2], "rows": [asdict(row) for row in rows]}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"context": lines[:2], "rows": [asdict(row) for row in rows]}, indent=1)
+        )
     return 1 if any(row.wrong for row in rows) else 0
 
 
-def _rank(rank: int, ranks: int, store: str, result: str, measure: Callable[..., list[Row]], arguments: Any) -> None:
+def _rank(
+    rank: int, ranks: int, store: str, result: str, measure: Callable[..., list[Row]], arguments: Any
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
     rows = measure(arguments)
     if rank == 0:
         Path(result).write_text(json.dumps([asdict(row) for row in rows]))

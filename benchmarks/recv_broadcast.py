@@ -34,7 +34,11 @@ def bare_receive() -> Launch:
     def launch(buffer: torch.Tensor) -> Wait:
         if dist.get_rank() == MEMBER:
             return lambda: None
-        work = dist.isend(buffer, LEADER, group) if dist.get_rank() == SENDER else dist.irecv(buffer, SENDER, group)
+        work = (
+            dist.isend(buffer, LEADER, group)
+            if dist.get_rank() == SENDER
+            else dist.irecv(buffer, SENDER, group)
+        )
         assert work is not None
         return lambda: work.wait() and None
 
@@ -86,7 +90,10 @@ def time_one(launch: Launch, buffer: torch.Tensor, gap: float) -> tuple[float, f
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
     paths = {"receive": bare_receive(), "hand-made": hand_made()}
-    paths |= {f"fused{f' {chunk >> 10} KiB' if chunk else ''}": fused(chunk) for chunk in arguments.chunk_bytes or [None]}
+    paths |= {
+        f"fused{f' {chunk >> 10} KiB' if chunk else ''}": fused(chunk)
+        for chunk in arguments.chunk_bytes or [None]
+    }
     rows = []
     for message_bytes in arguments.sizes:
         buffer = torch.empty(max(1, message_bytes // 4), dtype=torch.int32)
@@ -110,5 +117,14 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--chunk-bytes", type=int, nargs="+", help="piece sizes of the fused lane to compare")
-    sys.exit(run(3, measure, options.parse_args(), "receive on rank 1, broadcast to rank 2; gap: twice the bare receive"))
+    options.add_argument(
+        "--chunk-bytes", type=int, nargs="+", help="piece sizes of the fused lane to compare"
+    )
+    sys.exit(
+        run(
+            3,
+            measure,
+            options.parse_args(),
+            "receive on rank 1, broadcast to rank 2; gap: twice the bare receive",
+        )
+    )

@@ -60,7 +60,9 @@ def _any_tensors() -> None:
     pair = FusedPair(chunk_bytes=4096)
     for round_ in range(20):
         message = [
-            torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(round_)).to(pair.device, torch.bfloat16),
+            torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(round_)).to(
+                pair.device, torch.bfloat16
+            ),
             torch.arange(40000, device=pair.device).view(100, 400).t() + round_,
             torch.tensor(round_ % 2 == 0, device=pair.device),
             torch.empty(0, 3, device=pair.device),
@@ -153,7 +155,11 @@ def _mismatch() -> list[str]:
     pair = FusedPair(announce=True)
     texts = []
     shape = [4, 8] if pair.rank == SENDER else [4, 6]
-    calls = [lambda: pair.sends.send([torch.ones(4, 8, device=pair.device)], LEADER)] if pair.rank == SENDER else []
+    calls = (
+        [lambda: pair.sends.send([torch.ones(4, 8, device=pair.device)], LEADER)]
+        if pair.rank == SENDER
+        else []
+    )
     calls.append(lambda: pair.hears.recv([torch.ones(shape, device=pair.device)], SENDER))
     for call in calls:
         with pytest.raises(LaneError) as error:
