@@ -45,8 +45,10 @@ def parser(description: str) -> argparse.ArgumentParser:
     """Options that every benchmark has."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
-    options.add_argument("--sizes", type=size, nargs="+", default=[1 << 12, 1 << 20, 16 << 20, 64 << 20], metavar="BYTES",
-                         help="bytes per message: 4096, 64KiB, 16MiB")  # fmt: skip
+    sizes = [1 << 12, 1 << 20, 16 << 20, 64 << 20]
+    options.add_argument(
+        "--sizes", type=size, nargs="+", default=sizes, help="bytes per message: 4096, 64KiB, 16MiB"
+    )
     options.add_argument("--count", type=int, default=30, help="messages per row")
     return options
 
@@ -69,7 +71,8 @@ def run(ranks: int, measure: Callable[..., list[Row]], arguments: argparse.Names
         f"# {context}",
         f"# ldt {ldt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{os.cpu_count()} cores ({platform.machine()}), {ranks} processes, gloo",
-        f"#{'bytes':>11} {'count':>6} {'path':<22} {'p50 µs':>10} {'p99 µs':>10} {'exposed µs':>11} {'GB/s':>7} {'wrong':>6}",
+        f"#{'bytes':>11} {'count':>6} {'path':<22} {'p50 µs':>10} {'p99 µs':>10} {'exposed µs':>11} "
+        f"{'GB/s':>7} {'wrong':>6}",
     ]
     lines += [
         f"{row.bytes:>12} {row.count:>6} {row.path:<22} {row.p50:>10.0f} {row.p99:>10.0f} {row.exposed:>11.0f} "

@@ -51,8 +51,8 @@ class Lane:
     def abort(self, reason: str) -> None:
         """Everything pending and everything later fails with ``reason``. Returns at once."""
 
-    def stats(self) -> dict[str, int | float | str]:
-        """name, sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds, pool_bytes."""
+    def stats(self) -> dict[str, float]:
+        """sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds, pool_bytes."""
 
 def abort_all(reason: str) -> None:
     """Aborts and stops every lane of this process; runs at exit."""

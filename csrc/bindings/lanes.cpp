@@ -82,7 +82,6 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
 py::dict stats_of(const Lane& lane) {
   const auto& stats = lane.stats();
   py::dict counts;
-  counts["name"] = lane.options().name;
   counts["sent_bytes"] = stats.sent_bytes.load();
   counts["sent_messages"] = stats.sent_messages.load();
   counts["received_bytes"] = stats.received_bytes.load();

@@ -72,7 +72,7 @@ def test_targets_may_be_non_contiguous(pool: RankPool, announce: bool) -> None:
     pool.run(_into_any_layout, announce)
 
 
-def _wait_again_and_from_threads() -> dict[str, int | float | str]:
+def _wait_again_and_from_threads() -> dict[str, float]:
     lane = fused_lane(announce=False)
     time.sleep(0.3 if dist.get_rank() == SENDER else 0.0)
     work, arrived = launch(lane, [torch.full((5000,), 7.0)])
