@@ -6,14 +6,14 @@ also the member. Skipped without two GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from ldt._C import Lane, LaneError
 from ldt.testing import RankPool
+
+WORLD_SIZE = 2
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,12 +22,6 @@ pytestmark = [
 
 SENDER, LEADER = 0, 1
 CYCLES = 20_000_000  # of torch.cuda._sleep: about 10 ms
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(2) as ranks:
-        yield ranks
 
 
 class FusedPair:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,11 +16,7 @@ from lane_world import LEADER, MEMBER, SENDER, error_of, fused_lane, launch
 
 from ldt.testing import RankPool
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as ranks:
-        yield ranks
+WORLD_SIZE = 3
 
 
 def _abort() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,11 +24,7 @@ from lane_world import (
 from ldt._C import Lane
 from ldt.testing import RankPool
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    with RankPool(3) as ranks:
-        yield ranks
+WORLD_SIZE = 3
 
 
 def _random_messages(announce: bool, chunk_bytes: int, in_inference_mode: bool) -> None:

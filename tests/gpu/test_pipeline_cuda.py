@@ -1,0 +1,57 @@
+"""A whole step over NCCL on two GPUs equals the unsplit model (cases A1, A9, A13). Skipped without two GPUs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import ldt
+from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
+from ldt.topology import LanePolicy, Topology
+
+WORLD_SIZE = 2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def steps(laps: int, policy: LanePolicy) -> float:
+    topology = Topology([1, 1], laps=laps)
+    device = torch.device("cuda", torch.distributed.get_rank())
+    torch.cuda.set_device(device)
+    chunks = [chunk.to(device) for chunk in toy_chunks(topology, width=256)]
+    microbatches = [(x.to(device), y.to(device)) for x, y in toy_microbatches(8, width=256)]
+    losses, reference = unsplit_step(chunks, copy.deepcopy(microbatches), toy_loss)
+    side = torch.cuda.Stream()
+    with ldt.connect(topology, "nccl", policy, device=device) as mesh, torch.cuda.stream(side):
+        side.wait_stream(torch.cuda.default_stream())
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
+        for _ in range(3):
+            pipeline.eval(microbatches[:2] if mesh.is_edge else None)
+            for chunk in chunks:
+                chunk.zero_grad()
+            result = pipeline.step(microbatches if mesh.is_edge else None)
+            side.synchronize()
+            for index in topology.chunks_of(mesh.stage):
+                for got, expected in zip(
+                    chunks[index].parameters(), reference[index].parameters(), strict=True
+                ):
+                    assert got.grad is not None
+                    assert torch.equal(got.grad, expected.grad)
+            if mesh.is_edge:
+                assert result.losses is not None
+                assert all(map(torch.equal, result.losses, losses))
+    return float(sum(losses))
+
+
+@pytest.mark.parametrize("policy", ["dedicated", "paired"])
+@pytest.mark.parametrize("laps", [1, 2])
+def test_steps_on_a_side_stream_equal_the_unsplit_model(
+    pool: RankPool, laps: int, policy: LanePolicy
+) -> None:
+    assert all(loss > 0 for loss in pool.run(steps, laps, policy, timeout=120))
