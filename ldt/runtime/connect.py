@@ -61,11 +61,10 @@ def connect(
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
     except BaseException as error:
-        raised = mesh.fail(error, "connect")
-        mesh.close()
-        if raised is error:
-            raise
-        raise raised from error
+        try:
+            mesh.fail(error, "connect")
+        finally:
+            mesh.close()
     logger.info("connected as %s", mesh)
     return mesh
 

@@ -116,14 +116,15 @@ class ControlPlane:
         work = self._started(dist.all_reduce(tensor, group=self._group, async_op=True))
         return Pending(work, tensor, self._failures)
 
-    def release(self) -> None:
-        """After a failure: free the ranks that wait for this one, unless it is itself in the middle of a call."""
-        if all(work.is_completed() for work in self._works):
-            self.close()
+    @property
+    def idle(self) -> bool:
+        """False in the middle of a call. Dropping the group then would have to wait for the other ranks."""
+        return all(work.is_completed() for work in self._works)
 
     def close(self) -> None:
         """Drop the group; ranks that wait for this one on it are freed. Idempotent."""
         group, self._group = self._group, None
+        self._works.clear()  # a work keeps the group's connections open
         if group is not None:
             dist.destroy_process_group(group)
 
@@ -135,7 +136,8 @@ class ControlPlane:
     def _broadcast(self, tensor: torch.Tensor, source: int, seconds: float | None) -> None:
         assert self._group is not None
         work = self._started(dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
-        wait_or_fail(work, self._failures, f"a message of rank {source}", seconds)
+        what = "the others to take a message" if self._rank == source else f"a message of rank {source}"
+        wait_or_fail(work, self._failures, what, seconds)
 
 
 def _encode(message: Any) -> bytes:

@@ -20,7 +20,7 @@ from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import average_gradients
 from ldt.runtime.specs import HopSpecs, first_difference, specs_of
-from ldt.topology import Channel
+from ldt.topology import Channel, Direction
 
 __all__ = ["Executor", "StepWork"]
 
@@ -140,20 +140,21 @@ class Executor:
             return  # a member, which leaves sending to its leader; or nothing on this hop
         self._sends = [(work, sent) for work, sent in self._sends if not self._seen_done(work, sent)]
         self._count(action, tensors)
-        self._sends.append((end.send(tensors, _label(action)), entry))
+        specs = self._carried(action.hop, action.kind.direction, _microbatch(action))
+        wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
+        self._sends.append((end.send(wire, _label(action)), entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
-        specs = self._hop(action.hop, _microbatch(action))
-        if action.kind is Kind.RECV_B:
-            specs = tuple(spec for spec in specs if spec.requires_grad)
+        slot = Slot(action.chunk, action.kind.direction, _microbatch(action))
+        specs = self._carried(action.hop, slot.direction, slot.microbatch)
         if not specs:
             return
         end = self._mesh.endpoints[self._channel(action)]
-        tensors = [end.lane.empty(spec.shape, spec.dtype) for spec in specs]
-        slot = Slot(action.chunk, action.kind.direction, _microbatch(action))
+        wire = [end.lane.empty(spec.wire_shape, spec.dtype) for spec in specs]
+        tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
         self._receives[slot] = entry
-        self._count(action, tensors)
-        self._mailbox.put(slot, Arrival(tensors, end.receive(tensors, _label(action)), _label(action)))
+        self._count(action, wire)
+        self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action))))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
         group = self._mesh.dp_group
@@ -174,7 +175,8 @@ class Executor:
 
     def _arrived(self, slot: Slot, entry: Entry) -> Sequence[torch.Tensor]:
         """What came for ``slot``; waits for it if it is still under way."""
-        if not self._expected(slot):
+        hop = slot.chunk - 1 if slot.direction == "F" else slot.chunk
+        if not self._carried(hop, slot.direction, slot.microbatch):
             return ()
         arrival = self._mailbox.take(slot)
         if arrival.work is not None:
@@ -185,10 +187,10 @@ class Executor:
             self._receives.pop(slot).end = now
         return arrival.tensors
 
-    def _expected(self, slot: Slot) -> HopSpecs:
-        if slot.direction == "F":
-            return self._hop(slot.chunk - 1, slot.microbatch)
-        return tuple(spec for spec in self._hop(slot.chunk, slot.microbatch) if spec.requires_grad)
+    def _carried(self, hop: int, direction: Direction, microbatch: int) -> HopSpecs:
+        """What a message holds: all tensors forward, backward the gradients of those that require one."""
+        specs = self._hop(hop, microbatch)
+        return specs if direction == "F" else tuple(spec for spec in specs if spec.requires_grad)
 
     def _hop(self, hop: int, microbatch: int) -> HopSpecs:
         return self._local[microbatch, hop] if self._is_local(hop) else self._work.hops[microbatch][hop]

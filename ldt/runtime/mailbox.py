@@ -24,11 +24,10 @@ class Slot(NamedTuple):
 
 @dataclass
 class Arrival:
-    """Tensors that are there, or that a transfer in flight writes into. ``label`` names it in errors and records."""
+    """Tensors that are there, or that a transfer in flight writes into."""
 
     tensors: Sequence[torch.Tensor]
     work: dist.Work | None = None
-    label: str = ""
 
 
 class Mailbox:

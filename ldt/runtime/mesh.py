@@ -6,7 +6,7 @@ import logging
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -134,8 +134,8 @@ class Mesh:
         if self._closed:
             raise LdtError("this mesh is closed; connect again")
 
-    def fail(self, error: BaseException, place: str) -> BaseException:
-        """Tell every rank that this one failed. Returns what to raise here.
+    def fail(self, error: BaseException, place: str) -> NoReturn:
+        """Tell every rank that this one failed at ``place``, and raise.
 
         That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
         """
@@ -144,11 +144,11 @@ class Mesh:
         if first is None:
             report = FailureReport.of(error, me, self.stage, self.replica, place)
             first = self.failures.publish(report)
-        if self._control is not None:
-            self._control.release()
-        if first.rank == me:
-            return error
-        return error if isinstance(error, RemoteStageError) else RemoteStageError(first.describe())
+        if self._control is not None and self._control.idle:
+            self._drop_control()  # frees the ranks that wait for a message of this one
+        if first.rank == me or isinstance(error, RemoteStageError):
+            raise error
+        raise RemoteStageError(first.describe()) from error
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent."""
@@ -227,13 +227,16 @@ class Mesh:
     def _drop_groups(self) -> None:
         self._endpoints.clear()
         self._meshes.clear()
-        if self._control is not None:
-            self._control.close()
-            self._groups.pop(naming.CONTROL, None)
+        self._drop_control()
         while self._groups:
             _, group = self._groups.popitem()
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+
+    def _drop_control(self) -> None:
+        self._groups.pop(naming.CONTROL, None)
+        if self._control is not None:
+            self._control.close()
 
 
 def _until(deadline: float) -> timedelta:

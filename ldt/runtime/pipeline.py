@@ -160,10 +160,7 @@ class Pipeline:
             raise refusal.error from None
         except BaseException as error:
             self._clean_up()
-            raised = self._mesh.fail(error, executor.place if executor else f"the beginning of {mode}()")
-            if raised is error:
-                raise
-            raise raised from error
+            self._mesh.fail(error, executor.place if executor else f"the beginning of {mode}()")
 
     def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
         """This rank's microbatches; on the edge a reason not to run is passed on, elsewhere it is raised."""

@@ -84,7 +84,7 @@ def _run_on_fakes(
 
 
 def _fake_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    tensor = spec.from_wire(torch.empty(spec.wire_shape, dtype=spec.dtype, device=device))
     if not (spec.requires_grad and torch.is_grad_enabled()):
         return tensor
     # Not a leaf: like a received tensor, it may be modified in place.

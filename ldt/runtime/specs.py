@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,40 +13,77 @@ __all__ = ["HopSpecs", "TensorSpec", "describe", "first_difference", "specs_of"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a hop. ``requires_grad`` means that the receiver sends a gradient of it back."""
+    """One tensor of a hop. ``requires_grad`` means that the receiver sends a gradient of it back.
+
+    ``order`` is its layout in memory: the dimensions from the outermost to the innermost, empty for the usual order.
+    It travels in that order, and arrives in it, gradients too: kernels may sum in the order of memory. A tensor whose
+    elements do not fill its memory (a slice, an expanded tensor) has the usual order and arrives contiguous.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+        """The spec of ``tensor`` as it is."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _order_of(tensor))
 
     def without_grad(self) -> TensorSpec:
+        """The same tensor in a forward-only step."""
         return replace(self, requires_grad=False)
 
+    # -- on the wire -----------------------------------------------------------------------------------------
+
+    @property
+    def wire_shape(self) -> tuple[int, ...]:
+        """The shape in the order of memory."""
+        return tuple(self.shape[dim] for dim in self.order) if self.order else self.shape
+
+    def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of ``tensor`` that is contiguous if its layout is the agreed one."""
+        return tensor.permute(self.order) if self.order else tensor
+
+    def from_wire(self, received: torch.Tensor) -> torch.Tensor:
+        """The tensor, as a view of what was received in ``wire_shape``."""
+        if not self.order:
+            return received
+        return received.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    # -- as text ---------------------------------------------------------------------------------------------
+
     def to_json(self) -> list[Any]:
-        """``[[4, 8], "float32", true]``."""
-        return [list(self.shape), str(self.dtype).removeprefix("torch."), self.requires_grad]
+        """``[[4, 8], "float32", true, []]``."""
+        return [
+            list(self.shape),
+            str(self.dtype).removeprefix("torch."),
+            self.requires_grad,
+            list(self.order),
+        ]
 
     @classmethod
     def from_json(cls, data: Any) -> TensorSpec:
         """Read what ``to_json`` gives. It comes from another rank: raises ValueError if it is not a spec."""
         match data:
-            case [[*shape], str(name), bool(requires_grad)] if all(type(n) is int and n >= 0 for n in shape):
+            case [[*shape], str(name), bool(requires_grad), [*order]] if all(
+                type(size) is int and size >= 0 for size in shape
+            ):
                 dtype = getattr(torch, name, None)
-                if isinstance(dtype, torch.dtype):
-                    return cls(tuple(shape), dtype, requires_grad)
-        raise ValueError(f"expected a tensor spec such as [[4, 8], 'float32', true], got {data!r}")
+                if isinstance(dtype, torch.dtype) and (not order or sorted(order) == list(range(len(shape)))):
+                    return cls(tuple(shape), dtype, requires_grad, tuple(order))
+        raise ValueError(f"expected a tensor spec such as [[4, 8], 'float32', true, []], got {data!r}")
 
     def __str__(self) -> str:
         grad = " with grad" if self.requires_grad else ""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
+
+
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    if tensor.is_contiguous():
+        return ()
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
+    return tuple(order) if tensor.permute(order).is_contiguous() else ()
 
 
 HopSpecs = tuple[TensorSpec, ...]
