@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -42,7 +42,7 @@ class Hop(NamedTuple):
 
     def local(self, topology: Topology) -> bool:
         """True when both chunks sit on one stage, so that nothing is transferred."""
-        return topology.stage_of(self.chunk) == topology.stage_of(self.chunk + 1)
+        return topology.num_stages == 1  # consecutive chunks are on consecutive stages
 
 
 @dataclass(frozen=True, order=True)
@@ -125,15 +125,15 @@ class Topology:
 
     # -- stages and chunks -----------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return len(self.tp)
 
-    @property
+    @cached_property
     def num_chunks(self) -> int:
         return self.laps * self.num_stages + 1
 
-    @property
+    @cached_property
     def tail(self) -> int:
         """The last chunk, which ends on the edge and owns the loss."""
         return self.num_chunks - 1
@@ -206,33 +206,42 @@ class Topology:
     def hops(self) -> tuple[Hop, ...]:
         return tuple(Hop(chunk) for chunk in range(self.num_chunks - 1))
 
+    def crosses(self, hop: int) -> bool:
+        """True if the hop from chunk ``hop`` to the next exists and goes to another node, so that it has channels."""
+        return 0 <= hop < self.tail and not Hop(hop).local(self)
+
     def node_at(self, chunk: int, replica: int) -> Node:
         """The node that runs ``chunk`` for cloud replica ``replica``; an edge one serves every edge_dp-th."""
         stage = self.stage_of(chunk)
         return Node(stage, replica % self.edge_dp if stage == 0 else replica)
 
+    @cached_property
+    def _channels(self) -> dict[tuple[int, Direction, int], Channel]:
+        channels: dict[tuple[int, Direction, int], Channel] = {}
+        for replica in range(self.dp):
+            for hop in filter(self.crosses, range(self.tail)):
+                below, above = self.node_at(hop, replica), self.node_at(hop + 1, replica)
+                channels[hop, "F", replica] = Channel(below, above, hop, "F")
+                channels[hop, "B", replica] = Channel(above, below, hop, "B")
+        return channels
+
     def channel(self, hop: int, direction: Direction, replica: int) -> Channel:
         """The channel of ``hop`` for cloud replica ``replica``. Raises TopologyError if the hop is local."""
-        if not 0 <= hop < self.num_chunks - 1 or Hop(hop).local(self):
-            raise TopologyError(f"hop {hop}->{hop + 1} has no channel: it is local or does not exist")
-        below, above = self.node_at(hop, replica), self.node_at(hop + 1, replica)
-        return Channel(below, above, hop, "F") if direction == "F" else Channel(above, below, hop, "B")
-
-    def _channels(self, replicas: Sequence[int]) -> Iterator[Channel]:
-        directions: tuple[Direction, ...] = get_args(Direction)
-        for replica in replicas:
-            for hop in self.hops:
-                if not hop.local(self):
-                    yield from (self.channel(hop.chunk, direction, replica) for direction in directions)
+        channel = self._channels.get((hop, direction, replica))
+        if channel is None:
+            raise TopologyError(
+                f"hop {hop}->{hop + 1} of replica {replica} has no channel: it is local or does not exist"
+            )
+        return channel
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
         """Every channel, by replica, then hop, forward before backward: the one global order."""
-        return tuple(self._channels(range(self.dp)))
+        return tuple(self._channels.values())
 
     def channels_of(self, replica: int) -> tuple[Channel, ...]:
         """The channels of one cloud replica."""
-        return tuple(self._channels([replica]))
+        return tuple(channel for channel in self.channels if channel.replica == replica)
 
     # -- text ------------------------------------------------------------------------------------------------
 

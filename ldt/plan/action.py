@@ -25,12 +25,15 @@ class Kind(str, Enum):
     RECV_B = "RECV_B"  # receive the gradient of this chunk's output from the next chunk
     REDUCE_GRAD = "REDUCE_GRAD"  # average this chunk's gradients over the replicas
 
+    # Actions are dictionary keys everywhere; Enum's own hash is a Python function and costs more than all the rest.
+    __hash__ = str.__hash__
+
     def __str__(self) -> str:
         return self.value
 
     @property
     def is_compute(self) -> bool:
-        return self in _COMPUTE
+        return self is Kind.F or self is Kind.B or self is Kind.I or self is Kind.W
 
     @property
     def is_send(self) -> bool:
@@ -43,7 +46,7 @@ class Kind(str, Enum):
     @property
     def is_comm(self) -> bool:
         """True for what is carried by a lane, that is, sends and receives."""
-        return self.is_send or self.is_receive
+        return not (self.is_compute or self is Kind.REDUCE_GRAD)
 
     @property
     def direction(self) -> Direction:
@@ -52,7 +55,6 @@ class Kind(str, Enum):
         return "F" if self in (Kind.SEND_F, Kind.RECV_F) else "B"
 
 
-_COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
 _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|[FBIW])(\d*)")
 
 

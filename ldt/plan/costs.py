@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
@@ -12,7 +11,7 @@ from ldt.topology import Topology
 
 __all__ = ["UNIT_COSTS", "Costs"]
 
-PerItem = Union[float, Sequence[float]]  # noqa: UP007 (evaluated)  # one for all, or one per chunk (or hop)
+PerItem = float | Sequence[float]  # one for all, or one per chunk (or hop)
 
 
 @dataclass(frozen=True)

@@ -221,8 +221,7 @@ class _Engine:
             assert flow is not None
             end.queue.append(flow)
             worker.cursor += 1
-            if end.queue[0] is flow:
-                self._try_transfer(flow, now)
+            self._try_transfer(flow, now)
 
     def _on_computed(self, worker: _Worker, now: float) -> None:
         action = worker.steps[worker.cursor].action

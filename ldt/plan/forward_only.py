@@ -22,7 +22,7 @@ def forward_only_row(topology: Topology, num_microbatches: int, stage: int) -> l
         lags.append(lags[-1] + -(-topology.num_stages // under_way))
     row = []
     for turn in range(num_microbatches + lags[len(chunks) - 1]):
-        for chunk, lag in reversed(list(zip(chunks, lags))):  # noqa: B905 (only the edge has the last lag's chunk)
+        for chunk, lag in reversed(list(zip(chunks, lags, strict=False))):  # the last lag is the tail's
             if 0 <= turn - lag < num_microbatches:
                 row.append(Action(chunk, Kind.F, turn - lag))
     return row

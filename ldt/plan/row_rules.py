@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from ldt.plan.action import Action, Kind
 from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
-from ldt.topology import Hop, Node
+from ldt.topology import Node
 
 __all__ = ["missing_actions", "needed_before", "refuse_reason"]
 
@@ -31,7 +31,7 @@ def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
     if kind.is_comm:
         if plan.lanes is None:
             return "this plan says it has no communication (lanes=None)"
-        if not _crosses(plan, action.hop):
+        if not plan.topology.crosses(action.hop):
             return "its chunk has no neighbour there on another node"
     return None
 
@@ -71,7 +71,7 @@ def _input(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Acti
     if source is None or (action.chunk == plan.topology.tail and action.kind is not Kind.F):
         return
     hop, direction = source
-    if not _crosses(plan, hop):
+    if not plan.topology.crosses(hop):
         local = Action(hop, Kind.F, action.microbatch)
         yield local if direction == "F" else _backward(hop + 1, action.microbatch, row)
     elif plan.lanes is not None:
@@ -97,10 +97,5 @@ def _messages(plan: Plan, action: Action) -> Iterator[Action]:
     if plan.lanes is None:
         return
     for place, kinds in ((message_into(action), _RECEIVE), (message_out_of(action), _SEND)):
-        if place is not None and _crosses(plan, place[0]):
+        if place is not None and plan.topology.crosses(place[0]):
             yield Action(action.chunk, kinds[place[1]], action.microbatch)
-
-
-def _crosses(plan: Plan, hop: int) -> bool:
-    """True if the hop exists and goes to another node."""
-    return 0 <= hop < plan.topology.tail and not Hop(hop).local(plan.topology)
