@@ -22,7 +22,9 @@ def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
         return f"there is no chunk {action.chunk}, chunks are 0 to {topology.tail}"
     if topology.stage_of(action.chunk) != node.stage:
         return f"chunk {action.chunk} is on stage {topology.stage_of(action.chunk)}"
-    if kind is not Kind.REDUCE_GRAD and not 0 <= (action.microbatch or 0) < plan.num_microbatches:
+    if (action.microbatch is None) != (kind is Kind.REDUCE_GRAD):
+        return "REDUCE_GRAD, and nothing else, is without a microbatch"
+    if action.microbatch is not None and not 0 <= action.microbatch < plan.num_microbatches:
         return f"microbatches are 0 to {plan.num_microbatches - 1}"
     if not plan.training and kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F):
         return "this plan is forward-only"
@@ -87,7 +89,7 @@ def _backward(chunk: int, microbatch: int | None, row: Collection[Action]) -> Ac
 def _computes(plan: Plan, chunk: int, microbatch: int, row: Collection[Action]) -> list[Action]:
     kinds = [Kind.F]
     if plan.training:
-        split = {Action(chunk, kind, microbatch) for kind in (Kind.I, Kind.W)} & set(row)
+        split = any(Action(chunk, kind, microbatch) in row for kind in (Kind.I, Kind.W))
         kinds += [Kind.I, Kind.W] if split else [Kind.B]
     return [Action(chunk, kind, microbatch) for kind in kinds]
 

@@ -68,6 +68,13 @@ def _check_row(plan: Plan, node: Node) -> None:
         if action in index_of:
             _fail(plan, f"node {node} has {action} twice, first as action {index_of[action]}", {node: index})
         index_of[action] = index
+    for action, index in index_of.items():
+        if action.kind is Kind.B and (split := action._replace(kind=Kind.I)) in index_of:
+            _fail(
+                plan,
+                f"node {node} has both {action} and {split}: split a backward or leave it",
+                {node: index},
+            )
     for action, missing in missing_actions(plan, node, index_of):
         hint = ": use add_grad_reduction" if missing.kind is Kind.REDUCE_GRAD else ""
         _fail(plan, f"node {node} lacks {missing}{hint}", {node: index_of.get(action, len(row))})

@@ -62,7 +62,9 @@ def test_peak_live_by_hand():
 
 def test_peak_live_without_backward():
     """An output is kept until it was sent, here for 2.5 s from its forward's start, or used on its own node."""
-    timeline = planned(stages=3, microbatches=8, training=False, costs=Costs(forward=1, backward=0, latency=1.5))
+    timeline = planned(
+        stages=3, microbatches=8, training=False, costs=Costs(forward=1, backward=0, latency=1.5)
+    )
     assert timeline.peak_live == {Node(0, 0): 3, Node(1, 0): 2, Node(2, 0): 2}
     assert planned(stages=1, microbatches=8, training=False).peak_live == {Node(0, 0): 2}
 
@@ -129,7 +131,9 @@ def test_chrome_trace():
 
 def test_a_trace_starts_at_zero():
     plan = ushape(Topology([1, 1]), 2)
-    ours, theirs = (chrome_trace(timeline)["traceEvents"] for timeline in (measured(plan, COSTS), simulate(plan, COSTS)))
+    ours, theirs = (
+        chrome_trace(timeline)["traceEvents"] for timeline in (measured(plan, COSTS), simulate(plan, COSTS))
+    )
     assert [event.get("ts") for event in ours] == [event.get("ts") for event in theirs]
 
 

@@ -159,6 +159,12 @@ def test_actions_that_cannot_be_there(broken, text, reason):
     assert broken.error().startswith(f"node 1.0 cannot run {text}: {reason}\n")
 
 
+@pytest.mark.parametrize("action", [Action(1, Kind.F), Action(1, Kind.REDUCE_GRAD, 0)])
+def test_microbatch_where_it_belongs(broken, action):
+    broken.rows[CLOUD].append(action)
+    assert "REDUCE_GRAD, and nothing else, is without a microbatch" in broken.error()
+
+
 def test_messages_nobody_needs(broken):
     broken.rows[EDGE].append(Action.parse("0RECV_F0"))
     assert "node 0.0 cannot run 0RECV_F0: its chunk has no neighbour there on another node" in broken.error()
@@ -203,6 +209,8 @@ def test_split_backward_is_one_of_two_forms():
             rows[node] += split if action.kind is Kind.B else [action]
     verify(plan.with_rows(rows, None))
     row = rows[CLOUD]
+    with pytest.raises(PlanError, match=r"node 1\.0 has both 1B0 and 1I0: split a backward or leave it"):
+        verify(plan.with_rows({**rows, CLOUD: [*row, Action.parse("1B0")]}, None))
     place = row.index(Action.parse("1W0"))
     row[place - 1], row[place] = row[place], row[place - 1]
     with pytest.raises(PlanError, match=r"node 1\.0 has 1W0 before 1I0, which it needs"):
