@@ -34,11 +34,14 @@ def draw(
     The keys are captions, for example "planned" and "measured". A bar is a compute action with its
     microbatch's number (darker: a later lap), grey is idle, a thin line is a transfer. ``unit`` names the
     unit of time. Time axes have one scale if the makespans are within a factor of 2 of each other. Returns
-    ``path``.
+    ``path``. Raises ImportError, saying what to install, without matplotlib.
     """
     if not timelines:
         raise PlanError("draw needs at least one timeline, for example {'planned': simulate(plan, costs)}")
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("draw needs matplotlib: pip install 'ldt-torch[plot]'") from error
 
     spans = [timeline.makespan or 1.0 for timeline in timelines.values()]
     one_scale = max(spans) <= 2 * min(spans)

@@ -1,6 +1,7 @@
 """Timelines, planned and measured, and what is drawn from them."""
 
 import json
+import sys
 import xml.etree.ElementTree
 
 import pytest
@@ -155,6 +156,12 @@ def test_pictures(tmp_path):
         "idle",
     ):
         assert f"<!-- {text}" in svg, text
+
+
+def test_a_picture_without_matplotlib(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r"draw needs matplotlib: pip install 'ldt-torch\[plot\]'"):
+        draw({"planned": planned()}, tmp_path / "picture.png")
 
 
 def test_a_picture_of_nothing_is_refused(tmp_path):
