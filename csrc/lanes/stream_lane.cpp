@@ -55,7 +55,7 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
   for (const auto& transfer : transfers) order_after(transfer);
   stats_->sent_bytes += wire.bytes();
   stats_->sent_messages += 1;
-  return finish(c10d::OpType::SEND, std::move(wire), std::move(transfers));
+  return finish(c10d::OpType::SEND, std::move(wire));
 }
 
 Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
@@ -81,10 +81,9 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
       stage_agreement().follow(title, own);
     }
   }
-  auto transfers =
-      receive_and_broadcast(wire.pieces(options_.chunk_bytes), peer, broadcasts && agreed);
+  receive_and_broadcast(wire.pieces(options_.chunk_bytes), peer, broadcasts && agreed);
   if (!agreed) {
-    finish(c10d::OpType::RECV, std::move(wire), std::move(transfers));
+    finish(c10d::OpType::RECV, std::move(wire));
     throw_disagreement(title, Announcement::of(tensors, 0, options_.chunk_bytes));
   }
   wire.unstage();
@@ -93,26 +92,26 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
     stats_->received_messages += 1;
   }
   if (broadcasts) stats_->broadcast_bytes += wire.bytes();
-  return finish(c10d::OpType::RECV, std::move(wire), std::move(transfers));
+  // A pooled block is only ever written again in the order of this lane's stream: nothing has to
+  // hold it until the device is done, so a host that runs far ahead takes no more memory than one
+  // that does not.
+  if (pooled) wire.release();
+  return finish(c10d::OpType::RECV, std::move(wire));
 }
 
 // A backend starts a transfer when the current stream gets there. So the next receive is issued
 // before the lane's stream waits for the broadcast of the piece before it: the two run side by
 // side.
-std::vector<Transport::Work> StreamLane::receive_and_broadcast(
-    const std::vector<at::Tensor>& pieces, int peer, bool broadcasts) {
-  std::vector<Transport::Work> transfers;
+void StreamLane::receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer,
+                                       bool broadcasts) {
   std::vector<Transport::Work> broadcast;
   for (const auto& piece : pieces) {
     if (transport_->is_leader()) {
-      transfers.push_back(transport_->receive(piece, peer, Transport::kPayload));
-      order_after(transfers.back());
+      order_after(transport_->receive(piece, peer, Transport::kPayload));
     }
     if (broadcasts) broadcast.push_back(transport_->broadcast(piece));
   }
   for (const auto& collective : broadcast) order_after(collective);
-  transfers.insert(transfers.end(), broadcast.begin(), broadcast.end());
-  return transfers;
 }
 
 Announcement StreamLane::exchange_announcements(const Announcement& own, int peer,
@@ -135,12 +134,11 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*transport_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire,
-                              std::vector<Transport::Work> transfers) {
+Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire) {
   const std::shared_ptr<const c10::Event> end = events_->record(stream_);
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_.push_back({end, std::move(wire), std::move(transfers)});
+    in_flight_.push_back({end, std::move(wire)});
   }
   return c10::make_intrusive<StreamWork>(type, end, failure_);
 }

@@ -32,7 +32,6 @@ class StreamLane final : public Lane {
   struct InFlight {
     std::shared_ptr<const c10::Event> end;
     WireTensors wire;
-    std::vector<Transport::Work> transfers;
   };
 
   Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
@@ -41,11 +40,10 @@ class StreamLane final : public Lane {
                       const std::string& title) override;
 
   void wait_for_current_stream();
-  std::vector<Transport::Work> receive_and_broadcast(const std::vector<at::Tensor>& pieces,
-                                                     int peer, bool broadcasts);
+  void receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
-  Work finish(c10d::OpType type, WireTensors wire, std::vector<Transport::Work> transfers);
+  Work finish(c10d::OpType type, WireTensors wire);
   /// Lets go of the messages that are done, without waiting. Runs at every launch.
   void retire();
 

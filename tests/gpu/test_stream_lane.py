@@ -129,6 +129,11 @@ def _large_both_ways() -> None:
     groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
     lanes = [Lane(f"lane {i}", p2p=group, stage=None, device=device) for i, group in enumerate(groups)]
     outgoing, incoming = lanes[rank], lanes[1 - rank]
+    for sender, lane in enumerate(
+        lanes
+    ):  # NCCL connects at first use: on all ranks in one order, as connect() does
+        first = torch.zeros(1, device=device)
+        (lane.send([first], 1 - rank) if rank == sender else lane.recv([first], sender)).wait()
     works, targets = [], []
     for microbatch in range(4):
         message = torch.full((64 << 20,), rank * 4 + microbatch, device=device, dtype=torch.bfloat16)
