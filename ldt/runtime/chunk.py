@@ -25,7 +25,8 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
         return tuple(output)
     kind = type(output).__name__
     if isinstance(output, (tuple, list)):
-        kind += f" of {', '.join(type(entry).__name__ for entry in output)}"
+        kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
+        kind += f" of {', '.join(kinds)}"
     raise TypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
 
 

@@ -16,6 +16,7 @@ from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
 from ldt.topology import LanePolicy, Topology
+from ldt.topology import lanes as lanes_of
 
 __all__ = ["connect"]
 
@@ -43,6 +44,7 @@ def connect(
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     _check_edge_dp(topology)
+    lanes_of(topology, lanes)
     ranks = _check_ranks(topology, ranks)
     if dist.is_initialized():
         store, rank, key = c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind, Plan
+from ldt.plan.excerpt import excerpt
 from ldt.runtime.chunk import ChunkRunner, as_tensors
 from ldt.runtime.loss import StepLoss, TokenScale
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
@@ -57,6 +58,7 @@ class Executor:
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
         self.recorder = Recorder()
         self.place = "the start of the row"
+        self._index = 0
         self._methods: dict[Kind, Callable[[Action, Entry], None]] = {
             Kind.F: self._forward,
             Kind.B: self._backward,
@@ -71,8 +73,8 @@ class Executor:
         """Run the whole row. What a lane or a chunk raises passes through; ``place`` says where."""
         row = self._work.plan.rows[self._mesh.node]
         try:
-            for index, action in enumerate(row):
-                self.place = f"action {action} ({index + 1} of {len(row)}): {_words(action)}"
+            for self._index, action in enumerate(row):
+                self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
                 method = self._methods.get(action.kind)
                 if method is None:
                     raise LdtError(f"the runtime cannot run {action}: it knows {', '.join(self._methods)}")
@@ -84,6 +86,10 @@ class Executor:
             self._mailbox.clear()
             self._outbox.clear()
         assert not any(runner.in_flight for runner in self._runners.values()), "a graph was left behind"
+
+    def excerpt(self) -> str:
+        """This node's row around the place where it stands, which is marked."""
+        return excerpt(self._work.plan, {self._mesh.node: self._index})
 
     # -- one method per kind ---------------------------------------------------------------------------------
 

@@ -134,10 +134,11 @@ class Mesh:
         if self._closed:
             raise LdtError("this mesh is closed; connect again")
 
-    def fail(self, error: BaseException, place: str) -> NoReturn:
+    def fail(self, error: BaseException, place: str, detail: str = "") -> NoReturn:
         """Tell every rank that this one failed at ``place``, and raise.
 
         That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
+        ``detail`` is only logged, where the failure was first.
         """
         me = self.ranks[self.rank]
         first = self.failures.wait(1.0) if isinstance(error, _SECONDARY) else self.failures.first
@@ -146,6 +147,8 @@ class Mesh:
             first = self.failures.publish(report)
         if self._control is not None and self._control.idle:
             self._drop_control()  # frees the ranks that wait for a message of this one
+        if first.rank == me:
+            logger.error("%s failed in %s: %s\n%s", self, place, first.error, detail)
         if first.rank == me or isinstance(error, RemoteStageError):
             raise error
         raise RemoteStageError(first.describe()) from error
@@ -220,7 +223,7 @@ class Mesh:
         return self._groups[name]
 
     def _on_failure(self, report: FailureReport) -> None:
-        logger.error("%s; this mesh is closed", report.describe())
+        logger.info("%s; rank %d aborts its lanes", report.describe(), self.ranks[self.rank])
         for lane in self.all_lanes():
             lane.abort(report.describe())
 

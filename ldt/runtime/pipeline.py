@@ -160,7 +160,9 @@ class Pipeline:
             raise refusal.error from None
         except BaseException as error:
             self._clean_up()
-            self._mesh.fail(error, executor.place if executor else f"the beginning of {mode}()")
+            if executor is None:
+                self._mesh.fail(error, f"the beginning of {mode}()")
+            self._mesh.fail(error, executor.place, executor.excerpt())
 
     def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
         """This rank's microbatches; on the edge a reason not to run is passed on, elsewhere it is raised."""

@@ -15,6 +15,7 @@ from ldt.errors import LdtError
 __all__ = ["check_in", "mesh_key"]
 
 _POLL_SECONDS = 0.02
+_COMPLETE = "complete"
 _connects: Counter[tuple[int, ...]] = Counter()
 
 
@@ -51,20 +52,24 @@ def check_in(
 
 
 def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) -> None:
+    """Returns if all ranks decide to go on, raises on all of them otherwise: whoever decides first, decides for all."""
     deadline = time.monotonic() + seconds
-    while not store.check([f"{key}/here/{rank}" for rank in ranks]):
-        if store.check([f"{key}/given_up"]):
-            raise LdtError(
-                f"connect: the other ranks gave up waiting: {store.get(f'{key}/given_up').decode()}"
-            )
-        if time.monotonic() > deadline:
+    verdict = f"{key}/verdict"
+    while not store.check([verdict]):
+        if store.check([f"{key}/here/{rank}" for rank in ranks]):
+            store.compare_set(verdict, "", _COMPLETE)
+        elif time.monotonic() > deadline:
             missing = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
-            if not missing:
-                return
-            text = (
-                f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {list(ranks)} did not come to "
-                f"connect within {seconds:g} s: look at the output of those processes, or give a longer timeout"
-            )
-            store.compare_set(f"{key}/given_up", "", text)
-            raise LdtError(f"connect: {text}")
-        time.sleep(_POLL_SECONDS)
+            store.compare_set(verdict, "", _missing_text(missing, ranks, seconds) if missing else _COMPLETE)
+        else:
+            time.sleep(_POLL_SECONDS)
+    decided = store.get(verdict).decode()
+    if decided != _COMPLETE:
+        raise LdtError(f"connect: {decided}")
+
+
+def _missing_text(missing: Sequence[int], ranks: Sequence[int], seconds: float) -> str:
+    return (
+        f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {list(ranks)} did not come to connect "
+        f"within {seconds:g} s, so the others gave up: look at the output of those processes, or give a longer timeout"
+    )

@@ -1,0 +1,201 @@
+"""connect(): who is who, ranks that are late, missing or of another mind, several meshes in one world."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_jobs import build, step_and_compare
+
+import ldt
+from ldt.runtime.groups import group_specs
+from ldt.testing import RankPool, toy_chunks, toy_microbatches
+from ldt.topology import Topology, lanes
+
+WORLD_SIZE = 4
+
+
+def places(policy: Any) -> tuple[Any, ...]:
+    topology = Topology([1, 2, 1])
+    with ldt.connect(topology, lanes=policy) as mesh:
+        assert mesh.device == torch.device("cpu")
+        assert [mesh.topology, mesh.lanes, mesh.ranks] == [topology, policy, (0, 1, 2, 3)]
+        assert mesh.tp_mesh.size() == topology.tp[mesh.stage]
+        assert mesh.tp_mesh.get_local_rank() == mesh.tp_rank
+        assert mesh.tp_mesh.mesh_dim_names == ("tp",)
+        assert mesh.dp_mesh.size() == 1
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=mesh.tp_mesh.get_group())
+        assert ones.item() == topology.tp[mesh.stage]
+        keys = lanes(topology, policy)
+        for channel, end in mesh.endpoints.items():
+            assert mesh.lane_for(channel) is end.lane
+            assert end.lane.name.endswith(str(keys[channel]))
+        return (*mesh.node, mesh.tp_rank, mesh.is_leader, len(mesh.endpoints))
+
+
+@pytest.mark.parametrize("policy", ["dedicated", "paired"])
+def test_every_rank_knows_its_place(pool: RankPool, policy: str) -> None:
+    assert pool.run(places, policy) == [
+        (0, 0, 0, True, 4),
+        (1, 0, 0, True, 4),
+        (1, 0, 1, False, 2),
+        (2, 0, 0, True, 4),
+    ]
+
+
+def two_pipelines() -> list[int]:
+    """Case A15; the orders of ranks differ too."""
+    mine = [3, 1] if dist.get_rank() in (1, 3) else [0, 2]
+    topology = Topology([1, 1])
+    chunks = toy_chunks(topology, seed=mine[0])
+    with ldt.connect(topology, ranks=mine) as mesh:
+        assert mesh.ranks[mesh.rank] == dist.get_rank()
+        pipeline = build(mesh, chunks)
+        for number in (3, 1):
+            step_and_compare(mesh, pipeline, chunks, toy_microbatches(number, seed=mine[0]))
+        return [mesh.rank, mesh.stage]
+
+
+def test_two_pipelines_in_one_world(pool: RankPool) -> None:
+    assert pool.run(two_pipelines) == [[0, 0], [1, 1], [1, 1], [0, 0]]
+
+
+def three_meshes_at_once() -> None:
+    """Meshes over the same and over overlapping ranks, used in turn."""
+    topologies = [Topology([1, 1, 1, 1]), Topology([1, 2, 1]), Topology([1, 1, 1, 1])]
+    meshes = [ldt.connect(topology, lanes="paired") for topology in topologies]
+    for mesh in meshes:
+        chunks = toy_chunks(mesh.topology)
+        step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(3))
+    for mesh in meshes:
+        mesh.close()
+        mesh.close()
+        with pytest.raises(ldt.LdtError, match="closed"):
+            mesh.check_usable()
+
+
+def test_several_meshes_over_the_same_ranks(pool: RankPool) -> None:
+    pool.run(three_meshes_at_once)
+
+
+def late() -> None:
+    """Case A18."""
+    time.sleep(0.3 * dist.get_rank())
+    topology = Topology([1, 1, 1, 1])
+    with ldt.connect(topology, timeout=timedelta(seconds=20)) as mesh:
+        chunks = toy_chunks(topology)
+        step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(2))
+
+
+def test_late_ranks(pool: RankPool) -> None:
+    pool.run(late)
+
+
+def missing(topology: Topology, absent: list[int]) -> tuple[str, str, float]:
+    """All but ``absent`` connect; those come when the others have given up. Then all connect again."""
+    start = time.monotonic()
+    if dist.get_rank() in absent:
+        time.sleep(2.5)
+    with pytest.raises(ldt.LdtError) as caught:
+        ldt.connect(topology, timeout=timedelta(seconds=1))
+    seconds = time.monotonic() - start
+    ldt.connect(topology).close()
+    return type(caught.value).__name__, str(caught.value), seconds
+
+
+@pytest.mark.parametrize("absent", [[2], [0, 3]])
+def test_ranks_that_do_not_come_are_named(pool: RankPool, absent: list[int]) -> None:
+    answers = pool.run(missing, Topology([1, 1, 1, 1]), absent)
+    for rank, (kind, text, seconds) in enumerate(answers):
+        assert kind == "LdtError"
+        assert f"{', '.join(map(str, absent))} of [0, 1, 2, 3] did not come" in text, text
+        assert "the others gave up" in text
+        assert rank in absent or seconds < 2.4
+
+
+def failing_arguments(arguments: list[tuple[Any, dict[str, Any]]]) -> str:
+    topology, options = arguments[dist.get_rank()]
+    with pytest.raises((ValueError, ldt.LdtError)) as caught:
+        ldt.connect(topology, timeout=timedelta(seconds=10), **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "text"),
+    [
+        (Topology([1, 1]), {}, "needs 2 ranks, but WORLD_SIZE is 4: start as many processes"),
+        (Topology([1, 4]), {}, "needs 5 ranks, but WORLD_SIZE is 4"),
+        (Topology([1, 1]), {"ranks": [0, 0]}, "needs 2 different ranks of 0 to 3, got ranks=[0, 0]"),
+        (Topology([1, 1]), {"ranks": [0, 4]}, "got ranks=[0, 4]"),
+        (Topology([1, 1]), {"ranks": [0, 1, 2]}, "got ranks=[0, 1, 2]"),
+        (Topology([2, 1], dp=2, edge_dp=1), {}, "edge_dp=1 with dp=2"),
+        (
+            Topology([1, 1, 1, 1]),
+            {"lanes": "pair"},
+            "lane policy must be 'dedicated' or 'paired', got 'pair'",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be(
+    pool: RankPool, topology: Topology, options: dict[str, Any], text: str
+) -> None:
+    assert all(text in answer for answer in pool.run(failing_arguments, [(topology, options)] * 4))
+
+
+def test_ranks_of_another_mind_are_named(pool: RankPool) -> None:
+    four = Topology([1, 1, 1, 1])
+    answers = pool.run(failing_arguments, [(four, {})] * 3 + [(Topology([1, 1, 2]), {})])
+    assert "topology must be the same on all ranks" in answers[0]
+    assert "rank 3 has 'tp=1,1,2 dp=1 edge_dp=1 laps=1'" in answers[0]
+    assert "rank 0 has 'tp=1,1,1,1 dp=1 edge_dp=1 laps=1'" in answers[3]
+    answers = pool.run(failing_arguments, [(four, {})] * 3 + [(four, {"lanes": "paired"})])
+    assert all("lanes must be the same on all ranks" in answer for answer in answers)
+
+
+def outsider() -> str:
+    if dist.get_rank() < 2:
+        ldt.connect(Topology([1, 1]), ranks=[0, 1]).close()
+        return ""
+    with pytest.raises(ValueError, match="only those may call this connect") as caught:
+        ldt.connect(Topology([1, 1]), ranks=[0, 1])
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_belong(pool: RankPool) -> None:
+    assert "rank 2 is not one of ranks=[0, 1]" in pool.run(outsider)[2]
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    topology = Topology([1], laps=2)
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology) as mesh:
+        step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(3))
+        with pytest.raises(ldt.LdtError, match="init_process_group"):
+            _ = mesh.tp_mesh
+    with pytest.raises(ValueError, match="init_process_group first"):
+        ldt.connect(Topology([1, 1]))
+
+
+@pytest.mark.parametrize("policy", ["dedicated", "paired"])
+@pytest.mark.parametrize("tp", [[1], [1, 1], [1, 2, 1], [2, 2, 2, 2]])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_groups(tp: list[int], dp: int, policy: Any) -> None:
+    """Names are unique, members sorted, and a lane's stage groups lead with the leader."""
+    topology = Topology(tp, dp=dp)
+    specs = group_specs(topology, policy)
+    assert len({spec.name for spec in specs}) == len(specs)
+    for name, ranks in specs:
+        assert len(ranks) > 1
+        assert sorted(set(ranks)) == list(ranks)
+        if "/stage/" in name:
+            assert topology.tp_rank_of(ranks[0]) == 0
+    points = [spec for spec in specs if spec.name.startswith("lane/") and "/stage/" not in spec.name]
+    assert {spec.name for spec in points} == {f"lane/{key}" for key in lanes(topology, policy).values()}
+    if policy == "dedicated":
+        assert all(len(spec.ranks) == 2 for spec in points)
