@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ldt import plan as plan
+    from ldt._C import LaneError as LaneError
     from ldt.errors import LdtError as LdtError
     from ldt.errors import PlanError as PlanError
     from ldt.errors import RemoteStageError as RemoteStageError
     from ldt.errors import TopologyError as TopologyError
+    from ldt.runtime import Mesh as Mesh
+    from ldt.runtime import Pipeline as Pipeline
+    from ldt.runtime import StepResult as StepResult
+    from ldt.runtime import connect as connect
     from ldt.topology import Node as Node
     from ldt.topology import Topology as Topology
+    from ldt.train import clip_grad_norm_ as clip_grad_norm_
 
     __version__: str
 

@@ -1,0 +1,124 @@
+"""``python -m ldt doctor``: a report when all is well, a problem with its remedy and status 1 when not."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ldt import cli, doctor
+
+pytest.importorskip("torch")
+
+
+def break_import(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
+    real = importlib.import_module
+
+    def import_module(wanted: str, package: str | None = None) -> Any:
+        if wanted == name:
+            raise error
+        return real(wanted, package)
+
+    monkeypatch.setattr(importlib, "import_module", import_module)
+
+
+def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = cli.main(["doctor"])
+    return status, capsys.readouterr().out
+
+
+def test_all_is_well() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ldt", "doctor"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
+    for word in (
+        "ldt ",
+        "python ",
+        "torch ",
+        "compiler ",
+        "CUDA kernels ",
+        "backends ",
+        "gloo",
+        "Nothing is broken.",
+    ):
+        assert word in done.stdout
+
+
+def test_module_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor.ldt, "__file__", str(tmp_path / "__init__.py"))
+    status, text = report(capsys)
+    assert status == 1
+    assert "problem: There is no ldt._C" in text
+    assert "remedy: rebuild with `pip install" in text
+
+
+def test_module_of_another_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "_C.cpython-39-x86_64-linux-gnu.so").touch()
+    monkeypatch.setattr(doctor.ldt, "__file__", str(tmp_path / "__init__.py"))
+    status, text = report(capsys)
+    assert status == 1
+    assert "is not for this Python" in text
+
+
+def test_module_of_another_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    info = types.SimpleNamespace(
+        TORCH_VERSION="2.7.1", PYTHON_VERSION="3.11.0", COMPILER="GNU 12", BUILD_TYPE="Release", CUDA="off"
+    )
+    monkeypatch.setitem(sys.modules, "ldt._build_info", info)
+    status, text = report(capsys)
+    assert status == 1
+    assert "problem: ldt was built against torch 2.7.1, but torch" in text
+    assert "or install torch 2.7.*." in text
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (ModuleNotFoundError("No module named 'torch'", name="torch"), "torch is not installed."),
+        (RuntimeError("no CANN"), "`import torch` fails: no CANN"),
+    ],
+)
+def test_torch_missing_or_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, problem: str
+) -> None:
+    break_import(monkeypatch, "torch", error)
+    status, text = report(capsys)
+    assert status == 1
+    assert f"problem: {problem}" in text
+
+
+def test_module_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_import(monkeypatch, "ldt._C", ImportError("undefined symbol: _ZN3c10"))
+    status, text = report(capsys)
+    assert status == 1
+    assert "undefined symbol" in text
+
+
+def test_gloo_without_a_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("unable to resolve hostname")
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
+    status, text = report(capsys)
+    assert status == 1
+    assert "GLOO_SOCKET_IFNAME" in text
+
+
+def test_wrong_usage_is_status_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["doctr"])
+    assert caught.value.code == 2
