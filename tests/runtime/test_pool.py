@@ -1,0 +1,84 @@
+"""The pool of ranks that the other tests stand on: it must see failures, deaths and hangs, and go on afterwards."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ldt.testing import RankError, RankPool
+
+WORLD_SIZE = 2
+
+
+def add(a: int, b: int) -> tuple[int, int, int]:
+    total = torch.tensor([float(a)])
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total.item()), b
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("the key to everything")
+
+
+def die_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def test_results_come_by_rank(pool: RankPool) -> None:
+    assert pool.run(add, 3, 4) == [(0, 6, 4), (1, 6, 4)]
+
+
+def test_processes_stay(pool: RankPool) -> None:
+    first = pool.run(process_id)
+    assert pool.run(process_id) == first
+    assert len({os.getpid(), *first}) == 3
+    assert pool.run(process_id, ranks=[1]) == first[1:]
+
+
+def test_a_failure_has_its_traceback_and_the_pool_goes_on(pool: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(fail_on, 1)
+    assert "rank 1 failed" in str(caught.value)
+    assert "KeyError: 'the key to everything'" in str(caught.value)
+    assert "in fail_on" in str(caught.value)
+    assert pool.run(add, 1, 1) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_death_is_seen(pool: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 0 died with exit code 7"):
+        pool.run(die_on, 0)
+    assert pool.run(add, 1, 1) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_a_hang_is_ended_and_shown(pool: RankPool) -> None:
+    pool.run(process_id)
+    processes = pool.processes
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        pool.run(hang_on, 1, timeout=1.0)
+    assert time.monotonic() - start < 5.0
+    assert "ranks [1] were not done after 1 s" in str(caught.value)
+    assert "in hang_on" in str(caught.value), "where it stands"
+    assert all(process.exitcode is not None for process in processes)
+
+
+def test_no_process_is_left() -> None:
+    with RankPool(2) as pool:
+        pool.run(process_id)
+        processes = pool.processes
+    assert [process.exitcode for process in processes] == [0, 0]
