@@ -22,8 +22,11 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cp
 # The native tools of the environment first: CMake, Ninja, ccache.
 export PATH := $(BIN):$(PATH)
 
-# Builds ldt._C in place (only what changed) and installs the extras named in the argument.
-install = $(PIP) install --quiet --no-build-isolation --editable '.[$(1)]'
+# Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
+INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
+build demo: EXTRAS = examples
+test: EXTRAS = examples,test
+lint format: EXTRAS = examples,test,lint
 
 .PHONY: build test lint format demo matrix clean
 .DEFAULT_GOAL := build
@@ -35,29 +38,29 @@ $(READY):
 	touch $@
 
 build: $(READY)
-	$(call install,examples)
+	$(INSTALL)
 	$(BIN)/python -m ldt doctor
 
 test: $(READY)
-	LDT_BUILD_TESTS=ON $(call install,examples,test)
+	LDT_BUILD_TESTS=ON $(INSTALL)
 	$(BIN)/ctest --test-dir build/latest --output-on-failure
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(READY)
-	$(call install,examples,test,lint)
+	$(INSTALL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(if $(CXX_FILES),$(BIN)/clang-format --dry-run -Werror $(CXX_FILES))
 
 format: $(READY)
-	$(call install,lint)
+	$(INSTALL)
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
 
 demo: $(READY)
-	$(call install,examples)
+	$(INSTALL)
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
 
 # Installs into fresh environments in every supported way; minutes, so it is not part of `make test`.

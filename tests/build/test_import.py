@@ -24,7 +24,10 @@ class Block:
 sys.meta_path.insert(0, Block())
 """
 # A torch of another minor version, as far as ldt looks at it.
-OTHER_TORCH = "import sys, types; torch = sys.modules['torch'] = types.ModuleType('torch'); torch.__version__ = '2.7.1'\n"
+OTHER_TORCH = (
+    "import sys, types; torch = sys.modules['torch'] = types.ModuleType('torch')\n"
+    "torch.__version__ = '2.7.1'\n"
+)
 # As if built, whatever the state of this source tree.
 BUILT = (
     "import sys, types; info = sys.modules['ldt._build_info'] = types.ModuleType('ldt._build_info')\n"
