@@ -23,6 +23,23 @@ HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpTyp
       title_(std::move(title)),
       work_(c10::make_intrusive<HostWork>(type, title_, context_->stats)) {}
 
+void HostMessage::post() {
+  if (context_->options.announce) {
+    announce();
+  } else {
+    start_payload();
+  }
+}
+
+void HostMessage::run() {
+  if (context_->options.announce) {
+    agree();
+    start_payload();
+  }
+  finish_payload();
+  payload_.clear();
+}
+
 void HostMessage::finish() {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();

@@ -22,9 +22,9 @@ struct HostContext {
   std::shared_ptr<Failure> failure;
 };
 
-/// post() runs in the caller's thread and starts all that can be started; run() runs in the
-/// worker's, in FIFO order, and sees it through. The work is complete after run(), whatever
-/// happened.
+/// post() runs in the caller's thread and starts all that can be started; finish() runs in the
+/// worker's, in FIFO order, and sees it through. What a sender, a receiving leader and a member do
+/// differently are the four steps below.
 class HostMessage {
  public:
   HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire,
@@ -32,18 +32,24 @@ class HostMessage {
   virtual ~HostMessage() = default;
 
   /// Throws what the transport throws for a call that it refuses.
-  virtual void post() = 0;
+  void post();
   /// Never throws: ends the work instead. A transport error fails the whole lane, a mismatch only
   /// this message.
   void finish();
-  /// Makes a wait inside run(), now or later, end soon. From any thread. The lane's failure is set
-  /// before.
+  /// Makes a wait inside finish(), now or later, end soon. From any thread. The lane's failure is
+  /// set before.
   void abort();
 
   const c10::intrusive_ptr<HostWork>& work() const { return work_; }
 
  protected:
-  virtual void run() = 0;
+  /// With announcements, at launch: starts telling the other side.
+  virtual void announce() = 0;
+  /// With announcements, in the worker's turn: throws MismatchError unless all sides agree.
+  virtual void agree() = 0;
+  /// At launch or, with announcements, once all agree.
+  virtual void start_payload() = 0;
+  virtual void finish_payload() = 0;
 
   Transport::Work started(Transport::Work transfer);
   /// Waits for a point-to-point transfer: exactly once, as gloo demands.
@@ -63,8 +69,11 @@ class HostMessage {
   const Announcement own_;
   const int peer_;
   const std::string title_;
+  std::vector<Transport::Work> payload_;  // one for each piece
 
  private:
+  void run();
+
   struct Signal {
     std::mutex mutex;
     std::condition_variable changed;
@@ -83,37 +92,40 @@ class HostMessage {
 class SendMessage final : public HostMessage {
  public:
   using HostMessage::HostMessage;
-  void post() override;
 
  private:
-  void run() override;
-  void start_payload();
-  std::vector<Transport::Work> payload_;
+  void announce() override;
+  void agree() override;
+  void start_payload() override;
+  void finish_payload() override;
 };
 
 /// A receiving leader: receives piece by piece, and broadcasts one while it receives the next.
 class ReceiveMessage final : public HostMessage {
  public:
   using HostMessage::HostMessage;
-  void post() override;
 
  private:
-  void run() override;
-  void start_payload();
+  void announce() override;
+  void agree() override;
+  void start_payload() override;
+  void finish_payload() override;
+
   std::vector<at::Tensor> pieces_;
-  std::vector<Transport::Work> payload_;
+  bool stage_agrees_ = true;
 };
 
 /// Another rank of the receiving stage: only hears the broadcast.
 class MemberMessage final : public HostMessage {
  public:
   using HostMessage::HostMessage;
-  void post() override;
 
  private:
-  void run() override;
-  void start_payload();
-  std::vector<Transport::Work> payload_;
+  // The worker starts everything: the broadcasts of messages may not interleave.
+  void announce() override {}
+  void agree() override;
+  void start_payload() override;
+  void finish_payload() override;
 };
 
 }  // namespace ldt

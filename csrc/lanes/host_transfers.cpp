@@ -3,32 +3,35 @@
 
 namespace ldt {
 
+void SendMessage::announce() {
+  post_announcements(Transport::kAnnouncement, Transport::kExpectation);
+}
+
+void SendMessage::agree() {
+  const auto theirs = exchange_announcements();
+  if (!own_.matches(theirs)) throw_mismatch(title_, own_, theirs, "the receiver expects");
+}
+
 void SendMessage::start_payload() {
   for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
     payload_.push_back(started(context_->transport->send(piece, peer_, Transport::kPayload)));
   }
 }
 
-void SendMessage::post() {
-  if (context_->options.announce) {
-    post_announcements(Transport::kAnnouncement, Transport::kExpectation);
-  } else {
-    start_payload();
-  }
-}
-
-void SendMessage::run() {
-  if (context_->options.announce) {
-    const auto theirs = exchange_announcements();
-    if (!own_.matches(theirs)) throw_mismatch(title_, own_, theirs, "the receiver expects");
-    start_payload();
-  }
-  for (const auto& transfer : payload_) {
-    wait_for_transfer(transfer);
-  }
-  payload_.clear();
+void SendMessage::finish_payload() {
+  for (const auto& transfer : payload_) wait_for_transfer(transfer);
   context_->stats->sent_bytes += wire_.bytes();
   context_->stats->sent_messages += 1;
+}
+
+void ReceiveMessage::announce() {
+  post_announcements(Transport::kExpectation, Transport::kAnnouncement);
+}
+
+void ReceiveMessage::agree() {
+  const auto theirs = exchange_announcements();
+  if (context_->transport->has_stage()) stage_agrees_ = stage_agreement().lead(own_, theirs);
+  if (!own_.matches(theirs)) throw_mismatch(title_, own_, theirs, "the sender has");
 }
 
 void ReceiveMessage::start_payload() {
@@ -38,42 +41,24 @@ void ReceiveMessage::start_payload() {
   }
 }
 
-void ReceiveMessage::post() {
-  if (context_->options.announce) {
-    post_announcements(Transport::kExpectation, Transport::kAnnouncement);
-  } else {
-    start_payload();
-  }
-}
-
-void ReceiveMessage::run() {
-  const bool broadcasts = context_->transport->has_stage();
-  bool agreed = true;
-  if (context_->options.announce) {
-    const auto theirs = exchange_announcements();
-    agreed = !broadcasts || stage_agreement().lead(own_, theirs);
-    if (!own_.matches(theirs)) throw_mismatch(title_, own_, theirs, "the sender has");
-    start_payload();
-  }
+void ReceiveMessage::finish_payload() {
+  const bool broadcasts = context_->transport->has_stage() && stage_agrees_;
   std::vector<Transport::Work> broadcast;
   for (size_t i = 0; i < payload_.size(); ++i) {
     wait_for_transfer(payload_[i]);
-    if (broadcasts && agreed) broadcast.push_back(context_->transport->broadcast(pieces_[i]));
+    if (broadcasts) broadcast.push_back(context_->transport->broadcast(pieces_[i]));
   }
-  for (const auto& collective : broadcast) {
-    wait_for_collective(collective);
-  }
-  payload_.clear();
+  for (const auto& collective : broadcast) wait_for_collective(collective);
   pieces_.clear();
-  if (!agreed) {
-    // The sender was right and has sent: what it sent is received, so that the lane stays in step.
-    throw_disagreement(title_, own_);
-  }
+  // The sender was right and has sent: what it sent is received, so that the lane stays in step.
+  if (!stage_agrees_) throw_disagreement(title_, own_);
   wire_.unstage();
   context_->stats->received_bytes += wire_.bytes();
   context_->stats->received_messages += 1;
   if (broadcasts) context_->stats->broadcast_bytes += wire_.bytes();
 }
+
+void MemberMessage::agree() { stage_agreement().follow(title_, own_); }
 
 void MemberMessage::start_payload() {
   for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
@@ -81,20 +66,8 @@ void MemberMessage::start_payload() {
   }
 }
 
-void MemberMessage::post() {
-  // With announcements the worker starts everything: the broadcasts of messages may not interleave.
-  if (!context_->options.announce) start_payload();
-}
-
-void MemberMessage::run() {
-  if (context_->options.announce) {
-    stage_agreement().follow(title_, own_);
-    start_payload();
-  }
-  for (const auto& collective : payload_) {
-    wait_for_collective(collective);
-  }
-  payload_.clear();
+void MemberMessage::finish_payload() {
+  for (const auto& collective : payload_) wait_for_collective(collective);
   wire_.unstage();
   context_->stats->broadcast_bytes += wire_.bytes();
 }
