@@ -1,0 +1,52 @@
+"""What the README says to type works: its program runs, its commands and its files exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_the_program_trains(tmp_path: Path) -> None:
+    (program,) = blocks("python")
+    assert len(program.splitlines()) <= 30
+    (tmp_path / "train.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    assert len(losses) > 5
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z]+)", README))
+    assert named
+    assert named <= targets
+
+
+def test_every_file_that_it_names_exists() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_options_of_the_demo_exist() -> None:
+    commands = [line for block in blocks("sh") for line in block.splitlines() if "ARGS=" in line]
+    assert commands
+    help_text = subprocess.run(
+        [sys.executable, "examples/train_text.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    for command in commands:
+        for option in re.findall(r"--[a-z-]+", command.split("ARGS=")[1]):
+            assert option in help_text, option
