@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
+from ldt.runtime.groups import drop_group
 
 __all__ = ["ControlPlane", "Pending", "wait_or_fail"]
 
@@ -29,20 +30,21 @@ def wait_or_fail(work: dist.Work, failures: FailureWatch, what: str, seconds: fl
     gloo's collectives may be waited for in slices; its point-to-point works may not.
     """
     start = time.monotonic()
-    while True:
+    while not work.is_completed():
         try:
             work.wait(_POLL)
-            return
-        except RuntimeError as error:
+        except RuntimeError:  # the slice is over, or the work has failed
             failures.check()
-            if work.is_completed():
-                failures.wait(1.0)  # a rank that goes says why before it cuts its connections
-                failures.check()
-                raise LdtError(f"lost the connection while waiting for {what}: {error}") from error
-            if seconds is not None and time.monotonic() - start > seconds:
+            if seconds is not None and time.monotonic() - start > seconds and not work.is_completed():
                 raise LdtError(
                     f"waited {seconds:g} s for {what}: is every rank making the same calls?"
                 ) from None
+    try:
+        work.wait()
+    except RuntimeError as error:
+        failures.wait(1.0)  # a rank that goes says why before it cuts its connections
+        failures.check()
+        raise LdtError(f"lost the connection while waiting for {what}: {error}") from error
 
 
 class Pending:
@@ -126,7 +128,7 @@ class ControlPlane:
         group, self._group = self._group, None
         self._works.clear()  # a work keeps the group's connections open
         if group is not None:
-            dist.destroy_process_group(group)
+            drop_group(group)
 
     def _started(self, work: dist.Work) -> dist.Work:
         """Remember ``work``: a group with unfinished ones cannot be dropped without waiting."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -20,11 +22,16 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 TRACEBACK_LINES = 12
 TEXT_LIMIT = 4000
+_JOIN_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Who failed, where, and with what. ``rank`` is the global rank; ``place`` is empty outside a plan's row."""
+    """Who failed, where, and with what. ``rank`` is the global rank.
+
+    ``error`` is the exception's own text, at most 4000 characters, and goes to all ranks, from the edge too: an
+    exception that quotes a sample takes it along.
+    """
 
     rank: int
     stage: int
@@ -57,6 +64,16 @@ class FailureReport:
         return f"rank {self.rank} (stage {self.stage}, replica {self.replica}) failed first{place}: {self.error}{tail}"
 
 
+# The threads must have ended before the interpreter goes: one that comes back from the store then would abort it.
+_running: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for watch in list(_running):
+        watch.close()
+
+
 class FailureWatch:
     """Knows the first failure of the mesh, whichever rank it happened on.
 
@@ -74,6 +91,7 @@ class FailureWatch:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ldt-failure-watch", daemon=True)
         self._thread.start()
+        _running.add(self)
 
     @property
     def first(self) -> FailureReport | None:
@@ -98,9 +116,10 @@ class FailureWatch:
             raise RemoteStageError(self._first.describe())
 
     def close(self) -> None:
+        """Stop the thread. A store that does not answer may hold it a little longer."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_JOIN_SECONDS)
 
     def _settle(self, report: FailureReport) -> FailureReport:
         with self._lock:

@@ -16,6 +16,7 @@ __all__ = [
     "CONTROL",
     "GroupSpec",
     "dp_name",
+    "drop_group",
     "group_specs",
     "lane_name",
     "make_group",
@@ -109,6 +110,12 @@ def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     group.set_timeout(_NO_LIMIT)
     return group
+
+
+def drop_group(group: dist.ProcessGroup) -> None:
+    """Destroy ``group`` unless the whole world was destroyed before. Its connections end with the last reference."""
+    if group in c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -31,7 +31,9 @@ _SECONDARY = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetwo
 
 
 class Mesh:
-    """This rank's place in a connected topology. Made by ``connect``; a context manager that closes itself.
+    """This rank's place in a connected topology, made by ``connect``.
+
+    A context manager that closes the mesh, and tells the other ranks of an exception that leaves it.
 
     ``rank`` is the rank within the topology, ``ranks[rank]`` the global one. After a failure anywhere, ``failed`` is
     true on every rank within about a second and the mesh cannot be used any more: connect again.
@@ -140,13 +142,8 @@ class Mesh:
         That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
         ``detail`` is only logged, where the failure was first.
         """
+        first = self._publish(error, place)
         me = self.ranks[self.rank]
-        first = self.failures.wait(1.0) if isinstance(error, _SECONDARY) else self.failures.first
-        if first is None:
-            report = FailureReport.of(error, me, self.stage, self.replica, place)
-            first = self.failures.publish(report)
-        if self._control is not None and self._control.idle:
-            self._drop_control()  # frees the ranks that wait for a message of this one
         if first.rank == me:
             logger.error("%s failed in %s: %s\n%s", self, place, first.error, detail)
         if first.rank == me or isinstance(error, RemoteStageError):
@@ -170,6 +167,8 @@ class Mesh:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not self._closed:
+            self._publish(error, "the code that uses the mesh")
         self.close()
 
     def __repr__(self) -> str:
@@ -201,7 +200,18 @@ class Mesh:
         self._endpoints = make_endpoints(
             self.topology, self.lanes, self.rank, self._groups, self.device, transfer_timeout
         )
+        self.failures.check()  # what failed before there was a lane to abort
         preconnect(self._endpoints, self.topology.channels, self.device, _until(deadline))
+
+    def _publish(self, error: BaseException, place: str) -> FailureReport:
+        """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
+        first = self.failures.wait(1.0) if isinstance(error, _SECONDARY) else self.failures.first
+        if first is None:
+            report = FailureReport.of(error, self.ranks[self.rank], self.stage, self.replica, place)
+            first = self.failures.publish(report)
+        if self._control is not None and self._control.idle:
+            self._drop_control()  # frees the ranks that wait for a message of this one
+        return first
 
     def _device_mesh(self, name: str, dim: str) -> DeviceMesh:
         if name not in self._meshes:
@@ -233,8 +243,7 @@ class Mesh:
         self._drop_control()
         while self._groups:
             _, group = self._groups.popitem()
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
+            naming.drop_group(group)
 
     def _drop_control(self) -> None:
         self._groups.pop(naming.CONTROL, None)

@@ -134,3 +134,22 @@ def control_messages() -> list[int]:
 def test_one_control_message_per_step(pool: RankPool) -> None:
     """Each new shape costs one more per cloud chunk: two here."""
     assert pool.run(control_messages, ranks=range(3)) == [[3, 1, 3, 1]] * 3
+
+
+def receive_memory(numbers: list[int]) -> list[int]:
+    """Bytes of all receive pools after steps of so many microbatches."""
+    topology = Topology([1, 1, 1])
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        pipeline = build(mesh, chunks)
+        held = []
+        for number in numbers:
+            pipeline.step(toy_microbatches(number) if mesh.is_edge else None)
+            held.append(sum(int(lane.stats()["pool_bytes"]) for lane in mesh.all_lanes()))
+        return held
+
+
+def test_receive_memory_does_not_grow_with_microbatches(pool: RankPool) -> None:
+    for few, many, few_again in pool.run(receive_memory, [8, 64, 8], ranks=range(3)):
+        assert 0 < few == many == few_again
+        assert many < 16 * MESSAGE
