@@ -37,7 +37,7 @@ class Lane:
     @property
     def chunk_bytes(self) -> int: ...
     def send(self, tensors: Sequence[torch.Tensor], peer: int, label: str = "") -> Work:
-        """Starts sending to leader ``peer`` (a group rank of ``p2p``). Raises LaneError for bad tensors or a failed lane."""
+        """Starts sending to leader ``peer``, a group rank of ``p2p``. Raises LaneError: bad tensors, failed lane."""
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int | None = None, label: str = "") -> Work:
         """Starts receiving into ``tensors`` and broadcasting them in the stage: one work. Members ignore ``peer``."""
@@ -46,7 +46,7 @@ class Lane:
         """A fresh tensor over the lane's receive pool; the memory goes back when the last reference dies."""
 
     def close(self, timeout: timedelta = ...) -> None:
-        """Waits for what is in flight, aborts what is left after ``timeout`` (default 10 s), stops the threads. Idempotent."""
+        """Waits for what is in flight, at most ``timeout`` (10 s), aborts the rest, stops the threads. Idempotent."""
 
     def abort(self, reason: str) -> None:
         """Everything pending and everything later fails with ``reason``. Returns at once."""

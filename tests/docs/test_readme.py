@@ -19,7 +19,15 @@ def test_the_program_trains(tmp_path: Path) -> None:
     (program,) = blocks("python")
     assert len(program.splitlines()) <= 30
     (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "train.py",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
@@ -45,7 +53,11 @@ def test_options_of_the_demo_exist() -> None:
     commands = [line for block in blocks("sh") for line in block.splitlines() if "ARGS=" in line]
     assert commands
     help_text = subprocess.run(
-        [sys.executable, "examples/train_text.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "examples/train_text.py", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     for command in commands:
         for option in re.findall(r"--[a-z-]+", command.split("ARGS=")[1]):
