@@ -1,0 +1,60 @@
+"""The text: where it comes from, and the microbatches drawn from it."""
+
+from __future__ import annotations
+
+import torch
+
+from text.options import Options
+
+__all__ = ["Corpus", "Microbatch"]
+
+Microbatch = tuple[
+    torch.Tensor, torch.Tensor
+]  # bytes [batch, sequence], and the byte that follows each of them
+
+HELD_OUT = 0.05  # the end of the text is kept for judging the model
+
+
+class Corpus:
+    """A text as bytes, cut into what is learned and what is held out. Only the edge needs one.
+
+    Raises ValueError if the text is too short for sequences of ``sequence`` bytes.
+    """
+
+    def __init__(self, text: bytes, batch: int, sequence: int, seed: int) -> None:
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        cut = round(len(data) * (1 - HELD_OUT))
+        self._learned, self._held_out = data[:cut], data[cut:]
+        self._shape = (batch, sequence)
+        self._seed = seed
+        if len(self._held_out) <= sequence:
+            needed = round((sequence + 1) / HELD_OUT)
+            raise ValueError(f"the text has {len(data)} bytes; --sequence {sequence} needs at least {needed}")
+
+    @classmethod
+    def load(cls, options: Options) -> Corpus:
+        """The text that ``options`` name. Raises OSError if it cannot be read."""
+        text = _documentation() if options.text is None else options.text.read_bytes()
+        return cls(text, options.batch, options.sequence, options.seed)
+
+    def training(self, step: int, number: int) -> list[Microbatch]:
+        """The ``number`` microbatches of a training step: random places, the same whenever one asks again."""
+        return [self._draw(self._learned, self._seed + 1_000_003 * step + index) for index in range(number)]
+
+    def held_out(self, number: int) -> list[Microbatch]:
+        """Microbatches of text that no training step sees."""
+        return [self._draw(self._held_out, self._seed + index) for index in range(number)]
+
+    def _draw(self, data: torch.Tensor, seed: int) -> Microbatch:
+        batch, sequence = self._shape
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(len(data) - sequence, (batch, 1), generator=generator)
+        windows = data[starts + torch.arange(sequence + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def _documentation() -> bytes:
+    """The documentation topics that come with every Python: half a megabyte of English."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics.values()).encode()

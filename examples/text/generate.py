@@ -1,0 +1,35 @@
+"""Lets the trained model continue a text, one byte for each ``Pipeline.eval``."""
+
+from __future__ import annotations
+
+import torch
+
+import ldt
+from text.options import Options
+
+__all__ = ["continue_text"]
+
+TEMPERATURE = 0.7  # below 1: likely bytes become likelier still
+
+
+def continue_text(pipeline: ldt.Pipeline, options: Options) -> str:
+    """What the model writes behind ``options.prompt``. A collective call.
+
+    Returns the continuation on the edge and nothing elsewhere: what is written never leaves it.
+    """
+    text = list(options.prompt.encode() or b"\n")
+    begin = len(text)
+    generator = torch.Generator().manual_seed(options.seed)
+    for _ in range(options.continuation):
+        if not pipeline.mesh.is_edge:
+            pipeline.eval()
+            continue
+        seen = text[-options.sequence :]
+        padding = [0] * (
+            options.sequence - len(seen)
+        )  # one shape for all calls; behind the text, where nobody looks
+        outputs = pipeline.eval([(torch.tensor([seen + padding]), None)]).outputs
+        assert outputs is not None
+        scores = outputs[0][0, len(seen) - 1]
+        text.append(int(torch.multinomial(torch.softmax(scores / TEMPERATURE, -1), 1, generator=generator)))
+    return bytes(text[begin:]).decode(errors="replace")

@@ -1,0 +1,64 @@
+"""How a job of many processes begins and ends: process group, errors of the command line, Ctrl-C."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch.distributed as dist
+
+import ldt
+
+__all__ = ["one_sentence_errors", "process_group", "quiet_interrupt"]
+
+INTERRUPTED = 128 + signal.SIGINT  # what a shell reports for a process that ended so
+
+
+@contextmanager
+def process_group(ranks: int) -> Iterator[None]:
+    """The default process group of torchrun's processes; a job of one rank needs neither."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    elif ranks > 1:
+        sys.exit(
+            f"this needs {ranks} processes: torchrun --standalone --nproc-per-node {ranks} {sys.argv[0]}"
+        )
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
+def one_sentence_errors() -> Iterator[None]:
+    """What is wrong with the command line ends the process with what the error says, without a traceback."""
+    try:
+        yield
+    except (OSError, ValueError, ldt.LdtError) as error:
+        sys.exit(f"{sys.argv[0]}: {error}")
+
+
+@contextmanager
+def quiet_interrupt() -> Iterator[None]:
+    """Let Ctrl-C, here or on another rank, end the process without a traceback once all inside has cleaned up."""
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    except (KeyboardInterrupt, ldt.RemoteStageError) as error:
+        if not isinstance(error, KeyboardInterrupt) and KeyboardInterrupt.__name__ not in str(error):
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print("interrupted", flush=True)
+        os._exit(INTERRUPTED)  # on a busy machine the interpreter would take seconds to take torch down
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut the clean-up short
+    logging.disable()  # and every rank knows by itself why the others stop
+    raise KeyboardInterrupt

@@ -1,0 +1,36 @@
+"""The training recipe, which needs to know nothing of pipelines: optimizer and learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+__all__ = ["MAX_NORM", "Recipe"]
+
+MAX_NORM = 1.0  # of all gradients together
+WARM_UP = 0.05  # share of the steps
+LOWEST = 0.1  # share of the highest learning rate that is left in the last step
+
+
+class Recipe:
+    """AdamW whose learning rate rises in a warm-up and then falls along a cosine."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, steps: int) -> None:
+        self._optimizer = torch.optim.AdamW(
+            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        self._steps = steps
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._factor)
+
+    def update(self) -> None:
+        """Update the weights from their gradients and clear those."""
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+
+    def _factor(self, step: int) -> float:
+        rising = (step + 1) / (WARM_UP * self._steps)
+        falling = 0.5 * (1 + math.cos(math.pi * step / self._steps))
+        return min(1.0, rising) * (LOWEST + (1 - LOWEST) * falling)
