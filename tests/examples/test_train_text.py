@@ -1,0 +1,135 @@
+"""The text example as users start it: under torchrun, checked against one process, interrupted, started wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+pytest.importorskip("tqdm")
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_text.py")
+TINY_SIZES = {"steps": 4, "microbatches": 3, "batch": 1, "sequence": 16, "width": 32, "continuation": 5}
+TINY = [f"--{name}={size}" for name, size in TINY_SIZES.items()]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+DEADLINE = 100.0
+INTERRUPT_SECONDS = 3.0
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, SCRIPT, *arguments]
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "split"),
+    [
+        (2, "--stages 1,1"),
+        (3, "--stages 1,2 --laps 2 --lanes paired --loss-reduction token"),
+    ],
+)
+def test_training_equals_one_process(ranks: int, split: str, tmp_path: Path) -> None:
+    output = tmp_path / "made" / "here"
+    done = run(
+        torchrun(ranks, *split.split(), *TINY, "--check", "--prompt", "Hello", "--output", str(output))
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    for step in (1, 2, 3):
+        assert f"check of step {step}: losses and gradients are bit-equal" in done.stdout
+    for text in (
+        "loss: 5.5",
+        "Hello|",
+        "edge 0.0",
+        "cloud 1.0",
+        "F0:0.0->1.0",
+        "planned",
+        "measured",
+    ):
+        assert text in done.stdout
+    assert "tokens/s" in done.stderr
+    assert "Traceback" not in done.stderr
+    events = json.loads((output / "trace.json").read_text())["traceEvents"]
+    assert {"0F0", "1B2"} <= {event["name"] for event in events}
+    assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_number_of_processes_is_one_sentence() -> None:
+    done = run(torchrun(2, "--stages", "1,1,1", *TINY))
+    assert done.returncode != 0
+    assert done.stderr.count("needs 3 ranks, but WORLD_SIZE is 2") == 2  # every rank says it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--stages", "1", "--layers", "1"], "give at least --layers 2"),
+        (["--stages", "1,1"], "torchrun --standalone --nproc-per-node 2"),
+        (["--stages", "1", "--text", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: list[str], sentence: str) -> None:
+    done = run([sys.executable, SCRIPT, *arguments])
+    assert done.returncode != 0
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_interrupt_ends_all_processes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = torchrun(3, "--steps", "100000", "--output", str(tmp_path))
+    with log.open("wb") as file:
+        job = subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    workers: list[int] = []
+    try:
+        _wait_for(lambda: b"step 2," in log.read_bytes(), DEADLINE, log)
+        workers = _children(job.pid)
+        assert len(workers) == 3
+        os.killpg(job.pid, signal.SIGINT)
+        _wait_for(lambda: job.poll() is not None and not any(map(_alive, workers)), INTERRUPT_SECONDS, log)
+        assert job.returncode != 0
+        before, _, after = log.read_text().partition("\ninterrupted\n")
+        assert "Traceback" not in before
+        assert SCRIPT not in after  # the one traceback here is that of torchrun itself
+    finally:
+        job.kill()
+        for worker in filter(_alive, workers):
+            os.kill(worker, signal.SIGKILL)
+
+
+def _wait_for(condition: Callable[[], bool], seconds: float, log: Path) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s:\n{log.read_text()}"
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    """False also for one that has ended and was not yet waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
