@@ -25,9 +25,7 @@ def continue_text(pipeline: ldt.Pipeline, options: Options) -> str:
             pipeline.eval()
             continue
         seen = text[-options.sequence :]
-        padding = [0] * (
-            options.sequence - len(seen)
-        )  # one shape for all calls; behind the text, where nobody looks
+        padding = [0] * (options.sequence - len(seen))  # for one shape; behind the text, where nobody looks
         outputs = pipeline.eval([(torch.tensor([seen + padding]), None)]).outputs
         assert outputs is not None
         scores = outputs[0][0, len(seen) - 1]

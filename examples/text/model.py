@@ -124,9 +124,8 @@ class Output(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(width)
         self.scores = nn.Linear(width, BYTES, bias=False)
-        nn.init.normal_(
-            self.scores.weight, std=0.1 * width**-0.5
-        )  # at first all bytes are about equally likely
+        # At first all bytes are about equally likely: a loss of log(256) = 5.5.
+        nn.init.normal_(self.scores.weight, std=0.1 * width**-0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scores(self.norm(x))
@@ -152,6 +151,5 @@ def mean_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 def token_loss(logits: torch.Tensor, following: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The same as a sum and the number of bytes it is over."""
-    return functional.cross_entropy(
-        logits.flatten(0, 1), following.flatten(), reduction="sum"
-    ), following.numel()
+    loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
+    return loss, following.numel()

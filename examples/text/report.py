@@ -25,9 +25,10 @@ def print_report(measurement: Measurement, held_out: ldt.StepResult, prompt: str
     print(f"\nloss: {losses[0]:.3f} in the first step, {sum(last) / len(last):.3f} in the last {len(last)}, "
           f"{float(held_out.loss):.3f} on text not seen in training")  # fmt: skip
     print(f"\n{prompt}|{continuation}")
-    for table in (_nodes(measurement), _channels(measurement), _bubble(measurement)):
-        print(f"\n{table}")
-    print()
+    print(f"\n{_nodes(measurement)}\n")
+    if measurement.planned.topology.channels:
+        print(f"{_channels(measurement)}\n")
+    print(f"{_bubble(measurement)}\n")
 
 
 def write_files(measurement: Measurement, folder: Path) -> list[Path]:
