@@ -21,7 +21,7 @@ endif()
 set(LDT_TORCH_VERSION "${CMAKE_MATCH_1}")
 
 set(LDT_TORCH_LIB_DIR "${LDT_TORCH_DIR}/lib")
-foreach(_name IN ITEMS c10 torch torch_cpu torch_python)
+foreach(_name IN ITEMS c10 torch_cpu torch_python)
   # The folder of torch can change between two runs in one build folder: never trust a cached result.
   unset(LDT_${_name}_LIBRARY CACHE)
   find_library(LDT_${_name}_LIBRARY ${_name} PATHS "${LDT_TORCH_LIB_DIR}" NO_DEFAULT_PATH REQUIRED)
@@ -33,7 +33,8 @@ add_library(ldt_torch INTERFACE)
 target_include_directories(ldt_torch SYSTEM INTERFACE "${LDT_TORCH_DIR}/include"
                                                       "${LDT_TORCH_DIR}/include/torch/csrc/api/include")
 target_compile_definitions(ldt_torch INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
-target_link_libraries(ldt_torch INTERFACE ${LDT_torch_LIBRARY} ${LDT_torch_cpu_LIBRARY} ${LDT_c10_LIBRARY})
+# Not libtorch: in a CUDA build it pulls in libtorch_cuda, and with it every CUDA library, into each C++ test.
+target_link_libraries(ldt_torch INTERFACE ${LDT_torch_cpu_LIBRARY} ${LDT_c10_LIBRARY})
 
 add_library(ldt_torch_python INTERFACE)
 target_link_libraries(ldt_torch_python INTERFACE ldt_torch ${LDT_torch_python_LIBRARY})
