@@ -54,6 +54,7 @@ def _lose_the_sender() -> str:
     rank = dist.get_rank()
     dist.barrier()
     if rank == SENDER:
+        time.sleep(0.5)  # until the others are through the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == MEMBER:
         return (
