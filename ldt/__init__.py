@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ldt._torch_abi import guard_core, require_torch
+
 if TYPE_CHECKING:
     from ldt import plan as plan
     from ldt._C import LaneError as LaneError
@@ -54,7 +56,7 @@ def __getattr__(name: str) -> Any:
     elif name in _PURE:
         value = getattr(importlib.import_module(_PURE[name]), name)
     elif name in _NEEDS_TORCH:
-        importlib.import_module("ldt._torch_abi").require_torch()
+        require_torch()
         value = getattr(importlib.import_module(_NEEDS_TORCH[name]), name)
     else:
         raise AttributeError(f"module 'ldt' has no attribute {name!r}")
@@ -74,3 +76,6 @@ def _version() -> str:
     except metadata.PackageNotFoundError:
         return "0+not.installed"
     return version
+
+
+guard_core()

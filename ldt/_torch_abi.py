@@ -7,6 +7,8 @@ missing symbol, or worse, with none. So the versions are compared before ldt._C 
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
 
 REBUILD = "`pip install --no-deps --force-reinstall .` in ldt's source folder"
 
@@ -58,3 +60,22 @@ def require_torch() -> None:
     reason = mismatch(built, torch.__version__)
     if reason is not None:
         raise ImportError(reason, name="ldt._C")
+
+
+class Guard:
+    """Stands before the import of ldt._C, whoever asks for it, and lets it pass only if it can work.
+
+    Without it an import that does not go by a name of ``ldt`` (``import ldt.runtime``) ends in a missing symbol.
+    """
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Finds nothing itself. Raises ImportError, see require_torch."""
+        if name == "ldt._C":
+            require_torch()
+        return None
+
+
+def guard_core() -> None:
+    """Puts the guard in place, once."""
+    if not any(isinstance(finder, Guard) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Guard())

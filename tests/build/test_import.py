@@ -67,7 +67,9 @@ def test_names_that_need_torch_say_so(name: str) -> None:
     assert last_line(done) == ("ImportError: ldt needs torch==2.13.*, and no torch is installed: install it.")
 
 
-@pytest.mark.parametrize("statement", ["from ldt import Pipeline", "import ldt; ldt.connect"])
+@pytest.mark.parametrize(
+    "statement", ["from ldt import Pipeline", "import ldt; ldt.connect", "import ldt._C"]
+)
 def test_another_minor_version_of_torch(statement: str) -> None:
     done = child(OTHER_TORCH + BUILT + statement)
     assert done.returncode == 1
