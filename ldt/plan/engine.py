@@ -4,8 +4,9 @@ The rules. A node works through its row in order. A compute action waits for its
 sends and receives only join their node's queue of their lane and never block the row. A queue is first in,
 first out. A message is transferred once it is at the head of its sender's and of its receiver's queue
 (rendezvous) and its direction of the link is free; it leaves both queues with its last byte, and arrives a
-latency later. A plan without communication runs as if every receive were posted at the start and every
-channel had a lane of its own.
+latency later. A reduction is a barrier: it blocks its row until every replica of the stage has come to it. A
+plan without communication runs as if every receive were posted at the start and every channel had a lane of
+its own.
 
 Dependencies within a node are not looked at: the order of its row keeps them, which verify checks beforehand.
 """
@@ -13,7 +14,6 @@ Dependencies within a node are not looked at: the order of its row keeps them, w
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from ldt.plan.action import Action
 from ldt.plan.costs import Costs
 from ldt.plan.message import Message, message_into, message_out_of
+from ldt.plan.network import End, Flow, Network
 from ldt.plan.plan import Plan
-from ldt.topology import Channel, Direction, LanePolicy, Node, lanes
+from ldt.topology import LanePolicy, Node
 
 __all__ = ["Computed", "Run", "Stuck", "Transferred", "run"]
 
@@ -45,14 +46,16 @@ class Transferred(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """Where a node stands (place in its row), what it waits for, and the head of a queue in its way.
+    """Where a node stands (place in its row) and what it waits for: a message, or replicas in a reduction.
 
-    ``behind`` is that queue's node and head, or None if the message has not been sent.
+    ``behind`` is the node and the head of the queue in the message's way, or None if it has not been sent.
+    ``absent`` are the replicas that have not come to the reduction.
     """
 
     place: int
-    message: Message
-    behind: tuple[Node, Message] | None
+    message: Message | None = None
+    behind: tuple[Node, Message] | None = None
+    absent: tuple[Node, ...] = ()
 
 
 @dataclass
@@ -69,56 +72,28 @@ def run(plan: Plan, costs: Costs, policy: LanePolicy | None) -> Run:
     return _Engine(plan, costs, policy).run()
 
 
-class _Link:
-    """One direction between two nodes: who may send when."""
+class _Barrier:
+    """The reduction of one chunk: which of the stage's replicas have come to it."""
 
-    __slots__ = ("free_at",)
+    __slots__ = ("expected", "here")
 
-    def __init__(self) -> None:
-        self.free_at = 0.0
-
-
-class _End:
-    """One node's end of a lane."""
-
-    __slots__ = ("node", "queue")
-
-    def __init__(self, node: Node) -> None:
-        self.node = node
-        self.queue: deque[_Flow] = deque()
-
-
-class _Flow:
-    """A message on its way."""
-
-    __slots__ = ("arrived", "message", "route", "start", "waiter")
-
-    def __init__(self, message: Message, route: _Route) -> None:
-        self.message, self.route = message, route
-        self.start: float | None = None
-        self.arrived = False
-        self.waiter: _Worker | None = None
-
-
-class _Route(NamedTuple):
-    """What all messages of a channel share. ``receiver`` is None where receives need no posting."""
-
-    channel: Channel
-    sender: _End
-    receiver: _End | None
-    link: _Link
-    occupancy: float
-    latency: float
+    def __init__(self, expected: int) -> None:
+        self.expected = expected
+        self.here: list[_Worker] = []
 
 
 class _Step(NamedTuple):
-    """An action ready to run: a post (``end`` is set) or a compute action, which may wait for ``flow``."""
+    """An action ready to run: a post (``end`` is set), a reduction (``barrier`` is), or else a compute action.
+
+    A compute action may have to wait for ``flow``.
+    """
 
     place: int
     action: Action
-    duration: float
-    flow: _Flow | None
-    end: _End | None
+    duration: float = 0.0
+    flow: Flow | None = None
+    end: End | None = None
+    barrier: _Barrier | None = None
 
 
 class _Worker:
@@ -135,8 +110,9 @@ class _Worker:
 class _Engine:
     def __init__(self, plan: Plan, costs: Costs, policy: LanePolicy | None) -> None:
         self._plan, self._costs = plan, costs
-        self._routes = self._make_routes(policy)
-        self._flows: dict[tuple[int, Direction, int, int], _Flow] = {}
+        self._network = Network(plan.topology, costs, policy)
+        self._barriers: dict[int, _Barrier] = {}  # by chunk
+        self._waiting: dict[Flow, _Worker] = {}
         self._workers = [_Worker(node, list(self._steps_of(node))) for node in plan.rows]
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
         self._sequence = 0
@@ -151,69 +127,45 @@ class _Engine:
         self._result.stuck = dict(self._find_stuck())
         return self._result
 
-    # -- preparing -------------------------------------------------------------------------------------------
-
-    def _make_routes(self, policy: LanePolicy | None) -> dict[tuple[int, Direction, int], _Route]:
-        topology, costs = self._plan.topology, self._costs
-        lane_of = lanes(topology, policy or "dedicated")
-        senders: dict[object, _End] = {}
-        receivers: dict[object, _End] = {}
-        links: dict[object, _Link] = {}
-        routes = {}
-        for channel, lane in lane_of.items():
-            source, target, hop = channel.source, channel.target, channel.hop
-            sender = senders.setdefault((lane, source), _End(source))
-            receiver = receivers.setdefault((lane, target), _End(target)) if policy else None
-            link = links.setdefault((source, target), _Link())
-            route = _Route(channel, sender, receiver, link, costs.occupancy(hop), costs.delay(hop))
-            routes[hop, channel.direction, channel.replica] = route
-        return routes
-
-    def _flow(self, hop: int, direction: Direction, replica: int, microbatch: int | None) -> _Flow | None:
-        """The flow of a message, made at its first mention; None if its hop is local."""
-        route = self._routes.get((hop, direction, replica))
-        if route is None or microbatch is None:
-            return None
-        key = (hop, direction, replica, microbatch)
-        flow = self._flows.get(key)
-        if flow is None:
-            flow = self._flows[key] = _Flow(Message(route.channel, microbatch), route)
-        return flow
-
     def _steps_of(self, node: Node) -> Iterator[_Step]:
+        network, replica = self._network, node.replica
         for place, action in enumerate(self._plan.rows[node]):
-            _, kind, microbatch = action
+            chunk, kind, microbatch = action
             if kind.is_compute:
                 source = message_into(action)
-                flow = self._flow(*source, node.replica, microbatch) if source else None
-                yield _Step(place, action, self._costs.compute(action), flow, None)
+                flow = network.flow(*source, replica, microbatch) if source else None
+                yield _Step(place, action, self._costs.compute(action), flow)
                 if self._plan.lanes is None:
                     target = message_out_of(action)
-                    flow = self._flow(*target, node.replica, microbatch) if target else None
+                    flow = network.flow(*target, replica, microbatch) if target else None
                     if flow is not None:
-                        yield _Step(place, action, 0.0, flow, flow.route.sender)
+                        yield _Step(place, action, flow=flow, end=flow.route.sender)
             elif kind.is_comm:
-                flow = self._flow(action.hop, kind.direction, node.replica, microbatch)
+                flow = network.flow(action.hop, kind.direction, replica, microbatch)
                 assert flow is not None, action
-                yield _Step(
-                    place, action, 0.0, flow, flow.route.sender if kind.is_send else flow.route.receiver
-                )
+                end = flow.route.sender if kind.is_send else flow.route.receiver
+                yield _Step(place, action, flow=flow, end=end)
+            else:
+                barrier = _Barrier(self._plan.topology.replicas(node.stage))
+                yield _Step(place, action, barrier=self._barriers.setdefault(chunk, barrier))
 
     # -- running ---------------------------------------------------------------------------------------------
 
     def _at(self, time: float, handle: Callable[[Any, float], None], subject: object) -> None:
-        self._sequence += (
-            1  # first come, first served among equal times; also keeps the heap from comparing more
-        )
+        # The number keeps first come, first served among equal times, and the heap from comparing any more.
+        self._sequence += 1
         heapq.heappush(self._heap, (time, self._sequence, handle, subject))
 
     def _advance(self, worker: _Worker, now: float) -> None:
         steps = worker.steps
         while worker.cursor < len(steps):
-            _, _, duration, flow, end = steps[worker.cursor]
+            _, _, duration, flow, end, barrier = steps[worker.cursor]
+            if barrier is not None:
+                self._join(worker, barrier, now)
+                return
             if end is None:
                 if flow is not None and not flow.arrived:
-                    flow.waiter = worker
+                    self._waiting[flow] = worker
                     return
                 worker.start = now
                 self._at(now + duration, self._on_computed, worker)
@@ -223,13 +175,20 @@ class _Engine:
             worker.cursor += 1
             self._try_transfer(flow, now)
 
+    def _join(self, worker: _Worker, barrier: _Barrier, now: float) -> None:
+        barrier.here.append(worker)
+        if len(barrier.here) == barrier.expected:
+            for replica in barrier.here:
+                replica.cursor += 1
+                self._at(now, self._advance, replica)
+
     def _on_computed(self, worker: _Worker, now: float) -> None:
         action = worker.steps[worker.cursor].action
         self._result.computed.append(Computed(worker.node, action, worker.start, now))
         worker.cursor += 1
         self._advance(worker, now)
 
-    def _try_transfer(self, flow: _Flow, now: float) -> None:
+    def _try_transfer(self, flow: Flow, now: float) -> None:
         _, sender, receiver, link, occupancy, _ = flow.route
         if flow.start is not None or not sender.queue or sender.queue[0] is not flow:
             return
@@ -239,7 +198,7 @@ class _Engine:
         link.free_at = flow.start + occupancy
         self._at(link.free_at, self._on_left, flow)
 
-    def _on_left(self, flow: _Flow, now: float) -> None:
+    def _on_left(self, flow: Flow, now: float) -> None:
         for end in (flow.route.sender, flow.route.receiver):
             if end is not None:
                 end.queue.popleft()
@@ -248,25 +207,25 @@ class _Engine:
             if end is not None and end.queue:
                 self._try_transfer(end.queue[0], now)
 
-    def _on_arrived(self, flow: _Flow, now: float) -> None:
+    def _on_arrived(self, flow: Flow, now: float) -> None:
         assert flow.start is not None
         flow.arrived = True
         self._result.transferred.append(Transferred(flow.message, flow.start, now))
-        if flow.waiter is not None:
-            self._advance(flow.waiter, now)
+        waiter = self._waiting.pop(flow, None)
+        if waiter is not None:
+            self._advance(waiter, now)
 
     # -- when it got stuck -----------------------------------------------------------------------------------
 
     def _find_stuck(self) -> Iterator[tuple[Node, Stuck]]:
         for worker in self._workers:
-            if worker.cursor < len(worker.steps):
-                step = worker.steps[worker.cursor]
+            if worker.cursor == len(worker.steps):
+                continue
+            step = worker.steps[worker.cursor]
+            if step.barrier is not None:
+                here = [replica.node for replica in step.barrier.here]
+                stage = [other.node for other in self._workers if other.node.stage == worker.node.stage]
+                yield worker.node, Stuck(step.place, absent=tuple(n for n in stage if n not in here))
+            else:
                 assert step.flow is not None
-                yield worker.node, Stuck(step.place, step.flow.message, self._in_the_way(step.flow))
-
-    def _in_the_way(self, flow: _Flow) -> tuple[Node, Message] | None:
-        sender, receiver = flow.route.sender, flow.route.receiver
-        if flow not in sender.queue:
-            return None
-        blocked = sender if receiver is None or sender.queue[0] is not flow else receiver
-        return (blocked.node, blocked.queue[0].message) if blocked.queue else None
+                yield worker.node, Stuck(step.place, step.flow.message, step.flow.in_the_way())

@@ -24,7 +24,8 @@ def add_communication(plan: Plan, policy: LanePolicy, receive_buffers: int = 2) 
        all transfers. A send goes right after its compute action; a receive goes behind the actions of its row
        that ended before its producer did. So every queue of every lane is a part of that one order, and
        whichever transfer is the first in it that has not happened is at the head of both its queues: no
-       deadlock, under any lane policy.
+       deadlock, under any lane policy. Reductions keep their place in that order, behind the sends of what
+       ended before them.
     2. Receives are moved up as far as ``receive_buffers`` messages per channel allow: item i to right after
        the action that uses item i - receive_buffers, never past another receive of its lane. An earlier post
        with the same order in every queue cannot make anything later. Where 1 needs more buffers than that, it

@@ -23,9 +23,10 @@ def verify(plan: Plan, lanes: LanePolicy | None = None) -> None:
 
     Proven are: each action is there exactly once and on its chunk's node; every action comes after what it
     needs on its node, so every forward before its backward; every receive has its send and both ends of each
-    lane have one order; and no deadlock, by a run in which a message passes only at the head of both its
-    queues. ``lanes`` proves the plan for another lane policy than its own. A plan without communication is
-    proven as such.
+    lane have one order; the replicas of a stage reduce its chunks in one order; and no deadlock, by a run in
+    which a message passes only at the head of both its queues and a reduction waits for all replicas.
+    ``lanes`` proves the plan for another lane policy than its own. A plan without communication is proven as
+    such.
     """
     if lanes is not None and plan.lanes is None:
         raise PlanError(
@@ -94,7 +95,10 @@ def _check_reduction_order(plan: Plan) -> None:
         )
         for (index, action), (first_index, first_action) in zip(ours, theirs, strict=True):
             if action != first_action:
-                problem = f"node {node} reduces {action} where its replica {first} reduces {first_action}"
+                problem = (
+                    f"all replicas of a stage must reduce its chunks in one order: node {node} has {action} "
+                    f"where node {first} has {first_action}"
+                )
                 _fail(plan, problem, {node: index, first: first_index})
 
 
@@ -131,11 +135,15 @@ def _comm_actions(plan: Plan) -> Iterator[tuple[Node, int, Action]]:
 def _fail_deadlock(plan: Plan, result: Run, policy: LanePolicy | None) -> NoReturn:
     lane_of = lanes(plan.topology, policy or "dedicated")
     lines = [f"deadlock: {len(result.stuck)} of {len(plan.rows)} nodes cannot go on"]
-    for node, (place, message, behind) in result.stuck.items():
-        line = f"  node {node} waits at {plan.rows[node][place]} for {message}, "
-        if behind is None:
-            line += f"which node {message.channel.source} has not sent"
+    for node, stuck in result.stuck.items():
+        line = f"  node {node} waits at {plan.rows[node][stuck.place]} for "
+        if stuck.message is None:
+            line += f"node {' and '.join(map(str, stuck.absent))} to come to it, too"
+        elif stuck.behind is None:
+            line += f"{stuck.message}, which node {stuck.message.channel.source} has not sent"
         else:
-            line += f"which is behind {behind[1]} on lane {lane_of[message.channel]} at node {behind[0]}"
+            blocker, head = stuck.behind
+            line += f"{stuck.message}, which is behind {head} "
+            line += f"on lane {lane_of[stuck.message.channel]} at node {blocker}"
         lines.append(line)
     _fail(plan, "\n".join(lines), {node: stuck.place for node, stuck in result.stuck.items()})

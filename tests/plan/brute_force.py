@@ -9,82 +9,104 @@ from __future__ import annotations
 from collections import defaultdict
 
 from ldt.plan import Action, Kind, Plan
-from ldt.topology import lanes
+from ldt.topology import Node, lanes
 
 Slot = tuple[int, str, int | None]  # chunk, "F" or "B", microbatch
 
 
 def works(plan: Plan, policy: str) -> bool:
-    """True if every row of ``plan``, which has communication and one replica, can be played to its end."""
+    """True if every row of ``plan``, which has communication, can be played to its end."""
     return _Game(plan, policy).play()
 
 
 class _Game:
     def __init__(self, plan: Plan, policy: str) -> None:
         self.plan = plan
-        lane_of = lanes(plan.topology, policy)
-        self.lane = {(c.source.stage, c.target.stage, c.hop): lane_of[c] for c in plan.topology.channels}
+        self.lane = {(c.source, c.target, c.hop): lane for c, lane in lanes(plan.topology, policy).items()}
         self.place = dict.fromkeys(plan.rows, 0)
-        self.sends: dict[object, list[tuple[Action, Action]]] = defaultdict(list)
-        self.receives: dict[object, list[tuple[Action, Action]]] = defaultdict(list)
-        self.done: set[Action] = set()
-        self.inputs: set[Slot] = set()
+        self.sends: dict[object, list[tuple[int, Action, Action]]] = defaultdict(list)
+        self.receives: dict[object, list[tuple[int, Action, Action]]] = defaultdict(list)
+        self.done: set[tuple[int, Action]] = set()  # replica, action
+        self.inputs: set[tuple[int, Slot]] = set()  # replica, slot
 
     def play(self) -> bool:
-        while self._move_rows() or self._move_messages():
+        while self._move_rows() or self._move_reductions() or self._move_messages():
             pass
         ended = all(place == len(self.plan.rows[node]) for node, place in self.place.items())
         return ended and not any(self.sends.values()) and not any(self.receives.values())
 
+    def _next(self, node: Node) -> Action | None:
+        row, place = self.plan.rows[node], self.place[node]
+        return row[place] if place < len(row) else None
+
     def _move_rows(self) -> bool:
         moved = False
-        for node, row in self.plan.rows.items():
-            while self.place[node] < len(row) and self._possible(node, row[self.place[node]]):
+        for node in self.plan.rows:
+            while (action := self._next(node)) is not None and self._possible(node, action):
                 self.place[node] += 1
                 moved = True
         return moved
 
-    def _possible(self, node, action: Action) -> bool:
-        chunk, kind, microbatch = action
+    def _move_reductions(self) -> bool:
+        """All replicas of a stage make the move together, once each has ended the chunk's backwards."""
+        for stage in range(self.plan.topology.num_stages):
+            nodes = [node for node in self.plan.rows if node.stage == stage]
+            chunk, kind, _ = self._next(nodes[0]) or Action(0, Kind.F)
+            backwards = [Action(chunk, Kind.B, m) for m in range(self.plan.num_microbatches)]
+            if (
+                kind is Kind.REDUCE_GRAD
+                and all(self._next(node) == Action(chunk, kind) for node in nodes)
+                and all((node.replica, backward) in self.done for node in nodes for backward in backwards)
+            ):
+                for node in nodes:
+                    self.place[node] += 1
+                return True
+        return False
+
+    def _possible(self, node: Node, action: Action) -> bool:
+        (chunk, kind, microbatch), replica = action, node.replica
         stages, tail = self.plan.topology.num_stages, self.plan.topology.num_chunks - 1
+        if kind is Kind.REDUCE_GRAD:
+            return False
         if kind in (Kind.SEND_F, Kind.SEND_B):
             made_by = Kind.F if kind is Kind.SEND_F else Kind.B
-            if Action(chunk, made_by, microbatch) not in self.done:
+            if (replica, Action(chunk, made_by, microbatch)) not in self.done:
                 return False
             other = chunk + 1 if kind is Kind.SEND_F else chunk - 1
             receive = Action(other, Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B, microbatch)
-            lane = self.lane[node.stage, other % stages, min(chunk, other)]
-            self.sends[lane, node].append((action, receive))
+            lane = self.lane[node, Node(other % stages, replica), min(chunk, other)]
+            self.sends[lane, node].append((replica, action, receive))
         elif kind in (Kind.RECV_F, Kind.RECV_B):
             other = chunk - 1 if kind is Kind.RECV_F else chunk + 1
             send = Action(other, Kind.SEND_F if kind is Kind.RECV_F else Kind.SEND_B, microbatch)
-            lane = self.lane[other % stages, node.stage, min(chunk, other)]
-            self.receives[lane, node].append((send, action))
+            lane = self.lane[Node(other % stages, replica), node, min(chunk, other)]
+            self.receives[lane, node].append((replica, send, action))
         elif kind is Kind.F:
-            if chunk > 0 and not self._has_input(chunk, chunk - 1, "F", microbatch):
+            if chunk > 0 and not self._has_input(replica, chunk, chunk - 1, "F", microbatch):
                 return False
-            self.done.add(action)
+            self.done.add((replica, action))
         else:
-            if Action(chunk, Kind.F, microbatch) not in self.done:
+            if (replica, Action(chunk, Kind.F, microbatch)) not in self.done:
                 return False
-            if chunk < tail and not self._has_input(chunk, chunk + 1, "B", microbatch):
+            if chunk < tail and not self._has_input(replica, chunk, chunk + 1, "B", microbatch):
                 return False
-            self.done.add(action)
+            self.done.add((replica, action))
         return True
 
-    def _has_input(self, chunk: int, source: int, direction: str, microbatch: int | None) -> bool:
+    def _has_input(
+        self, replica: int, chunk: int, source: int, direction: str, microbatch: int | None
+    ) -> bool:
         if chunk % self.plan.topology.num_stages == source % self.plan.topology.num_stages:
-            return Action(source, Kind(direction), microbatch) in self.done
-        return (chunk, direction, microbatch) in self.inputs
+            return (replica, Action(source, Kind(direction), microbatch)) in self.done
+        return (replica, (chunk, direction, microbatch)) in self.inputs
 
     def _move_messages(self) -> bool:
         for sends in self.sends.values():
             for receives in self.receives.values():
                 if sends and receives and sends[0] == receives[0]:
-                    receive = sends.pop(0)[1]
+                    replica, _, receive = sends.pop(0)
                     receives.pop(0)
-                    self.inputs.add(
-                        (receive.chunk, "F" if receive.kind is Kind.RECV_F else "B", receive.microbatch)
-                    )
+                    direction = "F" if receive.kind is Kind.RECV_F else "B"
+                    self.inputs.add((replica, (receive.chunk, direction, receive.microbatch)))
                     return True
         return False

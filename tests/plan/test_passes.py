@@ -22,31 +22,47 @@ from ldt.topology import Node, Topology
 
 @st.composite
 def any_compute_plan(draw):
-    """A valid compute-only plan in no particular order: any possible action of any node, again and again."""
-    topology = Topology([1] * draw(st.integers(1, 4)), laps=draw(st.integers(1, 3)))
-    microbatches, training = draw(st.integers(1, 4)), draw(st.booleans())
+    """A valid compute-only plan in no particular order: any possible action of any node, again and again.
+
+    A reduction is an action of all replicas at once.
+    """
+    topology = Topology(
+        [1] * draw(st.integers(1, 4)), dp=draw(st.integers(1, 3)), laps=draw(st.integers(1, 3))
+    )
+    microbatches, training = draw(st.integers(1, 4 if topology.dp == 1 else 2)), draw(st.booleans())
     random = draw(st.randoms(use_true_random=False))
+    chunks, replicas = range(topology.num_chunks), range(topology.dp)
     kinds = (Kind.F, Kind.B) if training else (Kind.F,)
-    left = {Action(c, k, m) for c in range(topology.num_chunks) for k in kinds for m in range(microbatches)}
+    left = {
+        (Action(c, k, m), r) for c in chunks for k in kinds for m in range(microbatches) for r in replicas
+    }
+    if training and topology.dp > 1:
+        left |= {(Action(chunk, Kind.REDUCE_GRAD), None) for chunk in chunks}
     rows: dict[Node, list[Action]] = {node: [] for node in topology.nodes}
     while left:
-        possible = sorted(
-            action for action in left if not any(need in left for need in needs(topology, action))
-        )
-        action = random.choice(possible)
-        rows[topology.node_at(action.chunk, 0)].append(action)
-        left.remove(action)
+        possible = [
+            item for item in left if not any(need in left for need in needs(topology, microbatches, *item))
+        ]
+        action, replica = random.choice(sorted(possible, key=str))
+        for owner in replicas if replica is None else (replica,):
+            rows[topology.node_at(action.chunk, owner)].append(action)
+        left.remove((action, replica))
     return Plan(topology, microbatches, rows, None, training)
 
 
-def needs(topology, action):
+def needs(topology, microbatches, action, replica):
     chunk, kind, microbatch = action
     if kind is Kind.F:
-        return [Action(chunk - 1, Kind.F, microbatch)]
-    return [Action(chunk, Kind.F, microbatch), Action(chunk + 1, Kind.B, microbatch)]
+        return [(Action(chunk - 1, Kind.F, microbatch), replica)]
+    if kind is Kind.B:
+        return [
+            (Action(chunk, Kind.F, microbatch), replica),
+            (Action(chunk + 1, Kind.B, microbatch), replica),
+        ]
+    return [(Action(chunk, Kind.B, m), r) for m in range(microbatches) for r in range(topology.dp)]
 
 
-@settings(max_examples=250)
+@settings(max_examples=200)
 @given(any_compute_plan(), st.sampled_from(["dedicated", "paired"]), st.integers(1, 3))
 def test_any_compute_order_gets_working_communication(plan, policy, receive_buffers):
     complete = add_communication(plan, policy, receive_buffers)
