@@ -78,6 +78,13 @@ class Action(NamedTuple):
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else None)
 
+    @classmethod
+    def send_of(cls, hop: int, direction: Direction, microbatch: int | None) -> Action:
+        """The send across the hop c -> c+1: chunk c's of its output ("F"), or c+1's of the gradient ("B")."""
+        if direction == "F":
+            return cls(hop, Kind.SEND_F, microbatch)
+        return cls(hop + 1, Kind.SEND_B, microbatch)
+
     @property
     def hop(self) -> int:
         """The chunk c of the hop c -> c+1 that a send or receive crosses."""

@@ -111,9 +111,7 @@ class _Placement:
         channel = self._channels.get((*target, node.replica)) if target else None
         if channel is None:
             return
-        send = Action(
-            action.chunk, Kind.SEND_F if channel.direction == "F" else Kind.SEND_B, action.microbatch
-        )
+        send = Action.send_of(channel.hop, channel.direction, action.microbatch)
         self._sends[node, gap].append(send)
         self._receives[channel.target, self._receive_gap(channel, send)].append(send.counterpart)
 

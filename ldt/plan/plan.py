@@ -8,6 +8,7 @@ from typing import get_args
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action
+from ldt.plan.text import from_text, to_text
 from ldt.topology import Channel, LanePolicy, Node, Topology
 
 __all__ = ["Plan"]
@@ -57,13 +58,9 @@ class Plan:
 
     def to_text(self) -> str:
         """Header lines, then one CSV line per node. ``from_text`` gives the equal plan back."""
-        from ldt.plan.text import plan_to_text
-
-        return plan_to_text(self)
+        return to_text(self.topology, self.num_microbatches, self.rows, self.lanes, self.training)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
         """Read what ``to_text`` writes. Raises PlanError naming the line that is wrong."""
-        from ldt.plan.text import plan_from_text
-
-        return plan_from_text(text)
+        return cls(*from_text(text))

@@ -11,9 +11,6 @@ from ldt.topology import Node
 
 __all__ = ["missing_actions", "needed_before", "refuse_reason"]
 
-_SEND = {"F": Kind.SEND_F, "B": Kind.SEND_B}
-_RECEIVE = {"F": Kind.RECV_F, "B": Kind.RECV_B}
-
 
 def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
     """Why ``action`` can never be in the row of ``node``; None if it can."""
@@ -77,7 +74,7 @@ def _input(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Acti
         local = Action(hop, Kind.F, action.microbatch)
         yield local if direction == "F" else _backward(hop + 1, action.microbatch, row)
     elif plan.lanes is not None:
-        yield Action(action.chunk, _RECEIVE[direction], action.microbatch)
+        yield Action.send_of(hop, direction, action.microbatch).counterpart
 
 
 def _backward(chunk: int, microbatch: int | None, row: Collection[Action]) -> Action:
@@ -98,6 +95,8 @@ def _messages(plan: Plan, action: Action) -> Iterator[Action]:
     """The receive and the send of a compute action."""
     if plan.lanes is None:
         return
-    for place, kinds in ((message_into(action), _RECEIVE), (message_out_of(action), _SEND)):
-        if place is not None and plan.topology.crosses(place[0]):
-            yield Action(action.chunk, kinds[place[1]], action.microbatch)
+    source, target = message_into(action), message_out_of(action)
+    if source is not None and plan.topology.crosses(source[0]):
+        yield Action.send_of(*source, action.microbatch).counterpart
+    if target is not None and plan.topology.crosses(target[0]):
+        yield Action.send_of(*target, action.microbatch)

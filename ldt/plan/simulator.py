@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ldt.plan.action import Action, Kind
+from ldt.plan.action import Action
 from ldt.plan.costs import Costs
 from ldt.plan.engine import Run
 from ldt.plan.message import Message
@@ -27,15 +27,10 @@ def timeline_of(plan: Plan, run: Run) -> Timeline:
     """The events of ``run`` as a timeline."""
     events = [Event(*computed) for computed in run.computed]
     events += [_transfer(message, start, end) for message, start, end in run.transferred]
-    return Timeline(
-        plan.topology, tuple(sorted(events, key=lambda e: (e.start, e.end, e.node, str(e.action))))
-    )
+    return Timeline.of(plan.topology, events)
 
 
 def _transfer(message: Message, start: float, end: float) -> Event:
     channel, microbatch = message
-    if channel.direction == "F":
-        action = Action(channel.hop, Kind.SEND_F, microbatch)
-    else:
-        action = Action(channel.hop + 1, Kind.SEND_B, microbatch)
-    return Event(channel.source, action, start, end, channel)
+    send = Action.send_of(channel.hop, channel.direction, microbatch)
+    return Event(channel.source, send, start, end, channel)

@@ -8,32 +8,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from ldt.errors import LdtError, PlanError
 from ldt.plan.action import Action
-from ldt.plan.plan import Plan
 from ldt.topology import LanePolicy, Node, Topology
+
+__all__ = ["from_text", "to_text"]
 
 _MAGIC = "# ldt plan 1"
 _TOPOLOGY = "# topology: "
 _MODES = {"train": True, "eval": False}
 
 
-def plan_to_text(plan: Plan) -> str:
-    """See Plan.to_text."""
-    mode = "train" if plan.training else "eval"
+def to_text(
+    topology: Topology,
+    num_microbatches: int,
+    rows: Mapping[Node, Sequence[Action]],
+    lanes: LanePolicy | None,
+    training: bool,
+) -> str:
+    """The text of a plan with these fields. See Plan.to_text."""
+    mode = "train" if training else "eval"
     lines = [
         _MAGIC,
-        _TOPOLOGY + plan.topology.to_text(),
-        f"# microbatches={plan.num_microbatches} lanes={plan.lanes or 'none'} mode={mode}",
+        _TOPOLOGY + topology.to_text(),
+        f"# microbatches={num_microbatches} lanes={lanes or 'none'} mode={mode}",
     ]
-    lines += [",".join([str(node), *map(str, row)]) for node, row in plan.rows.items()]
+    lines += [",".join([str(node), *map(str, row)]) for node, row in rows.items()]
     return "\n".join(lines) + "\n"
 
 
-def plan_from_text(text: str) -> Plan:
-    """See Plan.from_text."""
+def from_text(text: str) -> tuple[Topology, int, dict[Node, list[Action]], LanePolicy | None, bool]:
+    """The fields of a plan, in the order of ``to_text``. See Plan.from_text."""
     lines = text.splitlines()
     if len(lines) < 3 or lines[0].strip() != _MAGIC or not lines[1].startswith(_TOPOLOGY):
         raise PlanError(f"expected a plan that starts with {_MAGIC!r} and a topology line, got {lines[:2]!r}")
@@ -55,7 +63,7 @@ def plan_from_text(text: str) -> Plan:
         if node in rows:
             raise PlanError(f"line {number} of the plan: node {node} already has a row")
         rows[node] = row
-    return Plan(topology, num_microbatches, rows, lanes, training)
+    return topology, num_microbatches, rows, lanes, training
 
 
 def _settings(line: str) -> tuple[int, LanePolicy | None, bool]:

@@ -37,6 +37,11 @@ class Timeline:
     events: tuple[Event, ...]
 
     @classmethod
+    def of(cls, topology: Topology, events: Iterable[Event]) -> Timeline:
+        """A timeline of ``events`` in any order."""
+        return cls(topology, tuple(sorted(events, key=_when)))
+
+    @classmethod
     def from_records(
         cls, topology: Topology, records: Iterable[tuple[Node, Action, float, float]]
     ) -> Timeline:
@@ -61,7 +66,7 @@ class Timeline:
         for message, (node, action, start, channel) in sends.items():
             if message in arrivals:
                 events.append(Event(node, action, start, max(start, arrivals[message]), channel))
-        return cls(topology, tuple(sorted(events, key=_when)))
+        return cls.of(topology, events)
 
     # -- figures ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import ldt.plan
 from ldt.errors import PlanError
 from ldt.plan import Action, Kind, Plan, ushape
 from ldt.topology import Topology
@@ -65,6 +66,19 @@ def test_counterpart_is_its_own_inverse(action):
     assert other.hop == action.hop
     assert other.kind.is_send != action.kind.is_send
     assert other.kind.direction == action.kind.direction
+
+
+@given(microbatched.filter(lambda action: action.kind.is_comm and action.chunk > 0))
+def test_send_of_is_the_send_across_a_hop(action):
+    send = Action.send_of(action.hop, action.kind.direction, action.microbatch)
+    assert send == (action if action.kind.is_send else action.counterpart)
+
+
+def test_no_module_of_the_package_is_imported_lazily():
+    """So imports go one way: two modules that need each other could not both import at the top."""
+    for file in Path(ldt.plan.__file__).parent.glob("*.py"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        assert not [line for line in lines if line.lstrip() != line and "from ldt" in line], file
 
 
 @given(any_plan())
