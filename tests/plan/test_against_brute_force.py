@@ -1,0 +1,134 @@
+"""verify accepts exactly what also works for an independent judge: random plans, most of them broken."""
+
+import re
+
+from brute_force import works
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from ldt.errors import PlanError
+from ldt.plan import Action, Kind, ushape, verify
+from ldt.topology import Topology
+
+
+@st.composite
+def shuffled_plan(draw, movable):
+    """A valid plan in which a few actions were swapped with others of their row, mostly near ones."""
+    policy = draw(st.sampled_from(["dedicated", "paired"]))
+    plan = ushape(
+        Topology([1] * draw(st.integers(2, 4)), dp=draw(st.integers(1, 3)), laps=draw(st.integers(1, 2))),
+        draw(st.integers(1, 5)),
+        training=draw(st.booleans()),
+        lanes=policy,
+        receive_buffers=draw(st.integers(1, 3)),
+    )
+    rows = {node: list(row) for node, row in plan.rows.items()}
+    for _ in range(draw(st.integers(0, 4))):
+        row = rows[draw(st.sampled_from(list(rows)))]
+        places = [place for place, action in enumerate(row) if movable(action)]
+        first = draw(st.integers(0, len(places) - 1))
+        second = min(first + draw(st.integers(1, 3)), len(places) - 1)
+        one, other = places[first], places[second]
+        row[one], row[other] = row[other], row[one]
+    return plan.with_rows(rows, policy)
+
+
+@st.composite
+def plan_with_scattered_receives(draw):
+    """Each channel's receives in order and in time, but anywhere otherwise: fine if dedicated, not if paired."""
+    plan = ushape(
+        Topology([1] * draw(st.integers(2, 4)), laps=draw(st.integers(1, 2))),
+        draw(st.integers(1, 4)),
+        training=draw(st.booleans()),
+        lanes=draw(st.sampled_from(["dedicated", "paired"])),
+    )
+    random = draw(st.randoms(use_true_random=False))
+    rows = {}
+    for node, row in plan.rows.items():
+        rest = [action for action in row if not action.kind.is_receive]
+        limits: dict[object, int] = {}
+        placed: list[tuple[int, Action]] = []
+        for action in reversed([action for action in row if action.kind.is_receive]):
+            user = Action(action.chunk, Kind(action.kind.direction), action.microbatch)
+            channel = (action.chunk, action.kind)
+            place = random.randint(0, min(rest.index(user), limits.get(channel, len(rest))))
+            limits[channel] = place
+            placed.append((place, action))
+        rows[node] = []
+        for gap in range(len(rest) + 1):
+            rows[node] += [action for place, action in reversed(placed) if place == gap] + rest[gap : gap + 1]
+    return plan.with_rows(rows, plan.lanes)
+
+
+@st.composite
+def plan_with_scattered_reductions(draw):
+    """Reductions anywhere behind their backwards, in one order for all replicas: fine, or wait for each other."""
+    plan = ushape(
+        Topology([1] * draw(st.integers(1, 3)), dp=draw(st.integers(2, 3)), laps=draw(st.integers(1, 2))),
+        draw(st.integers(1, 2)),
+        lanes=draw(st.sampled_from(["dedicated", "paired"])),
+    )
+    random = draw(st.randoms(use_true_random=False))
+    orders = [random.sample(chunks, len(chunks)) for chunks in map(plan.topology.chunks_of, range(9))]
+    rows = {}
+    for node, row in plan.rows.items():
+        rows[node] = [action for action in row if action.kind is not Kind.REDUCE_GRAD]
+        after = 0
+        for chunk in orders[node.stage]:
+            last = rows[node].index(Action(chunk, Kind.B, plan.num_microbatches - 1))
+            place = random.choice(
+                [max(after, last + 1), random.randint(max(after, last + 1), len(rows[node]))]
+            )
+            rows[node].insert(place, Action(chunk, Kind.REDUCE_GRAD))
+            after = place + 1
+    return plan.with_rows(rows, plan.lanes)
+
+
+def proven(plan):
+    try:
+        verify(plan)
+    except PlanError as error:
+        event(re.sub(r"[^a-z ]+", "#", str(error).splitlines()[0]))  # shown by --hypothesis-show-statistics
+        return False
+    event("accepted")
+    return True
+
+
+@settings(max_examples=300)
+@given(shuffled_plan(lambda action: not action.kind.is_compute))
+def test_verify_agrees_with_brute_force_on_swapped_communication(plan):
+    assert proven(plan) == works(plan, plan.lanes)
+
+
+@settings(max_examples=200)
+@given(shuffled_plan(lambda action: True))
+def test_verify_agrees_with_brute_force_on_swapped_actions(plan):
+    assert proven(plan) == works(plan, plan.lanes)
+
+
+@settings(max_examples=200)
+@given(plan_with_scattered_receives())
+def test_verify_agrees_with_brute_force_on_scattered_receives(plan):
+    accepted = proven(plan)
+    assert accepted == works(plan, plan.lanes)
+    assert accepted or plan.lanes == "paired"
+
+
+@settings(max_examples=300)
+@given(plan_with_scattered_reductions())
+def test_verify_agrees_with_brute_force_on_scattered_reductions(plan):
+    assert proven(plan) == works(plan, plan.lanes)
+
+
+@settings(max_examples=100)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.integers(1, 9),
+    st.booleans(),
+    st.sampled_from(["dedicated", "paired"]),
+)
+def test_brute_force_accepts_ushape(stages, dp, laps, microbatches, training, policy):
+    plan = ushape(Topology([1] * stages, dp=dp, laps=laps), microbatches, training=training, lanes=policy)
+    assert works(plan, policy)
