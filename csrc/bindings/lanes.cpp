@@ -60,7 +60,7 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
   auto transport = std::make_shared<GroupTransport>(share(p2p), share(stage), stage_root);
   LaneOptions options;
   options.name = std::move(name);
-  options.device = device;
+  options.device = device.is_cpu() ? c10::Device(at::kCPU) : device;  // "cpu:0" is the CPU
   options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
   options.timeout = timeout;
   options.announce = announce.value_or(device.is_cpu());

@@ -4,25 +4,25 @@
 namespace ldt {
 
 void ChainWorker::push(std::shared_ptr<HostMessage> message) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  pending_.push_back(std::move(message));
+  std::lock_guard<std::mutex> lock(queue_->mutex);
+  queue_->pending.push_back(std::move(message));
   if (!thread_.joinable()) {
-    thread_ = std::thread([this] { loop(); });
+    thread_ = std::thread([queue = queue_] { run(queue); });
   }
-  changed_.notify_all();
+  queue_->changed.notify_all();
 }
 
-void ChainWorker::loop() {
-  std::unique_lock<std::mutex> lock(mutex_);
+void ChainWorker::run(const std::shared_ptr<Queue>& queue) {
+  std::unique_lock<std::mutex> lock(queue->mutex);
   while (true) {
-    changed_.wait(lock, [this] { return stopping_ || !pending_.empty(); });
-    if (pending_.empty()) return;
-    auto message = pending_.front();
+    queue->changed.wait(lock, [&] { return queue->stopping || !queue->pending.empty(); });
+    if (queue->pending.empty()) return;
+    auto message = queue->pending.front();
     lock.unlock();
     message->finish();
     lock.lock();
-    pending_.pop_front();
-    changed_.notify_all();
+    queue->pending.pop_front();
+    queue->changed.notify_all();
     lock.unlock();
     message.reset();  // may free tensors: not under the lock
     lock.lock();
@@ -30,24 +30,31 @@ void ChainWorker::loop() {
 }
 
 bool ChainWorker::drain(std::chrono::steady_clock::time_point deadline) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return changed_.wait_until(lock, deadline, [this] { return pending_.empty(); });
+  std::unique_lock<std::mutex> lock(queue_->mutex);
+  return queue_->changed.wait_until(lock, deadline, [this] { return queue_->pending.empty(); });
 }
 
 void ChainWorker::abort() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& message : pending_) {
+  std::lock_guard<std::mutex> lock(queue_->mutex);
+  for (const auto& message : queue_->pending) {
     message->abort();
   }
 }
 
 void ChainWorker::stop() {
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stopping_ = true;
-    changed_.notify_all();
+    std::lock_guard<std::mutex> lock(queue_->mutex);
+    queue_->stopping = true;
+    queue_->changed.notify_all();
   }
-  if (thread_.joinable()) {
+  const bool own_thread = thread_.get_id() == std::this_thread::get_id();
+  std::unique_lock<std::mutex> lock(joining_, std::defer_lock);
+  if (own_thread && !lock.try_lock()) return;  // somebody else is joining this thread
+  if (!own_thread) lock.lock();
+  if (!thread_.joinable()) return;
+  if (own_thread) {
+    thread_.detach();
+  } else {
     thread_.join();
   }
 }

@@ -19,16 +19,23 @@ class ChainWorker {
   bool drain(std::chrono::steady_clock::time_point deadline);
   /// Ends the waits of everything pending; the lane's failure has been set.
   void abort();
-  /// Finishes what is pending, then joins. Call abort() before, if that could take long.
+  /// Finishes what is pending, then joins. Call abort() before, if that could take long. From the
+  /// thread itself (a future's callback may drop the lane) it does not wait.
   void stop();
 
  private:
-  void loop();
+  /// The thread's own, so that it may outlive the worker that it has just dropped.
+  struct Queue {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::shared_ptr<HostMessage>> pending;  // the front one is being finished
+    bool stopping = false;
+  };
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<HostMessage>> pending_;  // the front one is being finished
-  bool stopping_ = false;
+  static void run(const std::shared_ptr<Queue>& queue);
+
+  std::shared_ptr<Queue> queue_ = std::make_shared<Queue>();
+  std::mutex joining_;
   std::thread thread_;
 };
 

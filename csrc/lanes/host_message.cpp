@@ -18,7 +18,6 @@ HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpTyp
                          WireTensors wire, int peer, std::string title)
     : context_(std::move(context)),
       wire_(std::move(wire)),
-      own_(Announcement::of(wire_.tensors(), wire_.bytes(), context_->options.chunk_bytes)),
       peer_(peer),
       title_(std::move(title)),
       work_(c10::make_intrusive<HostWork>(type, title_, context_->stats)) {}
@@ -37,7 +36,6 @@ void HostMessage::run() {
     start_payload();
   }
   finish_payload();
-  payload_.clear();
 }
 
 void HostMessage::finish() {
@@ -61,6 +59,8 @@ void HostMessage::finish() {
     std::lock_guard<std::mutex> lock(mutex_);
     started_.clear();
   }
+  payload_.clear();
+  pieces_.clear();
   wire_.release();
   work_->complete(error);
 }
@@ -121,7 +121,7 @@ void HostMessage::wait_for_collective(const Transport::Work& collective) {
 }
 
 void HostMessage::post_announcements(Transport::Tag own, Transport::Tag theirs) {
-  outgoing_ = own_.encode();
+  outgoing_ = announcement().encode();
   incoming_ = at::empty({Announcement::kBytes}, at::kByte);
   announcing_ = started(context_->transport->send(outgoing_, peer_, own));
   hearing_ = started(context_->transport->receive(incoming_, peer_, theirs));
@@ -131,6 +131,10 @@ Announcement HostMessage::exchange_announcements() {
   wait_for_transfer(hearing_);
   wait_for_transfer(announcing_);
   return Announcement::decode(incoming_);
+}
+
+Announcement HostMessage::announcement() const {
+  return Announcement::of(wire_.tensors(), wire_.bytes(), context_->options.chunk_bytes);
 }
 
 StageAgreement HostMessage::stage_agreement() {

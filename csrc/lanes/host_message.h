@@ -63,12 +63,13 @@ class HostMessage {
   /// Waits for both. The peer's; throws LaneError if it is unreadable.
   Announcement exchange_announcements();
   StageAgreement stage_agreement();
+  Announcement announcement() const;
 
   std::shared_ptr<const HostContext> context_;
   WireTensors wire_;
-  const Announcement own_;
   const int peer_;
   const std::string title_;
+  std::vector<at::Tensor> pieces_;
   std::vector<Transport::Work> payload_;  // one for each piece
 
  private:
@@ -111,7 +112,6 @@ class ReceiveMessage final : public HostMessage {
   void start_payload() override;
   void finish_payload() override;
 
-  std::vector<at::Tensor> pieces_;
   bool stage_agrees_ = true;
 };
 
@@ -121,7 +121,8 @@ class MemberMessage final : public HostMessage {
   using HostMessage::HostMessage;
 
  private:
-  // The worker starts everything: the broadcasts of messages may not interleave.
+  // Nothing to tell before the leader asks; and with announcements the worker starts the payload
+  // too, as the broadcasts of the agreement come first.
   void announce() override {}
   void agree() override;
   void start_payload() override;

@@ -8,8 +8,8 @@ void SendMessage::announce() {
 }
 
 void SendMessage::agree() {
-  const auto theirs = exchange_announcements();
-  if (!own_.matches(theirs)) throw_mismatch(title_, own_, theirs, "the receiver expects");
+  const auto mine = announcement(), theirs = exchange_announcements();
+  if (!mine.matches(theirs)) throw_mismatch(title_, mine, theirs, "the receiver expects");
 }
 
 void SendMessage::start_payload() {
@@ -29,9 +29,9 @@ void ReceiveMessage::announce() {
 }
 
 void ReceiveMessage::agree() {
-  const auto theirs = exchange_announcements();
-  if (context_->transport->has_stage()) stage_agrees_ = stage_agreement().lead(own_, theirs);
-  if (!own_.matches(theirs)) throw_mismatch(title_, own_, theirs, "the sender has");
+  const auto mine = announcement(), theirs = exchange_announcements();
+  if (context_->transport->has_stage()) stage_agrees_ = stage_agreement().lead(mine, theirs);
+  if (!mine.matches(theirs)) throw_mismatch(title_, mine, theirs, "the sender has");
 }
 
 void ReceiveMessage::start_payload() {
@@ -49,16 +49,15 @@ void ReceiveMessage::finish_payload() {
     if (broadcasts) broadcast.push_back(context_->transport->broadcast(pieces_[i]));
   }
   for (const auto& collective : broadcast) wait_for_collective(collective);
-  pieces_.clear();
   // The sender was right and has sent: what it sent is received, so that the lane stays in step.
-  if (!stage_agrees_) throw_disagreement(title_, own_);
+  if (!stage_agrees_) throw_disagreement(title_, announcement());
   wire_.unstage();
   context_->stats->received_bytes += wire_.bytes();
   context_->stats->received_messages += 1;
   if (broadcasts) context_->stats->broadcast_bytes += wire_.bytes();
 }
 
-void MemberMessage::agree() { stage_agreement().follow(title_, own_); }
+void MemberMessage::agree() { stage_agreement().follow(title_, announcement()); }
 
 void MemberMessage::start_payload() {
   for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {

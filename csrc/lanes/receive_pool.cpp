@@ -38,12 +38,18 @@ at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
 ReceivePool::Block ReceivePool::take(int64_t bytes) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto fit = idle_.lower_bound(bytes);
-    if (fit != idle_.end() && fit->first <= kMaxWaste * bytes) {
-      auto block = std::move(fit->second);
-      idle_.erase(fit);
+    auto best = idle_.end();
+    for (auto block = idle_.begin(); block != idle_.end(); ++block) {
+      const auto size = block->memory.numel();
+      const bool fits = size >= bytes && size <= kMaxWaste * bytes;
+      if (fits && (best == idle_.end() || size < best->memory.numel())) best = block;
+    }
+    if (best != idle_.end()) {
+      auto block = std::move(*best);
+      idle_.erase(best);
       return block;
     }
+    make_room(1);
   }
   c10::InferenceMode off(false);  // the block will serve training, too
   c10::OptionalStreamGuard on_lane_stream(stream_);
@@ -68,29 +74,32 @@ void ReceivePool::give_back(void* address) noexcept {
   auto block = std::move(found->second);
   in_use_.erase(found);
   block.last_use = std::move(last_use);
-  idle_.emplace(block.memory.numel(), std::move(block));
-  trim_idle();
+  block.claimed = false;
+  idle_.push_back(std::move(block));
+  make_room(0);
 }
 
-void ReceivePool::trim_idle() {
-  // Blocks of sizes that no longer come would pile up: keep as many as were ever needed at once,
-  // the larger ones.
-  while (!idle_.empty() && in_use_.size() + idle_.size() > peak_in_use_) {
-    const auto smallest = idle_.begin();
-    if (smallest->second.last_use) {
+// Drops what was idle the longest until `blocks` more are not too many: blocks of sizes that no
+// longer come would pile up.
+void ReceivePool::make_room(size_t blocks) {
+  const auto most = std::max(peak_in_use_, in_use_.size() + blocks);
+  while (!idle_.empty() && in_use_.size() + idle_.size() + blocks > most) {
+    const auto oldest = idle_.begin();
+    if (oldest->last_use) {
       // The memory goes back to the lane's stream, whose next allocation may be the same memory.
-      smallest->second.last_use->block(*stream_);
+      oldest->last_use->block(*stream_);
     }
-    idle_.erase(smallest);
+    idle_.erase(oldest);
   }
 }
 
-bool ReceivePool::wait_until_free(const at::Tensor& tensor) {
+bool ReceivePool::claim(const at::Tensor& tensor) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found == in_use_.end()) {
+  if (found == in_use_.end() || found->second.claimed) {
     return false;
   }
+  found->second.claimed = true;
   if (found->second.last_use) {
     found->second.last_use->block(*stream_);
   }
@@ -101,7 +110,7 @@ int64_t ReceivePool::bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
   int64_t total = 0;
   for (const auto& [address, block] : in_use_) total += block.memory.numel();
-  for (const auto& [bytes, block] : idle_) total += bytes;
+  for (const auto& block : idle_) total += block.memory.numel();
   return total;
 }
 

@@ -10,6 +10,8 @@
 namespace ldt {
 namespace {
 
+constexpr std::chrono::milliseconds kAbortPatience{2000};
+
 c10::Stream new_stream(c10::Device device) {
   // High priority: a transfer that is ready should not queue behind the kernels it is meant to hide
   // behind.
@@ -28,7 +30,13 @@ StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport
   pool_ = std::make_shared<ReceivePool>(options_.device, stream_);
 }
 
-StreamLane::~StreamLane() { close(std::chrono::milliseconds(0)); }
+StreamLane::~StreamLane() {
+  try {
+    close(std::chrono::milliseconds(0));
+  } catch (const std::exception& error) {  // the device is gone, as at interpreter exit
+    TORCH_WARN("lane ", options_.name, ": ", error.what());
+  }
+}
 
 void StreamLane::wait_for_current_stream() {
   const auto current =
@@ -63,16 +71,16 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   retire();
   bool pooled = true;
   for (const auto& tensor : tensors) {
-    if (tensor.numel() > 0) pooled = pool_->wait_until_free(tensor) && pooled;
+    if (tensor.numel() > 0) pooled = pool_->claim(tensor) && pooled;
   }
   // A tensor of the caller's may still be read by what is queued on the current stream.
   if (!pooled) wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   auto wire = WireTensors::for_receive(tensors, options_.device, title);
-  bool broadcasts = transport_->has_stage();
+  const bool broadcasts = transport_->has_stage();
+  const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
   bool agreed = true;
   if (options_.announce) {
-    const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
     if (transport_->is_leader()) {
       const auto theirs = exchange_announcements(own, peer, /*speak_first=*/false);
       agreed = !broadcasts || stage_agreement().lead(own, theirs);
@@ -84,7 +92,7 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   receive_and_broadcast(wire.pieces(options_.chunk_bytes), peer, broadcasts && agreed);
   if (!agreed) {
     finish(c10d::OpType::RECV, std::move(wire));
-    throw_disagreement(title, Announcement::of(tensors, 0, options_.chunk_bytes));
+    throw_disagreement(title, own);
   }
   wire.unstage();
   if (transport_->is_leader()) {
@@ -143,24 +151,39 @@ Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire) {
   return c10::make_intrusive<StreamWork>(type, end, failure_);
 }
 
-void StreamLane::retire() {
+bool StreamLane::retire() {
   std::deque<InFlight> done;  // freed after the lock: a tensor's deleter may come back to the lane
   std::lock_guard<std::mutex> lock(mutex_);
   while (!in_flight_.empty() && in_flight_.front().end->query()) {
     done.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
   }
+  return in_flight_.empty();
+}
+
+bool StreamLane::drain(std::chrono::milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  while (!retire()) {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return true;
+}
+
+void StreamLane::abort(const std::string& reason) {
+  // A transfer whose peer is gone keeps the device waiting: only the backend can end it.
+  if (failure_->set(reason) && !retire()) transport_->abort();
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const auto busy = [this] {
-    retire();
-    std::lock_guard<std::mutex> lock(mutex_);
-    return !in_flight_.empty();
-  };
-  while (busy() && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  if (!drain(timeout)) {
+    abort(c10::str("lane ", options_.name, ": closed with messages still in flight"));
+    if (!drain(kAbortPatience)) {
+      // The device may still use these tensors, and nothing is left to wait for: never free them.
+      std::lock_guard<std::mutex> lock(mutex_);
+      new std::deque<InFlight>(std::move(in_flight_));
+      in_flight_.clear();
+    }
   }
   failure_->set(c10::str("lane ", options_.name, ": is closed"));
 }

@@ -25,7 +25,7 @@ class StreamLane final : public Lane {
   ~StreamLane() override;
 
   void close(std::chrono::milliseconds timeout) override;
-  void abort(const std::string& reason) override { failure_->set(reason); }
+  void abort(const std::string& reason) override;
 
  private:
   /// A message that the device may still be reading or writing.
@@ -44,8 +44,11 @@ class StreamLane final : public Lane {
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
   Work finish(c10d::OpType type, WireTensors wire);
-  /// Lets go of the messages that are done, without waiting. Runs at every launch.
-  void retire();
+  /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
+  /// left.
+  bool retire();
+  /// Waits until none is left; false if that takes longer.
+  bool drain(std::chrono::milliseconds timeout);
 
   const c10::Stream stream_;
   const std::shared_ptr<EventPool> events_;

@@ -55,4 +55,15 @@ Transport::Work GroupTransport::maximum(const at::Tensor& value) {
   return stage_->allreduce(tensors, options);
 }
 
+void GroupTransport::abort() {
+  for (const auto& group : {point_to_point_, stage_}) {
+    if (!group) continue;
+    try {
+      group->abort();
+    } catch (const std::exception& error) {
+      TORCH_WARN("a process group could not be aborted: ", error.what());
+    }
+  }
+}
+
 }  // namespace ldt

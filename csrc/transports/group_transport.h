@@ -20,6 +20,7 @@ class GroupTransport final : public Transport {
   Work receive(const at::Tensor& bytes, int peer, Tag tag) override;
   Work broadcast(const at::Tensor& bytes) override;
   Work maximum(const at::Tensor& value) override;
+  void abort() override;
   bool is_leader() const override { return is_leader_; }
   bool has_stage() const override { return has_stage_; }
   int num_peers() const override { return num_peers_; }

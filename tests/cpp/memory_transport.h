@@ -22,6 +22,8 @@ class MemoryWork final : public c10d::Work {
   MemoryWork() : future_(c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get())) {}
   bool wait(std::chrono::milliseconds timeout) override {
     std::unique_lock<std::mutex> lock(mutex_);
+    if (waited_) throw std::logic_error("a backend's work was waited for twice");
+    waited_ = true;
     const auto over = [this] { return completed_ || aborted_; };
     if (!cv_.wait_for(lock, timeout, over))
       throw std::runtime_error("the memory transport timed out");
@@ -41,6 +43,7 @@ class MemoryWork final : public c10d::Work {
   }
 
  private:
+  bool waited_ = false;
   bool aborted_ = false;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
@@ -59,6 +62,7 @@ class MemoryWire {
   Transport::Work post(const Key& key, const at::Tensor& tensor, bool sends) {
     auto work = c10::make_intrusive<MemoryWork>();
     std::lock_guard<std::mutex> lock(mutex_);
+    ++posted_[std::get<2>(key)];
     auto& [sent, received] = halves_[key];
     (sends ? sent : received).push_back({tensor, work});
     while (!sent.empty() && !received.empty()) {
@@ -67,6 +71,12 @@ class MemoryWire {
       received.pop_front();
     }
     return work;
+  }
+
+  /// How many transfers with this tag were started, on both ends together.
+  int posted(int tag) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return posted_[tag];
   }
 
  private:
@@ -86,11 +96,14 @@ class MemoryWire {
   std::chrono::microseconds delay_;
   std::mutex mutex_;
   std::map<Key, std::pair<std::deque<Half>, std::deque<Half>>> halves_;
+  std::map<int, int> posted_;
 };
 
 /// Rank 0 sends, rank 1 leads the receiving stage, rank 2 (if there is one) is its member.
 class MemoryTransport final : public Transport {
  public:
+  static constexpr int kBroadcast = 100;
+
   MemoryTransport(std::shared_ptr<MemoryWire> wire, int rank, bool stage)
       : wire_(std::move(wire)), rank_(rank), stage_(stage) {}
 
@@ -103,14 +116,18 @@ class MemoryTransport final : public Transport {
   Work broadcast(const at::Tensor& bytes) override {
     return wire_->post({1, 2, kBroadcast}, bytes, /*sends=*/rank_ == 1);
   }
-  Work maximum(const at::Tensor&) override { throw std::logic_error("not in this transport"); }
+  // With one member: what it says goes to the leader, whose own word is always 0.
+  Work maximum(const at::Tensor& value) override {
+    return wire_->post({2, 1, kMaximum}, value, /*sends=*/rank_ == 2);
+  }
+  void abort() override {}
   bool is_leader() const override { return rank_ < 2; }
   bool has_stage() const override { return stage_; }
   int num_peers() const override { return 2; }
   int own_peer() const override { return is_leader() ? rank_ : -1; }
 
  private:
-  static constexpr int kBroadcast = 100;
+  static constexpr int kMaximum = 101;
   std::shared_ptr<MemoryWire> wire_;
   int rank_;
   bool stage_;

@@ -53,6 +53,58 @@ TEST(a_receive_and_its_broadcast_are_one_work) {
   EXPECT_EQ(leader->stats().broadcast_bytes.load(), leader->stats().received_bytes.load());
 }
 
+TEST(waiting_issues_nothing) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto sender = lane_of(wire, 0, false), leader = lane_of(wire, 1, true);
+  auto member = lane_of(wire, 2, true);
+  std::vector<Lane::Work> works{leader->receive({at::empty({8})}, 0, ""),
+                                member->receive({at::empty({8})}, -1, ""),
+                                sender->send({at::ones({8})}, 1, "")};
+  for (const auto& work : works) work->wait(kNoTimeout);
+  const int transfers = wire->posted(Transport::kPayload);
+  const int broadcasts = wire->posted(MemoryTransport::kBroadcast);
+  EXPECT_EQ(transfers, 2);
+  EXPECT_EQ(broadcasts, 2);
+  std::vector<std::thread> threads;
+  for (const auto& work : works) threads.emplace_back([&] { work->wait(kNoTimeout); });
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(wire->posted(Transport::kPayload), transfers);
+  EXPECT_EQ(wire->posted(MemoryTransport::kBroadcast), broadcasts);
+}
+
+TEST(a_stage_that_disagrees_is_told_and_the_lane_goes_on) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto sender = lane_of(wire, 0, false, true), leader = lane_of(wire, 1, true, true);
+  auto member = lane_of(wire, 2, true, true);
+  auto sent = sender->send({at::ones({8})}, 1, "");
+  auto led = leader->receive({at::empty({8})}, 0, ""),
+       heard = member->receive({at::empty({9})}, -1, "");
+  EXPECT(sent->wait(kNoTimeout));
+  EXPECT_THROW(led->wait(kNoTimeout), LaneError, "another rank of this stage");
+  EXPECT_THROW(heard->wait(kNoTimeout), LaneError, "here float32[9] (36 bytes), the sender and");
+  const auto at_leader = at::empty({8}), at_member = at::empty({8});
+  sender->send({at::ones({8})}, 1, "");
+  led = leader->receive({at_leader}, 0, "");
+  member->receive({at_member}, -1, "")->wait(kNoTimeout);
+  led->wait(kNoTimeout);
+  EXPECT(at::equal(at_leader, at::ones({8})));
+  EXPECT(at::equal(at_member, at::ones({8})));
+}
+
+TEST(a_callback_may_drop_the_lane) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto sender = lane_of(wire, 0, false), receiver = lane_of(wire, 1, false);
+  auto received = receiver->receive({at::empty({8})}, 0, "");
+  std::atomic<bool> dropped{false};
+  received->getFuture()->addCallback([&](c10::ivalue::Future&) {
+    receiver.reset();
+    dropped = true;
+  });
+  sender->send({at::ones({8})}, 1, "")->wait(kNoTimeout);
+  received->wait(kNoTimeout);
+  while (!dropped) std::this_thread::yield();
+}
+
 TEST(crossing_announced_messages_do_not_wait_for_one_another) {
   auto wire = std::make_shared<MemoryWire>();
   auto left = lane_of(wire, 0, false, true), right = lane_of(wire, 1, false, true);

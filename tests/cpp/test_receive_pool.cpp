@@ -40,6 +40,32 @@ TEST(there_are_never_more_blocks_than_were_in_use_at_once) {
   EXPECT(pool->bytes() <= 2 * 1500);
 }
 
+TEST(the_pool_follows_the_sizes_that_come) {
+  auto pool = new_pool();
+  {
+    const auto first = pool->empty({1 << 20}, at::kByte),
+               second = pool->empty({1 << 20}, at::kByte);
+  }
+  EXPECT_EQ(pool->bytes(), 2 << 20);
+  const void* address = nullptr;
+  for (int message = 0; message < 4; ++message) {
+    const auto small = pool->empty({4096}, at::kByte);
+    if (message > 1) EXPECT(small.data_ptr() == address);
+    address = small.data_ptr();
+  }
+  EXPECT(pool->bytes() <= (1 << 20) + 4096);
+}
+
+TEST(only_the_first_receive_into_a_block_takes_the_short_wait) {
+  auto pool = new_pool();
+  auto tensor = pool->empty({16}, at::kFloat);
+  EXPECT(pool->claim(tensor));
+  EXPECT(!pool->claim(tensor));
+  EXPECT(!pool->claim(at::empty({16})));
+  tensor.reset();
+  EXPECT(pool->claim(pool->empty({16}, at::kFloat)));
+}
+
 TEST(tensors_outlive_the_pool) {
   auto pool = new_pool();
   auto tensor = pool->empty({4}, at::kLong);
