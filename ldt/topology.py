@@ -5,34 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
+from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated_lane, paired_lane
 from ldt.errors import TopologyError
 
-__all__ = ["Channel", "Direction", "Hop", "LaneKey", "LanePolicy", "Node", "Topology", "lanes"]
-
-Direction = Literal["F", "B"]
-LanePolicy = Literal["dedicated", "paired"]
-
-
-class Node(NamedTuple):
-    """One stage of one replica: the unit that owns a row of a plan. Prints as ``stage.replica``."""
-
-    stage: int
-    replica: int
-
-    def __str__(self) -> str:
-        return f"{self.stage}.{self.replica}"
-
-    @classmethod
-    def parse(cls, text: str) -> Node:
-        """Read what ``str`` writes. Raises TopologyError for anything else."""
-        stage, dot, replica = text.strip().partition(".")
-        if not (dot and stage.isdecimal() and replica.isdecimal()):
-            raise TopologyError(
-                f"expected a node as 'stage.replica', for example '1.0', got {text.strip()!r}"
-            )
-        return cls(int(stage), int(replica))
+__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes"]
 
 
 class Hop(NamedTuple):
@@ -43,43 +21,6 @@ class Hop(NamedTuple):
     def local(self, topology: Topology) -> bool:
         """True when both chunks sit on one stage, so that nothing is transferred."""
         return topology.num_stages == 1  # consecutive chunks are on consecutive stages
-
-
-@dataclass(frozen=True, order=True)
-class Channel:
-    """One directed logical flow between two nodes, first in first out.
-
-    ``hop`` is the chunk c of the hop c -> c+1. Direction "F" carries c's output to c+1, direction "B" carries
-    the gradient of c+1's input back to c. A message is identified by (channel, microbatch).
-    """
-
-    source: Node
-    target: Node
-    hop: int
-    direction: Direction
-
-    @property
-    def replica(self) -> int:
-        """The cloud replica this channel belongs to: one end of every channel is a cloud node."""
-        return self.target.replica if self.source.stage == 0 else self.source.replica
-
-    @property
-    def name(self) -> str:
-        """For example ``F0:0.0->1.0``."""
-        return f"{self.direction}{self.hop}:{self.source}->{self.target}"
-
-    def __str__(self) -> str:
-        return self.name
-
-
-class LaneKey(NamedTuple):
-    """Names one lane. ``colour`` is "pang", "ping", ... when paired; hop and direction ("F0") if not."""
-
-    colour: str
-    replica: int
-
-    def __str__(self) -> str:
-        return f"{self.colour}.{self.replica}"
 
 
 @dataclass(frozen=True, init=False)
@@ -208,7 +149,7 @@ class Topology:
 
     def crosses(self, hop: int) -> bool:
         """True if the hop from chunk ``hop`` to the next exists and goes to another node, so that it has channels."""
-        return 0 <= hop < self.tail and not Hop(hop).local(self)
+        return 0 <= hop < self.tail and self.num_stages > 1  # consecutive chunks are on consecutive stages
 
     def node_at(self, chunk: int, replica: int) -> Node:
         """The node that runs ``chunk`` for cloud replica ``replica``; an edge one serves every edge_dp-th."""
@@ -284,15 +225,5 @@ def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:
     """
     if policy not in get_args(LanePolicy):
         raise TopologyError(f"lane policy must be 'dedicated' or 'paired', got {policy!r}")
-    colour = _dedicated if policy == "dedicated" else _paired
-    return {channel: LaneKey(colour(channel), channel.replica) for channel in topology.channels}
-
-
-def _dedicated(channel: Channel) -> str:
-    return f"{channel.direction}{channel.hop}"
-
-
-def _paired(channel: Channel) -> str:
-    if channel.source.stage % 2 == channel.target.stage % 2:  # only the wraparound of an odd number of stages
-        return "first_to_last" if channel.source.stage == 0 else "last_to_first"
-    return "ping" if channel.source.stage % 2 else "pang"
+    lane_of = dedicated_lane if policy == "dedicated" else paired_lane
+    return {channel: lane_of(channel) for channel in topology.channels}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ldt.errors import LdtError, TopologyError
-from ldt.topology import Channel, Hop, Node, Topology, lanes
+from ldt.topology import Channel, Node, Topology, lanes
 
 topologies = st.builds(
     lambda tp, edge_dp, times, laps: Topology(tp, edge_dp * (times if len(tp) > 1 else 1), edge_dp, laps),
@@ -47,7 +47,7 @@ def test_two_laps_come_back_to_every_stage():
 def test_one_stage_has_only_local_hops():
     topology = Topology([3], laps=2)
     assert topology.channels == ()
-    assert all(hop.local(topology) for hop in topology.hops)
+    assert not any(topology.crosses(hop) for hop in range(-1, topology.num_chunks))
     assert topology.chunks_of(0) == (0, 1, 2)
 
 
@@ -64,6 +64,13 @@ def test_edge_replica_serves_several_cloud_replicas():
     assert topology.channel(0, "F", 3) == Channel(Node(0, 1), Node(1, 3), 0, "F")
     assert {channel.replica for channel in topology.channels} == {0, 1, 2, 3}
     assert len(set(topology.channels)) == len(topology.channels) == 16
+
+
+@given(topologies)
+def test_hops_that_cross_have_channels_and_no_others(topology):
+    assert {channel.hop for channel in topology.channels} == {
+        hop for hop in range(-2, topology.num_chunks + 2) if topology.crosses(hop)
+    }
 
 
 @given(topologies)
@@ -148,4 +155,3 @@ def test_what_does_not_exist_is_refused():
 
 def test_errors_can_be_caught_by_what_they_are():
     assert issubclass(TopologyError, (LdtError, ValueError))
-    assert Hop(0).local(Topology([1]))
