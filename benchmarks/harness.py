@@ -1,7 +1,8 @@
 """What all benchmarks share: ranks, rows with time and correctness side by side, and an exit code that is the gate.
 
 Output is a table whose context stands in lines that begin with ``#``; ``--json FILE`` writes the same rows. Times are
-in microseconds per message: the median and the 99th percentile over ``count`` messages, the slowest rank of each.
+in microseconds per message: the median and the 99th percentile over ``count`` messages (below 100 of them: the
+longest), the slowest rank of each.
 ``wrong`` counts elements that differ from what was sent; any makes the exit code 1.
 """
 

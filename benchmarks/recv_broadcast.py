@@ -99,8 +99,8 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         buffer = torch.empty(max(1, message_bytes // 4), dtype=torch.int32)
         gap = 2 * slowest([min(time_one(paths["receive"], buffer, 0.0)[0] for _ in range(5))])[0]
         # Paths take turns, so that what else the machine does hits all of them alike.
-        direct = {path: [time_one(launch, buffer, 0.0) for launch in [paths[path]]] for path in paths}
-        hidden = {path: [time_one(launch, buffer, gap) for launch in [paths[path]]] for path in paths}
+        direct = {path: [time_one(launch, buffer, 0.0)] for path, launch in paths.items()}
+        hidden = {path: [time_one(launch, buffer, gap)] for path, launch in paths.items()}
         for _ in range(arguments.count):
             for path, launch in paths.items():
                 direct[path].append(time_one(launch, buffer, 0.0))
