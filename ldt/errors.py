@@ -18,4 +18,24 @@ class PlanError(LdtError, ValueError):
 
 
 class RemoteStageError(LdtError, RuntimeError):
-    """Another rank failed first; the text carries which one and its error."""
+    """Another rank failed first; the text carries which one and its error.
+
+    ``rank`` is its global rank, ``stage`` its stage, ``place`` what it was doing, as in the text, and ``error_type``
+    the name of the class of what it raised, such as "KeyboardInterrupt". What is not known is None: the process group's
+    store may be what has failed.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+        place: str | None = None,
+        error_type: str | None = None,
+    ) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.stage = stage
+        self.place = place
+        self.error_type = error_type

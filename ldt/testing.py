@@ -118,6 +118,8 @@ class RankPool:
         return self._processes
 
     def _start(self) -> None:
+        # For the processes to come: importing torch reads it.
+        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -172,7 +174,6 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -
     """The life of one process of a pool."""
     faulthandler.register(signal.SIGUSR1, file=Path(stack_file).open("w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
-    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
     store = TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     pipe.send_bytes(pickle.dumps((True, None)))
@@ -185,10 +186,10 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -
             break
         try:
             module, name, code, args = pickle.loads(order)
-            answer = (True, _find(module, name, code)(*args))
+            answer = pickle.dumps((True, _find(module, name, code)(*args)))
         except BaseException:
-            answer = (False, f"rank {rank} failed:\n{traceback.format_exc()}")
-        pipe.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((False, f"rank {rank} failed:\n{traceback.format_exc()}"))
+        pipe.send_bytes(answer)
     dist.destroy_process_group()
 
 

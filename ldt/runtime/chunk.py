@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ldt.runtime.disclosure import InputTypeError
 from ldt.runtime.specs import HopSpecs, TensorSpec
 
 __all__ = ["ChunkRunner", "as_tensors"]
@@ -27,7 +28,7 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
     if isinstance(output, (tuple, list)):
         kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
         kind += f" of {', '.join(kinds)}"
-    raise TypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+    raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
 
 
 @dataclass

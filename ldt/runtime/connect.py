@@ -32,6 +32,7 @@ def connect(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     transfer_timeout: timedelta = timedelta(minutes=30),
+    share_edge_errors: bool = False,
 ) -> Mesh:
     """Meet the other ranks of ``topology`` and connect everything that a step will use.
 
@@ -39,7 +40,14 @@ def connect(
     rank i of the topology; by default rank i itself, and then the topology must fill the world. ``backend`` and
     ``device`` default to those of the default process group. A topology of one rank needs no process group.
 
-    ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn.
+    ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
+    (on a device with streams: from when it was launched, by the backend's own means).
+
+    A failure on a cloud rank is told to all ranks with its text and traceback. Of one on the edge, cloud ranks learn
+    the type of the exception, what the rank was doing, and the file, line and function that raised it, and the text
+    only where it is an exception of this package, which names shapes and figures: another one's may quote a sample.
+    ``share_edge_errors=True`` on the edge sends text and traceback from there, too.
+
     Raises ValueError for arguments that cannot be (the same on every rank), LdtError naming the ranks that did not
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
@@ -59,7 +67,7 @@ def connect(
         "device": device.type,
     }
     check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
-    mesh = Mesh(topology, lanes, ranks, rank, device, store, key)
+    mesh = Mesh(topology, lanes, ranks, rank, device, store, key, share_edge_errors)
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
     except BaseException as error:

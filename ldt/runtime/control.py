@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
-from ldt.runtime.groups import drop_group
 
 __all__ = ["ControlPlane", "Pending", "wait_or_fail"]
 
@@ -66,21 +65,28 @@ class ControlPlane:
     """Collective calls on a gloo group of all ranks; every rank makes the same ones in the same order.
 
     Messages are JSON, length-checked, never unpickled. ``rank`` is this rank's number in the topology and in the
-    group. Without a group (one rank) nothing is sent.
+    group, ``ranks[rank]`` the global one, which texts name. Without a group (one rank) nothing is sent.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, rank: int, size: int, failures: FailureWatch, seconds: float
+        self,
+        group: dist.ProcessGroup | None,
+        rank: int,
+        ranks: Sequence[int],
+        failures: FailureWatch,
+        seconds: float,
     ) -> None:
         self._group = group
         self._rank = rank
-        self._size = size
+        self._ranks = ranks
         self._failures = failures
         self._seconds = seconds
-        self._works: list[dist.Work] = []
 
     def broadcast(self, message: Any, source: int, *, patient: bool = False) -> Any:
-        """What ``source`` gives as ``message``, on every rank. ``patient`` waits for it without a limit."""
+        """What ``source``, a rank of the topology, gives as ``message``, on every rank.
+
+        ``patient`` waits for it without a limit.
+        """
         if self._group is None:
             return message
         limit = None if patient else self._seconds
@@ -94,17 +100,17 @@ class ControlPlane:
         length = int.from_bytes(_as_bytes(buffer[:_LENGTH_BYTES]), "little")
         if length > _MAX_BYTES:
             raise LdtError(
-                f"rank {source} announced a message of {length} bytes; at most {_MAX_BYTES} are accepted"
+                f"rank {self._ranks[source]} announced a message of {length} bytes; at most {_MAX_BYTES} are accepted"
             )
         payload = buffer[_LENGTH_BYTES : _LENGTH_BYTES + length]
         if length > _INLINE_BYTES:
             payload = _as_tensor(data) if self._rank == source else torch.empty(length, dtype=torch.uint8)
             self._broadcast(payload, source, self._seconds)
-        return _decode(_as_bytes(payload), source)
+        return _decode(_as_bytes(payload), self._ranks[source])
 
     def gather(self, message: Any) -> list[Any]:
         """Every rank's ``message``, by rank of the topology, on every rank."""
-        return [self.broadcast(message, source) for source in range(self._size)]
+        return [self.broadcast(message, source) for source in range(len(self._ranks))]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all ranks, in double precision."""
@@ -115,30 +121,18 @@ class ControlPlane:
         tensor = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
             return Pending(None, tensor, self._failures)
-        work = self._started(dist.all_reduce(tensor, group=self._group, async_op=True))
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return Pending(work, tensor, self._failures)
 
-    @property
-    def idle(self) -> bool:
-        """False in the middle of a call. Dropping the group then would have to wait for the other ranks."""
-        return all(work.is_completed() for work in self._works)
-
     def close(self) -> None:
-        """Drop the group; ranks that wait for this one on it are freed. Idempotent."""
-        group, self._group = self._group, None
-        self._works.clear()  # a work keeps the group's connections open
-        if group is not None:
-            drop_group(group)
-
-    def _started(self, work: dist.Work) -> dist.Work:
-        """Remember ``work``: a group with unfinished ones cannot be dropped without waiting."""
-        self._works = [other for other in self._works if not other.is_completed()] + [work]
-        return work
+        """Let go of the group."""
+        self._group = None
 
     def _broadcast(self, tensor: torch.Tensor, source: int, seconds: float | None) -> None:
         assert self._group is not None
-        work = self._started(dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
-        what = "the others to take a message" if self._rank == source else f"a message of rank {source}"
+        work = dist.broadcast(tensor, group=self._group, group_src=source, async_op=True)
+        mine = self._rank == source
+        what = "the others to take a message" if mine else f"a message of rank {self._ranks[source]}"
         wait_or_fail(work, self._failures, what, seconds)
 
 

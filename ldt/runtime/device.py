@@ -11,7 +11,10 @@ _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu
 
 
 def choose_device(device: torch.device | str | None, backend: str | None) -> torch.device:
-    """``device``, else the current device of the kind that ``backend``, else the default group, is for."""
+    """``device``, else the current device of the kind that ``backend``, else the default group, is for.
+
+    Always with an index, but for the CPU, which has none.
+    """
     if device is not None:
         return _indexed(torch.device(device))
     kinds = [
@@ -40,6 +43,8 @@ def _default_backends() -> dict[str, str]:
 
 
 def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())

@@ -1,8 +1,9 @@
-"""This rank's ends of the channels: a lane to call, and the peer's number on it."""
+"""This rank's ends of the channels: a lane to call, and the peer's number on it; and how all is connected."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -10,10 +11,14 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import Lane
-from ldt.runtime.groups import group_specs, lane_name, stage_name
+from ldt.errors import LdtError
+from ldt.runtime.failure import FailureWatch
+from ldt.runtime.groups import GroupSpec, group_specs, lane_name, stage_name
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["Endpoint", "make_endpoints", "preconnect"]
+__all__ = ["Endpoint", "await_connected", "make_endpoints", "start_connecting"]
+
+_POLL_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -72,13 +77,43 @@ def make_endpoints(
     return endpoints
 
 
-def preconnect(
-    endpoints: Mapping[Channel, Endpoint], order: Iterable[Channel], device: torch.device, timeout: timedelta
-) -> None:
-    """Send one byte through every channel, in the global ``order``, so that the first step finds all connected."""
-    for channel in order:
+def start_connecting(
+    groups: Mapping[str, dist.ProcessGroup],
+    model_groups: Iterable[GroupSpec],
+    endpoints: Mapping[Channel, Endpoint],
+    channels: Iterable[Channel],
+    device: torch.device,
+) -> Iterator[tuple[str, dist.Work]]:
+    """One element through each group of the model, then one byte through each channel, in the given global orders.
+
+    A step then finds all connected. Yields what is being connected and its work, which must be done before the next
+    is asked for.
+    """
+    for spec in model_groups:
+        if spec.name in groups:
+            one = torch.zeros(1, device=device)
+            yield f"group {spec.name}", dist.all_reduce(one, group=groups[spec.name], async_op=True)
+    for channel in channels:
         end = endpoints.get(channel)
-        if end is None:
-            continue
-        byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
-        (end.send if end.sends else end.receive)(byte, "connect").wait(timeout)
+        if end is not None:
+            byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
+            call = end.send if end.sends else end.receive
+            yield f"channel {channel.name}", call(byte, "connect")
+
+
+def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline: float) -> None:
+    """Wait for ``work`` on the host, until ``deadline`` (``time.monotonic()``).
+
+    Waiting with a timeout would not do: on a device with streams it only queues a wait there and returns.
+    Raises LdtError naming ``what`` when the time is up, RemoteStageError if another rank failed.
+    """
+    while not work.is_completed():
+        failures.check()
+        if time.monotonic() > deadline:
+            raise LdtError(
+                f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
+                "that the hosts reach each other on all ports and use the same network interface, or give a longer "
+                "timeout"
+            )
+        time.sleep(_POLL_SECONDS)
+    work.wait()  # raises what went wrong

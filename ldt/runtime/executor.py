@@ -23,7 +23,7 @@ from ldt.runtime.reduce import average_gradients
 from ldt.runtime.specs import HopSpecs, first_difference, specs_of
 from ldt.topology import Channel, Direction
 
-__all__ = ["Executor", "StepWork"]
+__all__ = ["KINDS", "Executor", "StepWork"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ class Executor:
     def __init__(self, mesh: Mesh, runners: Mapping[int, ChunkRunner], work: StepWork) -> None:
         self._mesh = mesh
         self._topology = mesh.topology
-        self._local_hops = {hop.chunk for hop in mesh.topology.hops if hop.local(mesh.topology)}
         self._runners = runners
         self._work = work
         self._mailbox = Mailbox()
@@ -59,15 +58,6 @@ class Executor:
         self.recorder = Recorder()
         self.place = "the start of the row"
         self._index = 0
-        self._methods: dict[Kind, Callable[[Action, Entry], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.SEND_F: self._send,
-            Kind.SEND_B: self._send,
-            Kind.RECV_F: self._receive,
-            Kind.RECV_B: self._receive,
-            Kind.REDUCE_GRAD: self._reduce,
-        }
 
     def run(self) -> None:
         """Run the whole row. What a lane or a chunk raises passes through; ``place`` says where."""
@@ -75,11 +65,9 @@ class Executor:
         try:
             for self._index, action in enumerate(row):
                 self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
-                method = self._methods.get(action.kind)
-                if method is None:
-                    raise LdtError(f"the runtime cannot run {action}: it knows {', '.join(self._methods)}")
+                assert action.kind in KINDS, f"{action} was to be refused when the plan was given"
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
-                    method(action, entry)
+                    _METHODS[action.kind](self, action, entry)
             self.place = "waiting for the last sends"
             self._flush()
         finally:
@@ -163,10 +151,8 @@ class Executor:
         self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action))))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
-        group = self._mesh.dp_group
-        assert group is not None, f"{action} without replicas"
         parameters = self._runners[action.chunk].module.parameters()
-        average_gradients(parameters, group, self._mesh.failures, f"the gradients of chunk {action.chunk}")
+        average_gradients(parameters, self._mesh, f"the gradients of chunk {action.chunk}")
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -174,10 +160,10 @@ class Executor:
         """To the next chunk on this node, or to the send that follows."""
         if not tensors:
             return
-        if self._is_local(hop):
-            self._mailbox.put(slot, Arrival(tensors))
-        else:
+        if self._topology.crosses(hop):
             self._outbox[slot] = tensors
+        else:
+            self._mailbox.put(slot, Arrival(tensors))
 
     def _arrived(self, slot: Slot, entry: Entry) -> Sequence[torch.Tensor]:
         """What came for ``slot``; waits for it if it is still under way."""
@@ -199,12 +185,14 @@ class Executor:
         return specs if direction == "F" else tuple(spec for spec in specs if spec.requires_grad)
 
     def _hop(self, hop: int, microbatch: int) -> HopSpecs:
-        return self._local[microbatch, hop] if self._is_local(hop) else self._work.hops[microbatch][hop]
+        if self._topology.crosses(hop):
+            return self._work.hops[microbatch][hop]
+        return self._local[microbatch, hop]
 
     def _check(self, tensors: tuple[torch.Tensor, ...], chunk: int, microbatch: int) -> None:
         """Raise before anything is sent that the receiver does not expect."""
         specs = specs_of(tensors)
-        if self._is_local(chunk):
+        if not self._topology.crosses(chunk):
             self._local[microbatch, chunk] = specs
             return
         difference = first_difference(self._hop(chunk, microbatch), specs)
@@ -212,9 +200,6 @@ class Executor:
             raise LdtError(
                 f"output of chunk {chunk} for microbatch {microbatch} is not what was agreed: {difference}"
             )
-
-    def _is_local(self, hop: int) -> bool:
-        return hop in self._local_hops
 
     def _count(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         counts = self.traffic.setdefault(self._channel(action), [0, 0])
@@ -238,6 +223,18 @@ class Executor:
             entry.end = self.recorder.now()
         self._sends.clear()
         self.recorder.flushing += self.recorder.now() - start
+
+
+_METHODS: dict[Kind, Callable[[Executor, Action, Entry], None]] = {
+    Kind.F: Executor._forward,
+    Kind.B: Executor._backward,
+    Kind.SEND_F: Executor._send,
+    Kind.SEND_B: Executor._send,
+    Kind.RECV_F: Executor._receive,
+    Kind.RECV_B: Executor._receive,
+    Kind.REDUCE_GRAD: Executor._reduce,
+}
+KINDS = frozenset(_METHODS)  # a plan with actions of another kind cannot be run
 
 
 def _microbatch(action: Action) -> int:

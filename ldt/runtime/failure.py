@@ -7,44 +7,50 @@ import json
 import logging
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ldt.errors import RemoteStageError
+from ldt.runtime.disclosure import TEXT_LIMIT, disclose, reveal
 
 __all__ = ["FailureReport", "FailureWatch"]
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
-TRACEBACK_LINES = 12
-TEXT_LIMIT = 4000
 _JOIN_SECONDS = 2.0
+_LOST_SECONDS = 1.0  # how long the store may not answer
 
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Who failed, where, and with what. ``rank`` is the global rank.
+    """Who failed, where, and with what; it goes to all ranks. ``rank`` is the global rank, None where it is not known.
 
-    ``error`` is the exception's own text, at most 4000 characters, and goes to all ranks, from the edge too: an
-    exception that quotes a sample takes it along.
+    ``error`` is the text of the exception, and ``traceback`` the end of its traceback, where ``of`` is told to give
+    them in full, as for a rank of the cloud. Otherwise ``error`` is what ``disclose`` lets out.
     """
 
-    rank: int
-    stage: int
-    replica: int
+    rank: int | None
+    stage: int | None
+    replica: int | None
     place: str
     error: str
+    error_type: str | None = None
     traceback: str = ""
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, stage: int, replica: int, place: str) -> FailureReport:
-        lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-        text = f"{type(error).__name__}: {error}"
-        return cls(rank, stage, replica, place, text[:TEXT_LIMIT], "\n".join(lines[-TRACEBACK_LINES:]))
+    def of(
+        cls, error: BaseException, rank: int, stage: int, replica: int, place: str, *, in_full: bool
+    ) -> FailureReport:
+        text, trace = reveal(error) if in_full else (disclose(error), "")
+        return cls(rank, stage, replica, place, text, type(error).__name__, trace)
+
+    @classmethod
+    def of_unknown(cls, error: str) -> FailureReport:
+        """A failure that is not known to be that of a rank."""
+        return cls(None, None, None, "", error[:TEXT_LIMIT])
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -56,12 +62,26 @@ class FailureReport:
             fields: dict[str, Any] = json.loads(text)
             return cls(**fields)
         except (ValueError, TypeError):
-            return cls(-1, -1, -1, "", f"unreadable failure report {text!r}"[:TEXT_LIMIT])
+            return cls.of_unknown(
+                f"unreadable failure report {text!r}: do all ranks run the same version of this package?"
+            )
 
     def describe(self) -> str:
+        if self.rank is None:
+            return f"the mesh has failed: {self.error}"
         place = f" in {self.place}" if self.place else ""
         tail = f"\nIts traceback ends with:\n{self.traceback}" if self.traceback else ""
         return f"rank {self.rank} (stage {self.stage}, replica {self.replica}) failed first{place}: {self.error}{tail}"
+
+    def as_error(self) -> RemoteStageError:
+        """What the other ranks raise."""
+        return RemoteStageError(
+            self.describe(),
+            rank=self.rank,
+            stage=self.stage,
+            place=self.place or None,
+            error_type=self.error_type,
+        )
 
 
 # The threads must have ended before the interpreter goes: one that comes back from the store then would abort it.
@@ -113,7 +133,7 @@ class FailureWatch:
     def check(self) -> None:
         """Raise RemoteStageError if the mesh has failed."""
         if self._first is not None:
-            raise RemoteStageError(self._first.describe())
+            raise self._first.as_error()
 
     def close(self) -> None:
         """Stop the thread. A store that does not answer may hold it a little longer."""
@@ -137,12 +157,20 @@ class FailureWatch:
         lost_since: float | None = None
         while not self._stop.wait(POLL_SECONDS):
             try:
-                if self._store.check([self._key]):
-                    self._settle(FailureReport.from_text(self._store.get(self._key)))
-                lost_since = None
+                text = self._store.get(self._key) if self._store.check([self._key]) else None
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > 1.0:
-                    self._settle(
-                        FailureReport(-1, -1, -1, "", f"the store of the process group is gone: {error}")
-                    )
+                if time.monotonic() - lost_since > _LOST_SECONDS:
+                    self._settle(FailureReport.of_unknown(_lost_text(error)))
+                continue
+            lost_since = None
+            if text is not None:
+                self._settle(FailureReport.from_text(text))
+
+
+def _lost_text(error: Exception) -> str:
+    return (
+        f"the store of the process group has not answered for {_LOST_SECONDS:g} s: {error}. The process that keeps it, "
+        "rank 0 of the world or the launcher, has probably ended or cannot be reached: look at its output and start "
+        "the job again"
+    )

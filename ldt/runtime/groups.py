@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,18 +15,21 @@ from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [
     "CONTROL",
+    "GLOO",
     "GroupSpec",
     "dp_name",
-    "drop_group",
+    "drop_groups",
     "group_specs",
     "lane_name",
     "make_group",
+    "model_groups",
     "stage_name",
     "tp_name",
 ]
 
 CONTROL = "control"
-# Operations are limited by whoever waits for them (lanes, control plane), never by the group.
+GLOO = "gloo"
+# Operations of a gloo group are limited by whoever waits for them (lanes, control plane), never by the group.
 _NO_LIMIT = timedelta(days=30)
 
 
@@ -62,14 +66,19 @@ def group_specs(topology: Topology, policy: LanePolicy) -> tuple[GroupSpec, ...]
     A lane's groups are its own: its leaders for point to point, and each receiving stage for the broadcast, apart
     from the group that the model's layers use.
     """
-    specs = [GroupSpec(CONTROL, tuple(range(topology.world_size)))]
-    specs += [GroupSpec(tp_name(*node), topology.ranks_of(node)) for node in topology.nodes]
+    everyone = GroupSpec(CONTROL, tuple(range(topology.world_size)))
+    specs = [everyone, *model_groups(topology), *_lane_groups(topology, policy)]
+    return tuple(spec for spec in specs if len(spec.ranks) > 1)
+
+
+def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:
+    """The groups of more than one rank that layers and reductions use, in the order in which they are connected."""
+    specs = [GroupSpec(tp_name(*node), topology.ranks_of(node)) for node in topology.nodes]
     for stage, tp in enumerate(topology.tp):
         nodes = [node for node in topology.nodes if node.stage == stage]
         for tp_rank in range(tp):
             members = tuple(topology.ranks_of(node)[tp_rank] for node in nodes)
             specs.append(GroupSpec(dp_name(stage, tp_rank), members))
-    specs += _lane_groups(topology, policy)
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
 
 
@@ -92,7 +101,8 @@ def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta
     ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` would do
     but for the name it makes up: that counts the groups of the calling process, and ranks of one mesh have
     different numbers of groups, so that they would wait for each other under different names.
-    Raises what the backend raises when a member is missing after ``timeout``.
+    Raises what the backend raises when a member is missing after ``timeout``. Operations of a gloo group have no
+    limit, those of others have ``timeout`` until ``set_timeout`` gives them another.
     """
     ranks = list(ranks)
     group: dist.ProcessGroup
@@ -108,14 +118,33 @@ def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta
             group_desc=name,
         )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    group.set_timeout(_NO_LIMIT)
+    if backend == GLOO:
+        group.set_timeout(_NO_LIMIT)
     return group
 
 
-def drop_group(group: dist.ProcessGroup) -> None:
-    """Destroy ``group`` unless the whole world was destroyed before. Its connections end with the last reference."""
-    if group in c10d._world.pg_map:
+def drop_groups(groups: dict[str, dist.ProcessGroup], *, broken: bool) -> None:
+    """Destroy ``groups`` (by name) and empty the dict. After a failure (``broken``) this waits for nobody.
+
+    The destructor of a gloo group waits for collectives that still run, that is, for other ranks, and nothing can end
+    them. So after a failure those groups that have collectives are left as they are until the process ends. Groups of
+    other backends are then aborted, as destroying them would first flush what is queued.
+    """
+    while groups:
+        name, group = groups.popitem()
+        if group not in c10d._world.pg_map:  # the whole world was destroyed before
+            continue
+        if broken and dist.get_backend(group) != GLOO and hasattr(c10d, "_abort_process_group"):
+            c10d._abort_process_group(group)
+            continue
+        if broken and dist.get_backend(group) == GLOO and not _is_point_to_point(name):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         dist.destroy_process_group(group)
+
+
+def _is_point_to_point(name: str) -> bool:
+    """True for the leaders of a lane, whose transfers end when the lane is aborted."""
+    return "/stage/" not in name and name.startswith("lane/")
 
 
 @contextmanager

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 
 from ldt.runtime.control import ControlPlane, Pending
+from ldt.runtime.disclosure import InputValueError
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction"]
 
@@ -18,7 +20,7 @@ LossFn = Callable[[Any, Any], Any]
 def check_reduction(reduction: str) -> None:
     """Raise ValueError for anything but a LossReduction."""
     if reduction not in get_args(LossReduction):
-        raise ValueError(f"loss_reduction must be 'mean' or 'token', got {reduction!r}")
+        raise InputValueError(f"loss_reduction must be 'mean' or 'token', got {reduction!r}")
 
 
 class StepLoss:
@@ -36,7 +38,8 @@ class StepLoss:
         self._num_microbatches = num_microbatches
         self._roots: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
-        self._counts: dict[int, float] = {}
+        self._counts: dict[int, torch.Tensor | float] = {}
+        self._read: dict[int, float] | None = None
 
     def forward(self, microbatch: int, output: Any, target: Any) -> None:
         result = self._loss_fn(output, target)
@@ -47,9 +50,10 @@ class StepLoss:
                 if isinstance(loss, torch.Tensor)
                 else type(loss).__name__
             )
-            raise ValueError(f"loss_fn must return a scalar tensor, got {got}")
+            raise InputValueError(f"loss_fn must return a scalar tensor, got {got}")
         self._values[microbatch] = loss.detach()
         self._counts[microbatch] = count
+        self._read = None
         if torch.is_grad_enabled():
             self._roots[microbatch] = loss / self._num_microbatches if self._reduction == "mean" else loss
 
@@ -64,12 +68,13 @@ class StepLoss:
 
     @property
     def count(self) -> float:
-        """Tokens of the step so far."""
-        return sum(self._counts.values())
+        """Tokens of the step so far. Waits for the device, once for any number of microbatches."""
+        return sum(self._numbers().values())
 
     def per_microbatch(self) -> list[torch.Tensor]:
         """The mean loss of each microbatch that had a target."""
-        return [self._values[index] / self._counts[index] for index in sorted(self._values)]
+        counts = self._numbers()
+        return [self._values[index] / counts[index] for index in sorted(self._values)]
 
     def total(self) -> torch.Tensor:
         """The loss of the step on this rank: the mean over microbatches, or over tokens."""
@@ -80,13 +85,31 @@ class StepLoss:
         return total / (len(losses) if self._reduction == "mean" else self.count)
 
     @staticmethod
-    def _split(result: Any) -> tuple[torch.Tensor, float]:
+    def _split(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise ValueError(
+            raise InputValueError(
                 "with loss_reduction='token', loss_fn must return (sum of losses, number of tokens), "
                 f"got {type(result).__name__}"
             )
-        return result[0], float(result[1])
+        count = result[1]
+        if isinstance(count, torch.Tensor) and count.numel() == 1:
+            return result[0], count.detach().reshape(())
+        if isinstance(count, Real):
+            return result[0], float(count)
+        raise InputValueError(
+            "with loss_reduction='token', loss_fn must return the number of tokens as a number or a tensor of one, "
+            f"got {type(count).__name__}"
+        )
+
+    def _numbers(self) -> dict[int, float]:
+        """The count of each microbatch, on the host."""
+        if self._read is None:
+            tensors = {
+                index: count for index, count in self._counts.items() if isinstance(count, torch.Tensor)
+            }
+            numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
+            self._read = {**self._counts, **dict(zip(tensors, map(float, numbers), strict=True))}  # type: ignore[dict-item]
+        return self._read
 
 
 class TokenScale:

@@ -17,7 +17,8 @@ from ldt.errors import LdtError, RemoteStageError
 from ldt.runtime import groups as naming
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
-from ldt.runtime.endpoints import Endpoint, make_endpoints, preconnect
+from ldt.runtime.disclosure import disclose, reveal
+from ldt.runtime.endpoints import Endpoint, await_connected, make_endpoints, start_connecting
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.topology import Channel, LanePolicy, Node, Topology
 
@@ -25,7 +26,6 @@ __all__ = ["Mesh"]
 
 logger = logging.getLogger(__name__)
 
-_GLOO = "gloo"
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _SECONDARY = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
 
@@ -48,6 +48,7 @@ class Mesh:
         device: torch.device,
         store: Any,
         key: str,
+        share_edge_errors: bool = False,
     ) -> None:
         self.topology = topology
         self.lanes = lanes
@@ -56,6 +57,7 @@ class Mesh:
         self.device = device
         self.node: Node = topology.node_of(rank)
         self.tp_rank: int = topology.tp_rank_of(rank)
+        self._shares_errors = share_edge_errors or not self.is_edge
         self._key = key
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._endpoints: dict[Channel, Endpoint] = {}
@@ -82,6 +84,10 @@ class Mesh:
     @property
     def is_edge(self) -> bool:
         return self.stage == 0
+
+    def stage_of(self, global_rank: int) -> int:
+        """The stage of a rank of this mesh."""
+        return self.topology.node_of(self.ranks.index(global_rank)).stage
 
     def edge_leader(self, replica: int) -> int:
         """Rank (in the topology) of the edge leader that serves ``replica``."""
@@ -139,26 +145,33 @@ class Mesh:
     def fail(self, error: BaseException, place: str, detail: str = "") -> NoReturn:
         """Tell every rank that this one failed at ``place``, and raise.
 
+        From the edge they learn the type of ``error`` and where it was raised, and its text only if it is one of this
+        package's own or ``connect`` was given ``share_edge_errors``; from the cloud, all of it.
         That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
         ``detail`` is only logged, where the failure was first.
         """
         first = self._publish(error, place)
         me = self.ranks[self.rank]
         if first.rank == me:
-            logger.error("%s failed in %s: %s\n%s", self, place, first.error, detail)
+            logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
         if first.rank == me or isinstance(error, RemoteStageError):
             raise error
-        raise RemoteStageError(first.describe()) from error
+        raise first.as_error() from error
+
+    def tell(self, error: BaseException) -> str:
+        """What the other ranks may learn of ``error``; see ``fail``."""
+        return reveal(error)[0] if self._shares_errors else disclose(error)
 
     def close(self) -> None:
-        """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent."""
+        """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
+
+        After a failure nothing is waited for; groups that other ranks may hold up stay until the process ends.
+        """
         if self._closed:
             return
         self._closed = True
         self.failures.close()
-        for lane in self.all_lanes():
-            if not self.failed:
-                lane.close(timedelta(seconds=5))
+        self._drop_lanes()
         self._drop_groups()
 
     def __enter__(self) -> Mesh:
@@ -186,14 +199,14 @@ class Mesh:
         for spec in naming.group_specs(self.topology, self.lanes):
             if self.rank in spec.ranks:
                 self.failures.check()
-                kind = _GLOO if spec.name == naming.CONTROL else choose_backend(self.device, backend)
+                kind = naming.GLOO if spec.name == naming.CONTROL else choose_backend(self.device, backend)
                 members = [self.ranks[rank] for rank in spec.ranks]
                 name = f"{self._key}/{spec.name}"
                 self._groups[spec.name] = naming.make_group(name, members, kind, _until(deadline))
         self._control = ControlPlane(
             self._groups.get(naming.CONTROL),
             self.rank,
-            self.topology.world_size,
+            self.ranks,
             self.failures,
             transfer_timeout.total_seconds(),
         )
@@ -201,16 +214,26 @@ class Mesh:
             self.topology, self.lanes, self.rank, self._groups, self.device, transfer_timeout
         )
         self.failures.check()  # what failed before there was a lane to abort
-        preconnect(self._endpoints, self.topology.channels, self.device, _until(deadline))
+        connecting = start_connecting(
+            self._groups,
+            naming.model_groups(self.topology),
+            self._endpoints,
+            self.topology.channels,
+            self.device,
+        )
+        for what, work in connecting:
+            await_connected(work, what, self.failures, deadline)
+        for group in self._groups.values():
+            if dist.get_backend(group) != naming.GLOO:
+                group.set_timeout(transfer_timeout)  # on a stream nobody else limits a transfer
 
     def _publish(self, error: BaseException, place: str) -> FailureReport:
         """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
         first = self.failures.wait(1.0) if isinstance(error, _SECONDARY) else self.failures.first
         if first is None:
-            report = FailureReport.of(error, self.ranks[self.rank], self.stage, self.replica, place)
+            me = self.ranks[self.rank]
+            report = FailureReport.of(error, me, self.stage, self.replica, place, in_full=self._shares_errors)
             first = self.failures.publish(report)
-        if self._control is not None and self._control.idle:
-            self._drop_control()  # frees the ranks that wait for a message of this one
         return first
 
     def _device_mesh(self, name: str, dim: str) -> DeviceMesh:
@@ -235,20 +258,23 @@ class Mesh:
     def _on_failure(self, report: FailureReport) -> None:
         logger.info("%s; rank %d aborts its lanes", report.describe(), self.ranks[self.rank])
         for lane in self.all_lanes():
-            lane.abort(report.describe())
+            try:
+                lane.abort(report.describe())
+            except Exception:  # the others must be aborted all the same
+                logger.exception("%s could not abort lane %s", self, lane.name)
+
+    def _drop_lanes(self) -> None:
+        """A method of its own, so that no variable outlives it: a lane holds its groups."""
+        for lane in self.all_lanes():
+            if not self.failed:
+                lane.close(timedelta(seconds=5))
+        self._endpoints.clear()
 
     def _drop_groups(self) -> None:
-        self._endpoints.clear()
         self._meshes.clear()
-        self._drop_control()
-        while self._groups:
-            _, group = self._groups.popitem()
-            naming.drop_group(group)
-
-    def _drop_control(self) -> None:
-        self._groups.pop(naming.CONTROL, None)
         if self._control is not None:
             self._control.close()
+        naming.drop_groups(self._groups, broken=self.failed)
 
 
 def _until(deadline: float) -> timedelta:

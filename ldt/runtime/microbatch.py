@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.specs import TensorSpec
 
 __all__ = ["Microbatch", "parse_microbatches"]
@@ -27,7 +28,7 @@ class Microbatch:
         """Raises TypeError if ``pair`` is not two things or the inputs are of another kind."""
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             size = f" of {len(pair)} entries" if isinstance(pair, (tuple, list)) else ""
-            raise TypeError(
+            raise InputTypeError(
                 f"microbatch {index} must be a pair (inputs, target), got {type(pair).__name__}{size}; "
                 "without targets, as in eval, pass (inputs, None)"
             )
@@ -38,7 +39,7 @@ class Microbatch:
             return cls(tuple(inputs), {}, target)
         if isinstance(inputs, Mapping):
             return cls((), {str(name): value for name, value in inputs.items()}, target)
-        raise TypeError(
+        raise InputTypeError(
             f"the inputs of microbatch {index} must be a tensor, a tuple or a dict, got {type(inputs).__name__}"
         )
 
@@ -57,12 +58,12 @@ class Microbatch:
 def parse_microbatches(microbatches: Any) -> list[Microbatch]:
     """Raises TypeError or ValueError saying what is wrong, naming the microbatch."""
     if microbatches is None:
-        raise ValueError("the edge needs microbatches: pass a list of (inputs, target) pairs")
+        raise InputValueError("the edge needs microbatches: pass a list of (inputs, target) pairs")
     if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(microbatches, Iterable):
-        raise TypeError(
+        raise InputTypeError(
             f"microbatches must be a list of (inputs, target) pairs, got {type(microbatches).__name__}"
         )
     parsed = [Microbatch.of(pair, index) for index, pair in enumerate(microbatches)]
     if not parsed:
-        raise ValueError("the list of microbatches is empty: a step needs at least one")
+        raise InputValueError("the list of microbatches is empty: a step needs at least one")
     return parsed

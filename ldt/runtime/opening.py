@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ldt.errors import LdtError, RemoteStageError
+from ldt.plan import Plan
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.plans import PlanBook
 from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.specs import HopSpecs, TensorSpec
 
-__all__ = ["Agreement", "Mode", "Refusal", "open_step"]
+__all__ = ["Agreement", "Call", "Mode", "Refusal", "open_step"]
 
 Mode = Literal["step", "eval"]
 
@@ -26,92 +28,119 @@ class Refusal(Exception):  # noqa: N818 (a verdict, not an error of its own)
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of step() or eval() on this rank, the ``serial``-th of its pipeline.
+
+    On the edge ``microbatches`` are this rank's, or the reason why there are none, which the edge's leaders pass on.
+    """
+
+    mode: Mode
+    serial: int
+    microbatches: Sequence[Microbatch] | Exception | None
+
+    @property
+    def training(self) -> bool:
+        return self.mode == "step"
+
+
+@dataclass(frozen=True)
 class Agreement:
     """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m of this rank's replica."""
 
-    num_microbatches: int
+    plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
 
 
-def open_step(
-    mesh: Mesh,
-    shapes: ShapeBook,
-    mode: Mode,
-    serial: int,
-    microbatches: Sequence[Microbatch] | Exception | None,
-) -> Agreement:
+def open_step(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> Agreement:
     """Agree on a step. A collective call of all ranks.
 
-    On the edge ``microbatches`` are this rank's, or the reason why there are none, which the edge's leaders pass on.
-    Raises Refusal where a leader of the edge has such a reason; anything else it raises is a failure.
+    Raises Refusal where a leader of the edge has a reason not to run; anything else it raises is a failure.
     """
-    messages = _exchange(mesh, shapes, mode, serial, microbatches)
+    messages = _exchange(mesh, shapes, plans, call)
     for message in messages:
-        if (message["mode"], message["serial"]) != (mode, serial):
+        if (message["mode"], message["serial"]) != (call.mode, call.serial):
             raise LdtError(
-                f"this rank is at call {serial} of this pipeline, {mode}(), but the edge is at call "
+                f"this rank is at call {call.serial} of this pipeline, {call.mode}(), but the edge is at call "
                 f"{message['serial']}, {message['mode']}(): every rank must make the same calls in the same order"
             )
     counts = [len(message["microbatches"]) for message in messages]
     if len(set(counts)) > 1:
         raise LdtError(f"the replicas of the edge must have equally many microbatches, they have {counts}")
-    if mesh.topology.num_stages == 1:  # every hop is local, and its chunks see for themselves
-        return Agreement(counts[0], ())
-    hops = [_hops(shapes, message, replica, mode) for replica, message in enumerate(messages)]
-    return Agreement(counts[0], hops[mesh.replica])
+    plan = plans.get(counts[0], call.training)
+    digest = plans.digest(counts[0], call.training)
+    for leader, message in zip(_edge_leaders(mesh), messages, strict=True):
+        if message["plan"] != digest:
+            raise LdtError(
+                f"this rank's plan for {counts[0]} microbatches of {call.mode}() is not that of rank "
+                f"{mesh.ranks[leader]}, the edge: {digest}, expected {message['plan']}; plan_factory must give equal "
+                "plans on all ranks, so it may not depend on the rank, on measurements or on random numbers"
+            )
+    hops = [_hops(shapes, message, replica, call.training) for replica, message in enumerate(messages)]
+    return Agreement(plan, hops[mesh.replica])
 
 
-def _exchange(
-    mesh: Mesh,
-    shapes: ShapeBook,
-    mode: Mode,
-    serial: int,
-    microbatches: Sequence[Microbatch] | Exception | None,
-) -> list[dict[str, Any]]:
+def _edge_leaders(mesh: Mesh) -> list[int]:
+    """Ranks of the topology, by replica."""
+    return [mesh.edge_leader(replica) for replica in range(mesh.topology.edge_dp)]
+
+
+def _exchange(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> list[dict[str, Any]]:
     """The messages of all edge leaders, by replica."""
     own: dict[str, Any] | None = None
     error: Exception | None = None
     if mesh.is_edge:
         try:
-            if isinstance(microbatches, Exception):
-                raise microbatches
-            assert microbatches is not None
-            own = _describe(mesh, shapes, mode, serial, microbatches)
+            if isinstance(call.microbatches, Exception):
+                raise call.microbatches
+            assert call.microbatches is not None
+            own = _describe(shapes, plans, call, call.microbatches)
         except Exception as caught:
             if not mesh.is_leader:
                 raise
-            error, own = caught, {"error": f"{type(caught).__name__}: {caught}"}
-    leaders = [mesh.edge_leader(replica) for replica in range(mesh.topology.edge_dp)]
+            error, own = caught, {"error": mesh.tell(caught), "error_type": type(caught).__name__}
+    leaders = _edge_leaders(mesh)
     messages = [mesh.control.broadcast(own, leader, patient=True) for leader in leaders]
     if error is not None:
         raise Refusal(error)
     for leader, message in zip(leaders, messages, strict=True):
         if "error" in message:
-            rank = mesh.ranks[leader]
-            raise Refusal(RemoteStageError(f"rank {rank}, the edge, called {mode}() off: {message['error']}"))
+            raise Refusal(_called_off(mesh.ranks[leader], call.mode, message))
     if own is not None and own != messages[mesh.replica]:
         raise LdtError(
-            "the ranks of the edge must be given equal microbatches: this rank's differ from its leader's in number, "
-            "shape or dtype"
+            "the ranks of the edge must be given equal microbatches and plans, under the same autocast: this rank's "
+            "differ from its leader's in number, shape, dtype or plan"
         )
     return messages
 
 
+def _called_off(rank: int, mode: Mode, message: dict[str, Any]) -> RemoteStageError:
+    return RemoteStageError(
+        f"rank {rank}, the edge, called {mode}() off: {message['error']}",
+        rank=rank,
+        stage=0,
+        place=f"the beginning of {mode}()",
+        error_type=message["error_type"],
+    )
+
+
 def _describe(
-    mesh: Mesh, shapes: ShapeBook, mode: Mode, serial: int, microbatches: Sequence[Microbatch]
+    shapes: ShapeBook, plans: PlanBook, call: Call, microbatches: Sequence[Microbatch]
 ) -> dict[str, Any]:
     """The step message: only what the head's outputs look like leaves the edge."""
     numbers: dict[HopSpecs, int] = {}
-    if mesh.topology.num_stages > 1:
-        heads = [shapes.head_output(m.signature, m.args, m.kwargs, mode == "step") for m in microbatches]
-    else:
-        heads = [()] * len(microbatches)
+    heads = [shapes.head_output(m.signature, m.args, m.kwargs, call.training) for m in microbatches]
     indices = [numbers.setdefault(head, len(numbers)) for head in heads]
-    specs = [[spec.to_json() for spec in head] for head in numbers]
-    return {"mode": mode, "serial": serial, "specs": specs, "microbatches": indices}
+    return {
+        "mode": call.mode,
+        "serial": call.serial,
+        "plan": plans.digest(len(microbatches), call.training),
+        "autocast": shapes.autocast(),
+        "specs": [[spec.to_json() for spec in head] for head in numbers],
+        "microbatches": indices,
+    }
 
 
-def _hops(shapes: ShapeBook, message: dict[str, Any], replica: int, mode: Mode) -> list[list[HopSpecs]]:
+def _hops(shapes: ShapeBook, message: dict[str, Any], replica: int, training: bool) -> list[list[HopSpecs]]:
     firsts = [tuple(map(TensorSpec.from_json, head)) for head in message["specs"]]
-    chains = [shapes.hops(first, replica, mode == "step") for first in firsts]
+    chains = [shapes.hops(first, replica, training, message["autocast"]) for first in firsts]
     return [chains[index] for index in message["microbatches"]]

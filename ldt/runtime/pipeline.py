@@ -12,11 +12,12 @@ from torch import nn
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.executor import Executor, StepWork
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
-from ldt.runtime.opening import Mode, Refusal, open_step
+from ldt.runtime.opening import Call, Mode, Refusal, open_step
 from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
@@ -32,8 +33,9 @@ class Pipeline:
 
     ``chunks`` are this rank's modules in model order, on ``mesh.device``. ``plan`` says who does what when; for other
     numbers of microbatches, and for eval, ``plan_factory(topology, num_microbatches, training)`` makes one (default:
-    ``ldt.plan.ushape``). ``loss_fn(output, target)`` is needed on the edge and used only there: with
-    ``loss_reduction="mean"`` it gives the microbatch's mean, with "token" its sum and its number of tokens.
+    ``ldt.plan.ushape``), on each rank for itself; a step fails if ranks then have different ones.
+    ``loss_fn(output, target)`` is needed on the edge and used only there: with ``loss_reduction="mean"`` it gives the
+    microbatch's mean, with "token" its sum and its number of tokens.
     ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph.
 
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
@@ -97,7 +99,8 @@ class Pipeline:
 
         Raises ValueError or TypeError on the edge for bad microbatches, and RemoteStageError on the other ranks; the
         pipeline stays usable. If anything fails after that, the rank it failed on raises it, all others raise
-        RemoteStageError quoting it, and the mesh cannot be used any more.
+        RemoteStageError saying which and where, and the mesh cannot be used any more. What of an exception on the edge
+        they are told is a matter of ``connect(share_edge_errors=...)``.
         """
         return self._call("step", microbatches)
 
@@ -119,8 +122,9 @@ class Pipeline:
     def _agree(self, error: Exception | None) -> None:
         """Raise on every rank if one has an ``error`` or if they were given different plans."""
         mine = {
-            "error": None if error is None else f"{type(error).__name__}: {error}",
-            "plan": None if error is not None else self._plans.digest(),
+            "error": None if error is None else self._mesh.tell(error),
+            "error_type": None if error is None else type(error).__name__,
+            "plan": None if error is not None else self._plans.digest_of_all(),
             "reduction": self._reduction,
         }
         answers = self._mesh.control.gather(mine)
@@ -128,7 +132,13 @@ class Pipeline:
             raise error
         for rank, answer in zip(self._mesh.ranks, answers, strict=True):
             if answer["error"] is not None:
-                raise RemoteStageError(f"rank {rank} could not build its pipeline: {answer['error']}")
+                raise RemoteStageError(
+                    f"rank {rank} could not build its pipeline: {answer['error']}",
+                    rank=rank,
+                    stage=self._mesh.stage_of(rank),
+                    place="building its pipeline",
+                    error_type=answer["error_type"],
+                )
         for name, what in (("plan", "plans"), ("reduction", "values of loss_reduction")):
             others = [
                 rank
@@ -147,8 +157,9 @@ class Pipeline:
             taker = StatsTaker(self._mesh)
             self._serial += 1
             microbatches = self._take(mode, given)
-            agreement = open_step(self._mesh, self._shapes, mode, self._serial, microbatches)
-            work = StepWork(self._plans.get(agreement.num_microbatches, mode == "step"), agreement.hops)
+            call = Call(mode, self._serial, microbatches)
+            agreement = open_step(self._mesh, self._shapes, self._plans, call)
+            work = StepWork(agreement.plan, agreement.hops)
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
@@ -170,15 +181,17 @@ class Pipeline:
         microbatches = None
         try:
             if mode == "step" and torch.is_inference_mode_enabled():
-                raise RuntimeError(
+                raise LdtError(
                     "step() computes gradients and cannot run under torch.inference_mode(): leave it"
                 )
             if self._mesh.is_edge:
                 if mode == "step" and self._loss_fn is None:
-                    raise ValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
+                    raise InputValueError(
+                        "step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there"
+                    )
                 microbatches = parse_microbatches(given)
             elif given is not None:
-                raise ValueError(
+                raise InputValueError(
                     f"microbatches were given on a rank of stage {self._mesh.stage}: only the edge, stage 0, has "
                     f"samples; call {mode}() without arguments here"
                 )
@@ -222,14 +235,16 @@ def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
     """Chunk number to module. Raises ValueError or TypeError if they are not this rank's."""
     wanted = mesh.topology.chunks_of(mesh.stage)
     if isinstance(chunks, nn.Module) and not isinstance(chunks, (nn.ModuleList, nn.Sequential)):
-        raise TypeError(f"chunks must be a list of modules, got one {type(chunks).__name__}: write [module]")
+        raise InputTypeError(
+            f"chunks must be a list of modules, got one {type(chunks).__name__}: write [module]"
+        )
     modules = list(chunks)
     if len(modules) != len(wanted):
-        raise ValueError(
+        raise InputValueError(
             f"stage {mesh.stage} of topology {mesh.topology.to_text()} has {len(wanted)} chunks "
             f"({', '.join(map(str, wanted))}), got {len(modules)} modules"
         )
     for index, module in zip(wanted, modules, strict=True):
         if not isinstance(module, nn.Module):
-            raise TypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
+            raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
     return dict(zip(wanted, modules, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from ldt.errors import PlanError
 from ldt.plan import Plan, add_communication, add_grad_reduction, ushape, verify
+from ldt.runtime.executor import KINDS
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["PlanBook", "PlanFactory"]
@@ -15,9 +16,10 @@ PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of micro
 
 
 class PlanBook:
-    """Complete plans by number of microbatches and mode, made once each. The same on all ranks.
+    """Complete plans by number of microbatches and mode, made once each. The same on all ranks: see ``digest``.
 
-    Raises PlanError if ``plan`` is for another topology or other lanes than the mesh's.
+    Raises PlanError for a plan of another topology or other lanes than the mesh's, or with actions that the runtime
+    has no method for.
     """
 
     def __init__(
@@ -27,6 +29,7 @@ class PlanBook:
         self._lanes: LanePolicy = lanes
         self._factory: PlanFactory = factory or self._ushape
         self._plans: dict[tuple[int, bool], Plan] = {}
+        self._digests: dict[tuple[int, bool], str] = {}
         if plan is not None:
             self._plans[plan.num_microbatches, plan.training] = self._completed(plan)
 
@@ -36,10 +39,16 @@ class PlanBook:
             self._plans[key] = self._completed(self._factory(self._topology, num_microbatches, training))
         return self._plans[key]
 
-    def digest(self) -> str:
-        """Equal on ranks that were given equal plans."""
-        text = "".join(plan.to_text() for plan in self._plans.values())
-        return hashlib.sha256(text.encode()).hexdigest()
+    def digest(self, num_microbatches: int, training: bool) -> str:
+        """A short text that is equal on ranks whose plans are."""
+        key = (num_microbatches, training)
+        if key not in self._digests:
+            self._digests[key] = _digest(self.get(num_microbatches, training).to_text())
+        return self._digests[key]
+
+    def digest_of_all(self) -> str:
+        """As ``digest``, of all plans that were given or made so far."""
+        return _digest("".join(plan.to_text() for plan in self._plans.values()))
 
     def _completed(self, plan: Plan) -> Plan:
         if plan.topology != self._topology:
@@ -54,8 +63,18 @@ class PlanBook:
                 f"the plan is for {plan.lanes!r} lanes, the mesh was connected with lanes={self._lanes!r}: "
                 "use the same for both"
             )
+        kinds = {action.kind for row in plan.rows.values() for action in row} - KINDS
+        if kinds:
+            raise PlanError(
+                f"the plan has actions of kind {', '.join(sorted(kinds))}, the runtime runs only "
+                f"{', '.join(sorted(KINDS))}: make a plan with full backwards"
+            )
         verify(plan)
         return plan
 
     def _ushape(self, topology: Topology, num_microbatches: int, training: bool) -> Plan:
         return ushape(topology, num_microbatches, training=training, lanes=self._lanes)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -17,6 +17,7 @@ __all__ = ["Entry", "Recorder"]
 class Entry:
     """One action: seconds since the epoch, and how much of it was spent waiting for a transfer.
 
+    Times of the host. On a device with streams (CUDA, NPU) they tell when work was launched, not when it ran.
     For a send or receive, ``end`` is when the transfer was seen to be done: at the latest when it was needed.
     """
 
@@ -56,10 +57,10 @@ class Recorder:
 
     @property
     def computing(self) -> float:
-        """Seconds in compute and reduce actions, without what they waited."""
+        """Seconds in compute and reduce actions, without what they waited; on CUDA and NPU, in launching them."""
         return sum(e.end - e.start - e.waited for e in self.entries if not e.action.kind.is_comm)
 
     @property
     def waiting(self) -> float:
-        """Seconds blocked on transfers."""
+        """Seconds for which the host was blocked on transfers; on CUDA and NPU next to none, as streams wait there."""
         return self.flushing + sum(e.waited for e in self.entries)

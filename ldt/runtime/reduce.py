@@ -8,40 +8,41 @@ import torch
 import torch.distributed as dist
 
 from ldt.runtime.control import wait_or_fail
-from ldt.runtime.failure import FailureWatch
+from ldt.runtime.mesh import Mesh
 
 __all__ = ["average_gradients"]
 
 
-def average_gradients(
-    parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup, failures: FailureWatch, what: str
-) -> None:
-    """Replace each ``.grad`` by the mean over ``group``, where a replica without a gradient counts as zero.
+def average_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
+    """Replace each ``.grad`` by the mean over the replicas, where one without a gradient counts as zero.
 
-    A parameter that has no gradient on any replica keeps none: a flag per parameter travels with its gradients.
+    A parameter that has no gradient on any replica keeps none: a flag per parameter travels with its gradients, and
+    is read, which waits for the device, only where a gradient is missing. ``what`` names it all in errors.
     """
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
             buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for bucket in buckets.values():
-        _average(bucket, group, failures, what)
+        _average(bucket, mesh, what)
 
 
-def _average(
-    bucket: list[torch.nn.Parameter], group: dist.ProcessGroup, failures: FailureWatch, what: str
-) -> None:
+def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
+    group = mesh.dp_group
+    assert group is not None, f"{what}: there are no replicas"
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
     flags = torch.tensor([p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device)
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), flags])
     work = dist.all_reduce(flat, group=group, async_op=True)
     if flat.device.type == "cpu":
-        wait_or_fail(work, failures, what)
+        wait_or_fail(work, mesh.failures, what)
     else:
         work.wait()
     *sums, flags = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
-    size = dist.get_world_size(group)
-    for parameter, total, present in zip(bucket, sums, flags.tolist(), strict=True):
+    size = mesh.topology.dp
+    missing = any(parameter.grad is None for parameter in bucket)
+    anywhere = flags.tolist() if missing else [1.0] * len(bucket)
+    for parameter, total, present in zip(bucket, sums, anywhere, strict=True):
         if present:
             mean = total.view_as(parameter) / size
             parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)

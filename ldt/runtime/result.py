@@ -24,10 +24,12 @@ class Traffic(NamedTuple):
 
 @dataclass
 class StepStats:
-    """One rank's step. Seconds; computing + waiting + idle = seconds.
+    """One rank's step. Seconds; computing + waiting + idle = seconds. ``rank`` is that of the topology (``Mesh.rank``).
 
     ``computing``: in chunks, losses and gradient reduction. ``waiting``: blocked on a transfer that was not there yet.
     ``idle``: the rest, that is, waiting for the step to begin and the runtime's own work.
+    All are times of the host: on a device with streams (CUDA, NPU) ``computing`` is how long the launches took and
+    ``waiting`` is near zero, since there a stream waits, not the host; for times on the device use ``torch.profiler``.
     ``channels`` has payload by channel name, ``lanes`` the counters of ``ldt._C.Lane.stats`` for this step.
     """
 

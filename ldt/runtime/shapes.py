@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ldt.errors import LdtError
 from ldt.runtime.chunk import as_tensors
+from ldt.runtime.disclosure import QuotingError, disclose, reveal
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe, specs_of
 
@@ -31,7 +34,8 @@ def infer_specs(
     """The specs of what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
 
     Calls ``module.output_spec`` if there is one. Otherwise runs the module on fake tensors: no data, no random
-    numbers, and its buffers and attributes are put back. Raises LdtError naming the chunk if that does not work.
+    numbers, and the attributes of the module and its parts are put back, with the entries of those that are lists,
+    dicts or sets, but not what objects in them hold. Raises LdtError naming the chunk if that does not work.
     """
     declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
     try:
@@ -47,10 +51,13 @@ def infer_specs(
         tensors = [
             leaf for leaf in pytree.tree_leaves(_with_specs(args, kwargs)) if isinstance(leaf, TensorSpec)
         ]
-        raise LdtError(
-            f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}: "
-            f"{type(error).__name__}: {error}. If its forward is right but depends on values, declare the result: "
-            "give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per output"
+        what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
+        advice = (
+            "If its forward is right but depends on values, declare the result: give the module a method "
+            "output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per output"
+        )
+        raise QuotingError(
+            f"{what}: {reveal(error)[0]}. {advice}", plain=f"{what}: {disclose(error)}. {advice}"
         ) from error
     return specs if training else tuple(spec.without_grad() for spec in specs)
 
@@ -93,12 +100,17 @@ def _fake_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward leaves behind: attributes of all submodules, and the states of random generators."""
+    """Undo what a forward leaves behind: attributes of all submodules, and the states of random generators.
+
+    Of attributes that are lists, dicts (such as the registries of parameters, buffers and modules) or sets also the
+    entries.
+    """
     attributes = [(part, dict(part.__dict__)) for part in module.modules()]
-    registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (part.__dict__[registry], dict(part.__dict__[registry]))
-        for part in module.modules()
-        for registry in ("_parameters", "_buffers", "_modules")
+    containers = [
+        (value, copy.copy(value))
+        for _, values in attributes
+        for value in values.values()
+        if isinstance(value, (list, dict, set))
     ]
     python_random = random.getstate()
     try:
@@ -109,9 +121,9 @@ def _restored(module: nn.Module) -> Iterator[None]:
         for part, values in attributes:
             part.__dict__.clear()
             part.__dict__.update(values)
-        for registry, entries in registered:
-            registry.clear()
-            registry.update(entries)
+        for container, entries in containers:
+            container.clear()
+            container.extend(entries) if isinstance(container, list) else container.update(entries)
 
 
 def _warm_up() -> None:
@@ -120,21 +132,53 @@ def _warm_up() -> None:
         torch.empty(1) + 1
 
 
+Value = TypeVar("Value")
+
+
+class _Recent(Generic[Value]):
+    """The ``size`` answers used last."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._answers: OrderedDict[Hashable, Value] = OrderedDict()
+
+    def get(self, key: Hashable, ask: Callable[[], Value]) -> Value:
+        """The answer for ``key``, from ``ask`` if it is not there."""
+        if key not in self._answers:
+            self._answers[key] = ask()
+            if len(self._answers) > self._size:
+                self._answers.popitem(last=False)
+        self._answers.move_to_end(key)
+        return self._answers[key]
+
+    def clear(self) -> None:
+        self._answers.clear()
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+
 class ShapeBook:
     """The specs of hops c -> c+1 for every microbatch of a step, the same on all ranks.
 
-    The edge says what hop 0 carries; for specs not met before, each chunk's leader infers its output and tells all.
-    Nothing is asked again until ``forget``.
+    The edge says what hop 0 carries, and under which autocast; for specs not met before under that one, each chunk's
+    leader infers its output and tells all. Answers are kept until ``forget``, the most recent 256 of the head and 1024
+    of the other chunks. Hops within a node are found by the way and have no specs here.
     """
 
     def __init__(self, mesh: Mesh, chunks: Mapping[int, nn.Module]) -> None:
         self._mesh = mesh
         self._topology = mesh.topology
         self._chunks = chunks
-        if mesh.topology.num_stages > 1:
+        if mesh.topology.channels:
             _warm_up()
-        self._heads: dict[tuple[object, bool], HopSpecs] = {}
-        self._outputs: dict[tuple[int, HopSpecs, bool], HopSpecs] = {}
+        self._heads: _Recent[HopSpecs] = _Recent(256)
+        self._outputs: _Recent[HopSpecs] = _Recent(1024)
+
+    def autocast(self) -> str | None:
+        """The dtype that autocast casts to on this rank's device, None where it is off: other shapes for one input."""
+        kind = self._mesh.device.type
+        return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
     def forget(self) -> None:
         """Infer everything anew from the next step on. To be called on all ranks between the same two steps."""
@@ -145,20 +189,31 @@ class ShapeBook:
         self, signature: object, args: Sequence[Any], kwargs: dict[str, Any], training: bool
     ) -> HopSpecs:
         """What hop 0 carries for these arguments of the head. Edge only, local."""
-        key = (signature, training)
-        if key not in self._heads:
-            self._heads[key] = infer_specs(0, self._chunks[0], args, kwargs, self._mesh.device, training)
-        return self._heads[key]
+        if not self._topology.crosses(0):
+            return ()
+        key = (signature, training, self.autocast())
+        return self._heads.get(
+            key, lambda: infer_specs(0, self._chunks[0], args, kwargs, self._mesh.device, training)
+        )
 
-    def hops(self, first: HopSpecs, replica: int, training: bool) -> list[HopSpecs]:
-        """What each hop carries when hop 0 carries ``first`` in ``replica``. A collective call of all ranks."""
+    def hops(self, first: HopSpecs, replica: int, training: bool, autocast: str | None) -> list[HopSpecs]:
+        """What each hop carries when hop 0 carries ``first`` in ``replica``. A collective call of all ranks.
+
+        ``autocast`` is the edge's: all ranks must use the same one, so that all ask again when it changes.
+        """
         hops = [first]
         for chunk in range(1, self._topology.tail):
-            key = (chunk, hops[-1], training)
-            if key not in self._outputs:
-                self._outputs[key] = self._ask(chunk, hops[-1], replica, training)
-            hops.append(self._outputs[key])
+            if self._topology.crosses(chunk):
+                hops.append(self._output(chunk, hops[-1], replica, training, autocast))
+            else:
+                hops.append(())
         return hops
+
+    def _output(
+        self, chunk: int, inputs: HopSpecs, replica: int, training: bool, autocast: str | None
+    ) -> HopSpecs:
+        key = (chunk, inputs, training, autocast)
+        return self._outputs.get(key, lambda: self._ask(chunk, inputs, replica, training))
 
     def _ask(self, chunk: int, inputs: HopSpecs, replica: int, training: bool) -> HopSpecs:
         """The chunk's own ranks infer; its leader's word goes to all."""
@@ -172,7 +227,7 @@ class ShapeBook:
         if mine is not None and mine != agreed:
             raise LdtError(
                 f"the ranks of node {node} disagree on what chunk {chunk} returns: its leader says "
-                f"{describe(agreed)}, topology rank {self._mesh.rank} says {describe(mine)}; "
+                f"{describe(agreed)}, rank {self._mesh.ranks[self._mesh.rank]} says {describe(mine)}; "
                 "they must hold equal modules"
             )
         return agreed

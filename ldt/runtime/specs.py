@@ -110,7 +110,10 @@ def first_difference(expected: Sequence[TensorSpec], got: Sequence[TensorSpec]) 
         )
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         if (want.shape, want.dtype) != (have.shape, have.dtype):
-            return f"tensor {index} was agreed as {want}, it is {have}"
+            return (
+                f"tensor {index} was agreed as {want}, it is {have}; autocast must be the same on all ranks, and if a "
+                "layer was changed since the last step, call pipeline.forget_shapes() on every rank"
+            )
         if have.requires_grad and not want.requires_grad:
             return (
                 f"tensor {index} requires a gradient, but was agreed as {want}; if layers were unfrozen since "

@@ -152,7 +152,7 @@ def no_loss() -> str:
 
 def test_step_without_a_loss(pool: RankPool) -> None:
     answers = pool.run(no_loss)
-    assert answers[0].startswith("ValueError: step() needs a loss on the edge")
+    assert answers[0].startswith("InputValueError: step() needs a loss on the edge")
     assert all("step() needs a loss on the edge" in answer for answer in answers)
 
 
@@ -169,7 +169,7 @@ def called(calls: list[tuple[str, Any, bool]]) -> str:
 
 def test_microbatches_on_a_cloud_rank(pool: RankPool) -> None:
     answers = pool.run(called, [("step", PAIRS, False), ("step", PAIRS, False), ("step", None, False)])
-    assert answers[1].startswith("ValueError: microbatches were given on a rank of stage 1")
+    assert answers[1].startswith("InputValueError: microbatches were given on a rank of stage 1")
     assert all("RemoteStageError: rank 1 (stage 1" in answers[rank] for rank in (0, 2))
     assert all("only the edge, stage 0, has samples" in answer for answer in answers)
 

@@ -98,13 +98,16 @@ def test_a_chunk_raises(pool: RankPool, chunk: int, where: str, policy: str) -> 
     stage = chunk % 3
     letter = "F" if where == "forward" else "B"
     for rank, (text, seconds) in enumerate(answers):
-        assert seconds < SECONDS
+        assert seconds < SECONDS, (rank, seconds)
         if rank == stage:
             assert text.startswith("BoomError: no more")
         else:
             assert f"RemoteStageError: rank {stage} (stage {stage}, replica 0) failed first" in text
             assert f"action {chunk}{letter}2" in text
-            assert f"chunk {chunk}, microbatch 2: BoomError: no more {where}" in text
+            # What an exception says stays on the edge.
+            what = "BoomError raised at" if stage == 0 else f"BoomError: no more {where}"
+            assert f"chunk {chunk}, microbatch 2: {what}" in text
+            assert ("no more" in text) == (stage != 0)
 
 
 def test_a_member_of_a_stage_raises(pool: RankPool) -> None:
@@ -156,7 +159,7 @@ def test_ranks_that_wait_for_the_next_step_hear_of_it(pool: RankPool, who: int) 
             assert seconds < 2.0
 
 
-def failing_loss() -> str:
+def failing_loss(share: bool) -> str:
     topology = Topology([1, 1, 1])
     calls: list[int] = []
 
@@ -166,17 +169,25 @@ def failing_loss() -> str:
             raise BoomError("bad labels")
         return toy_loss(output, target)
 
-    with ldt.connect(topology, ranks=range(3)) as mesh:
+    with ldt.connect(topology, ranks=range(3), share_edge_errors=share) as mesh:
         pipeline = build(mesh, toy_chunks(topology), loss_fn, loss_reduction="mean")
         with pytest.raises((BoomError, ldt.RemoteStageError)) as caught:
             pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
         return str(caught.value)
 
 
-def test_the_loss_raises(pool: RankPool) -> None:
-    answers = pool.run(failing_loss, ranks=range(3))
+@pytest.mark.parametrize("share", [False, True])
+def test_the_loss_raises(pool: RankPool, share: bool) -> None:
+    """The cloud learns what failed and where; the text and source lines only if the edge agreed to share them."""
+    answers = pool.run(failing_loss, share, ranks=range(3))
     assert answers[0] == "bad labels"
-    assert all("action 3F1" in text and "BoomError: bad labels" in text for text in answers[1:])
+    for text in answers[1:]:
+        assert "action 3F1" in text
+        assert "test_failures.py" in text
+        assert "in loss_fn" in text
+        assert ("BoomError: bad labels" in text) == share
+        assert ("bad labels" in text) == share
+        assert ("share_edge_errors=True" in text) == (not share)
 
 
 def token_step_fails(chunk: int) -> str:
@@ -194,7 +205,9 @@ def token_step_fails(chunk: int) -> str:
 
 @pytest.mark.parametrize("chunk", [0, 1, 3])
 def test_a_step_with_a_pending_sum_fails(pool: RankPool, chunk: int) -> None:
-    assert all("no more backward" in text for text in pool.run(token_step_fails, chunk, ranks=range(3)))
+    answers = pool.run(token_step_fails, chunk, ranks=range(3))
+    assert answers[chunk % 3] == "no more backward"
+    assert all("BoomError" in text for rank, text in enumerate(answers) if rank != chunk % 3)
 
 
 def interrupted() -> str:

@@ -1,0 +1,79 @@
+"""Ctrl-C on a rank that waits for others ends that rank at once, whatever the others are busy with."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SECONDS = 3.0
+
+JOB = """
+import os, signal, sys, threading, time
+import torch, torch.distributed as dist
+import ldt
+from ldt.testing import ToyChunk, toy_loss, toy_microbatches
+
+rank, where = int(sys.argv[1]), sys.argv[3]
+torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 3), rank=rank, world_size=3)
+topology = ldt.Topology([1], dp=3) if where == "a reduction" else ldt.Topology([1, 2])
+
+def say(what):
+    print(what, time.time(), flush=True)
+
+def interrupt():
+    say("interrupt")
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Late(ToyChunk):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += type(x) is torch.Tensor
+        if rank < 2 and self.calls == (2 if where == "a broadcast" and rank == 0 else 1):
+            time.sleep(600)
+        return super().forward(x)
+
+try:
+    with ldt.connect(topology) as mesh:
+        mine = [Late(16) for _ in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        if where == "the next step" and rank < 2:
+            time.sleep(600)
+        if rank == 2:
+            threading.Timer(2.0, interrupt).start()
+        pipeline.step(toy_microbatches(3) if mesh.is_edge else None)
+except KeyboardInterrupt:
+    say("left")
+dist.destroy_process_group()
+say("end")
+"""
+
+
+@pytest.mark.parametrize("where", ["the next step", "a reduction", "a broadcast"])
+def test_an_interrupt_ends_a_rank_that_waits(tmp_path: Path, where: str) -> None:
+    """Rank 2 waits: for the edge to begin, for gradients of replicas, for what the leader of its stage passes on."""
+    job = tmp_path / "job.py"
+    job.write_text(JOB)
+    command = [sys.executable, str(job)]
+    busy = [subprocess.Popen([*command, str(rank), str(tmp_path / "store"), where]) for rank in range(2)]
+    waiting = subprocess.Popen(
+        [*command, "2", str(tmp_path / "store"), where], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        output, _ = waiting.communicate(timeout=90)
+        ended = time.time()
+        assert [process.poll() for process in busy] == [None, None], "they were busy all the time"
+    finally:
+        for process in (*busy, waiting):
+            process.kill()
+            process.wait()
+    times = {what: float(when) for what, when in map(str.split, output.splitlines())}
+    assert times["left"] - times["interrupt"] < SECONDS
+    assert ended - times["left"] < SECONDS
+    assert waiting.returncode == 0
