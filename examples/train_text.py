@@ -11,7 +11,7 @@ import torch
 from text.check import Checker
 from text.data import Corpus
 from text.generate import continue_text
-from text.launch import one_sentence_errors, process_group, quiet_interrupt
+from text.launch import one_sentence_errors, one_sentence_errors_together, process_group, quiet_interrupt
 from text.measure import Meter
 from text.model import ByteModel, mean_loss, token_loss
 from text.options import Options, parse_options
@@ -32,7 +32,7 @@ def main() -> None:
             model = ByteModel.of(options, topology)
             mesh = ldt.connect(topology, lanes=options.lanes)
         with mesh:
-            with one_sentence_errors():
+            with one_sentence_errors_together(mesh):
                 corpus = Corpus.load(options) if mesh.is_edge else None
             pipeline = build_pipeline(options, mesh, model)
             checker = Checker(options, pipeline, model) if options.check else None

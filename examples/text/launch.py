@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ldt
 
-__all__ = ["one_sentence_errors", "process_group", "quiet_interrupt"]
+__all__ = ["one_sentence_errors", "one_sentence_errors_together", "process_group", "quiet_interrupt"]
 
 INTERRUPTED = 128 + signal.SIGINT  # what a shell reports for a process that ended so
 
@@ -45,13 +45,32 @@ def one_sentence_errors() -> Iterator[None]:
 
 
 @contextmanager
+def one_sentence_errors_together(mesh: ldt.Mesh) -> Iterator[None]:
+    """As ``one_sentence_errors``, where other ranks must end, too: they learn that one has failed, but not with what.
+
+    A collective call: every rank comes to it, whether it has something to do inside or not.
+    """
+    problem: object = None
+    try:
+        yield
+    except (OSError, ValueError, ldt.LdtError) as error:
+        problem = error
+    (failed,) = mesh.control.sum([problem is not None])
+    if failed:
+        sentence = problem or "another rank cannot go on and says why"
+        # Now, not on the way out: torchrun ends those that are not the first to end.
+        print(f"{sys.argv[0]}: {sentence}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+@contextmanager
 def quiet_interrupt() -> Iterator[None]:
     """Let Ctrl-C, here or on another rank, end the process without a traceback once all inside has cleaned up."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     except (KeyboardInterrupt, ldt.RemoteStageError) as error:
-        if not isinstance(error, KeyboardInterrupt) and KeyboardInterrupt.__name__ not in str(error):
+        if isinstance(error, ldt.RemoteStageError) and error.error_type != KeyboardInterrupt.__name__:
             raise
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", flush=True)

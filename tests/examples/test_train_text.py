@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -71,10 +72,37 @@ def test_training_equals_one_process(ranks: int, split: str, tmp_path: Path) -> 
     assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_training_learns(tmp_path: Path) -> None:
+    """100 steps of 256 bytes: from the even distribution's log(256) = 5.5 to about 3.0 (a fixed seed)."""
+    sizes = "--steps 100 --microbatches 2 --batch 4 --sequence 32 --width 32 --continuation 1"
+    done = run(torchrun(2, "--stages", "1,1", *sizes.split(), "--output", str(tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = re.search(
+        r"loss: (\S+) in the first step, (\S+) in the last 20, (\S+) on text not seen", done.stdout
+    )
+    assert losses, done.stdout
+    first, last, held_out = map(float, losses.groups())
+    assert first > 5.4
+    assert last < 3.3
+    assert held_out < 3.3
+
+
 def test_wrong_number_of_processes_is_one_sentence() -> None:
     done = run(torchrun(2, "--stages", "1,1,1", *TINY))
     assert done.returncode != 0
     assert done.stderr.count("needs 3 ranks, but WORLD_SIZE is 2") == 2  # every rank says it
+
+
+def test_missing_text_is_one_sentence_on_every_rank() -> None:
+    done = run(torchrun(2, "--stages", "1,1", "--text", "/nowhere", *TINY))
+    assert done.returncode != 0
+    sentences = sorted(line for line in done.stderr.splitlines() if line.startswith(f"{SCRIPT}: "))
+    assert sentences == [
+        f"{SCRIPT}: [Errno 2] No such file or directory: '/nowhere'",
+        f"{SCRIPT}: another rank cannot go on and says why",
+    ]
+    before, _, _ = done.stderr.partition("torch/distributed/elastic")  # from there on, torchrun's own report
+    assert "Traceback" not in before
 
 
 @pytest.mark.parametrize(
