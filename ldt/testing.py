@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -118,23 +118,22 @@ class RankPool:
         return self._processes
 
     def _start(self) -> None:
-        # For the processes to come: importing torch reads it.
-        os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._stacks = [Path(self._folder.name) / f"stack-{rank}" for rank in range(self.size)]
-        for rank in range(self.size):
-            mine, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, rank, self.size, self._store.port, str(self._stacks[rank])),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(mine)
+        with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"):  # before the server imports torch
+            for rank in range(self.size):
+                mine, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve,
+                    args=(theirs, rank, self.size, self._store.port, str(self._stacks[rank])),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(mine)
         self._collect(list(range(self.size)), time.monotonic() + _START_SECONDS, _START_SECONDS)
 
     def _collect(self, ranks: list[int], deadline: float, timeout: float) -> dict[int, tuple[bool, Any]]:
@@ -168,6 +167,19 @@ class RankPool:
         lines += [f"rank {rank} stands at:\n{self._stacks[rank].read_text()}" for rank in late]
         self.kill()
         return RankError("\n\n".join(lines))
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Set an environment variable that is not set, for a while."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -> None:

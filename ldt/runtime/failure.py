@@ -73,10 +73,10 @@ class FailureReport:
         tail = f"\nIts traceback ends with:\n{self.traceback}" if self.traceback else ""
         return f"rank {self.rank} (stage {self.stage}, replica {self.replica}) failed first{place}: {self.error}{tail}"
 
-    def as_error(self) -> RemoteStageError:
-        """What the other ranks raise."""
+    def as_error(self, before: str = "") -> RemoteStageError:
+        """What the other ranks raise; the text ``before`` goes before the report."""
         return RemoteStageError(
-            self.describe(),
+            before + self.describe(),
             rank=self.rank,
             stage=self.stage,
             place=self.place or None,

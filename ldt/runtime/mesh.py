@@ -135,10 +135,13 @@ class Mesh:
         return self.failures.first is not None
 
     def check_usable(self) -> None:
-        """Raise LdtError if this mesh is closed or has failed."""
+        """Raise LdtError if this mesh is closed or has failed: RemoteStageError if that was another rank."""
         first = self.failures.first
         if first is not None:
-            raise LdtError(f"this mesh cannot be used after a failure; connect again. {first.describe()}")
+            refused = "this mesh cannot be used after a failure; connect again. "
+            if first.rank == self.ranks[self.rank]:
+                raise LdtError(refused + first.describe())
+            raise first.as_error(refused)
         if self._closed:
             raise LdtError("this mesh is closed; connect again")
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_jobs import build, step_and_compare
+from torch.distributed import distributed_c10d as c10d
 
 import ldt
-from ldt.runtime.groups import group_specs
+from ldt.runtime.endpoints import await_connected
+from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.groups import drop_groups, group_specs, make_group
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology, lanes
 
@@ -46,6 +49,118 @@ def test_every_rank_knows_its_place(pool: RankPool, policy: str) -> None:
         (1, 0, 1, False, 2),
         (2, 0, 0, True, 4),
     ]
+
+
+def with_device(device: str) -> str:
+    topology = Topology([1, 1])
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology, ranks=[0, 1], device=device) as mesh:
+        step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(2))
+        return str(mesh.device)
+
+
+def test_the_cpu_has_no_index(pool: RankPool) -> None:
+    assert pool.run(with_device, "cpu:0", ranks=[0, 1]) == ["cpu"] * 2
+
+
+def connected_groups() -> list[str]:
+    """The names of the groups that an all-reduce went through while connecting."""
+    topology = Topology([2], dp=2)
+    names = []
+    reduce = dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+
+        def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> Any:
+            names.append(group.group_name.split("/", 3)[-1])
+            return reduce(tensor, group=group, async_op=async_op)
+
+        patch.setattr(dist, "all_reduce", all_reduce)
+        ldt.connect(topology).close()
+    return names
+
+
+def test_the_groups_of_layers_and_replicas_are_connected(pool: RankPool) -> None:
+    assert pool.run(connected_groups) == [
+        ["tp/0.0", "dp/0.0"],
+        ["tp/0.0", "dp/0.1"],
+        ["tp/0.1", "dp/0.0"],
+        ["tp/0.1", "dp/0.1"],
+    ]
+
+
+class Works:
+    """A work as on a device with streams: waiting for it returns at once."""
+
+    def __init__(self, done_after: float) -> None:
+        self.end = time.monotonic() + done_after
+        self.waited = False
+
+    def is_completed(self) -> bool:
+        return time.monotonic() > self.end
+
+    def wait(self) -> None:
+        self.waited = True
+
+
+def test_connecting_ends_at_the_deadline() -> None:
+    watch: Any = FailureWatch(dist.HashStore(), "failure", lambda report: None)
+    soon: Any = Works(0.05)
+    await_connected(soon, "channel F0:0.0->1.0", watch, time.monotonic() + 10)
+    assert soon.waited
+    start = time.monotonic()
+    never: Any = Works(60)
+    with pytest.raises(ldt.LdtError, match=r"channel F0:0\.0->1\.0 was not connected in time"):
+        await_connected(never, "channel F0:0.0->1.0", watch, time.monotonic() + 0.2)
+    watch.publish(FailureReport(3, 1, 0, "connect", "no more sockets"))
+    with pytest.raises(ldt.RemoteStageError, match="rank 3"):
+        await_connected(never, "channel F0:0.0->1.0", watch, time.monotonic() + 10)
+    assert time.monotonic() - start < 5
+    watch.close()
+
+
+class Group:
+    """A process group of some backend that notes what is done to it."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.calls: list[Any] = []
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.calls.append(timeout)
+
+
+@pytest.fixture
+def fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[Any, Any] = {}
+
+    def make(size: int, rank: int, ranks: Any, backend: str, *rest: Any, **options: Any) -> Any:
+        group = Group(backend)
+        made[group] = None
+        return group, None
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(c10d, "_get_default_store", lambda: None)
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: None)
+    monkeypatch.setattr(c10d, "_abort_process_group", lambda group: group.calls.append("abort"))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda group: group.backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: group.calls.append("destroy"))
+    monkeypatch.setattr(type(c10d._world), "pg_map", property(lambda world: made), raising=True)
+    monkeypatch.setattr(type(c10d._world), "pg_group_ranks", property(lambda world: {}))
+
+
+@pytest.mark.usefixtures("fake_groups")
+@pytest.mark.parametrize("broken", [False, True])
+def test_groups_of_backends_with_streams(broken: bool) -> None:
+    """They keep the limit that they are given, and are aborted after a failure: destroying would flush them."""
+    minute = timedelta(minutes=1)
+    gloo: Any = make_group("control", [0, 1], "gloo", minute)
+    nccl: Any = make_group("lane/F0", [0, 1], "nccl", minute)
+    assert gloo.calls == [timedelta(days=30)]
+    assert nccl.calls == []
+    drop_groups({"control": gloo, "lane/F0": nccl}, broken=broken)
+    assert gloo.calls[1:] == ["destroy"]
+    assert nccl.calls == (["abort"] if broken else ["destroy"])
 
 
 def two_pipelines() -> list[int]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pipeline_jobs import build
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 import ldt
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
@@ -39,6 +40,32 @@ def test_norm_of_the_whole_model(pool: RankPool, tp: list[int], dp: int, max_nor
     norms = pool.run(clipped, tp, dp, max_norm, ranks=range(sum(tp) * dp))
     assert len(set(norms)) == 1
     assert norms[0] > 1e-2
+
+
+def sharded() -> str:
+    """Rank 1 has a parameter of the kind that parallelize_module makes; then all clip without it."""
+    topology = Topology([1, 1])
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology, ranks=[0, 1]) as mesh:
+        pipeline = build(mesh, chunks)
+        pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+        parameters = list(pipeline.parameters())
+        before = [p.grad.clone() for p in parameters if p.grad is not None]
+        odd = []
+        if mesh.rank == 1:
+            odd = [nn.Parameter(DTensor.from_local(torch.ones(4), mesh.tp_mesh, [Shard(0)]))]
+            odd[0].grad = DTensor.from_local(torch.ones(4), mesh.tp_mesh, [Shard(0)])
+        with pytest.raises(ldt.LdtError) as caught:
+            ldt.clip_grad_norm_(parameters + odd, 1e-3, mesh)
+        assert all(map(torch.equal, before, (p.grad for p in parameters if p.grad is not None)))
+        ldt.clip_grad_norm_(parameters, 1e-3, mesh)
+        return str(caught.value)
+
+
+def test_sharded_parameters_are_refused(pool: RankPool) -> None:
+    answers = pool.run(sharded, ranks=[0, 1])
+    assert "sharded parameters (DTensor) yet: 0 on this rank, 1 on all ranks" in answers[0]
+    assert "sharded parameters (DTensor) yet: 1 on this rank, 1 on all ranks" in answers[1]
 
 
 def not_finite(value: float) -> Any:

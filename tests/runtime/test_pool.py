@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,29 @@ def test_a_hang_is_ended_and_shown(pool: RankPool) -> None:
     assert "ranks [1] were not done after 1 s" in str(caught.value)
     assert "in hang_on" in str(caught.value), "where it stands"
     assert all(process.exitcode is not None for process in processes)
+
+
+def cannot_be_pickled() -> object:
+    return lambda: 0
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_with_text(pool: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(cannot_be_pickled)
+    assert "rank 0 failed" in str(caught.value)
+    assert "died" not in str(caught.value)
+    assert "pickle" in str(caught.value)
+
+
+def environment_of_the_server() -> list[bytes]:
+    return Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc")
+def test_the_server_imports_torch_without_other_backends(pool: RankPool) -> None:
+    before = dict(os.environ)
+    assert b"TORCH_DEVICE_BACKEND_AUTOLOAD=0" in pool.run(environment_of_the_server)[0]
+    assert dict(os.environ) == before
 
 
 def test_no_process_is_left() -> None:

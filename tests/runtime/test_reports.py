@@ -1,0 +1,247 @@
+"""What ranks tell each other of a failure: which rank, by its global number, and what of its text."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pipeline_jobs import build
+from torch import Tensor, nn
+
+import ldt
+from ldt.runtime.disclosure import disclose
+from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+SECRET = "the patient's name"
+
+
+class BoomError(Exception):
+    pass
+
+
+# -- attributes --------------------------------------------------------------------------------------------------
+
+
+class Failing(ToyChunk):
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            raise BoomError("no")
+        return super().forward(x)
+
+
+Facts = tuple[int | None, int | None, str | None, str | None]
+
+
+def facts(how: str) -> list[Facts]:
+    """Of the RemoteStageErrors that this rank gets: where the failure happens, and at the next call."""
+    topology = Topology([1, 1])
+    chunks: list[nn.Module] = toy_chunks(topology)
+    if how == "a chunk":
+        chunks[1] = Failing(16)
+    found: list[Facts] = []
+    with ldt.connect(topology, ranks=[3, 1]) as mesh:
+        if how == "building":
+            chunks = chunks[: 2 if mesh.is_edge else 3]
+            calls = [lambda: ldt.Pipeline(chunks[:2], mesh)]
+        else:
+            pipeline = build(mesh, chunks)
+            batch = ([] if how == "no microbatches" else toy_microbatches(2)) if mesh.is_edge else None
+            calls = [lambda: pipeline.step(batch)] * 2
+        for call in calls:
+            with pytest.raises((BoomError, ValueError, ldt.LdtError)) as caught:
+                call()  # type: ignore[no-untyped-call]
+            error = caught.value
+            if isinstance(error, ldt.RemoteStageError):
+                found.append((error.rank, error.stage, error.place, error.error_type))
+    return found
+
+
+def test_a_remote_error_has_the_facts_as_attributes(pool: RankPool) -> None:
+    at_edge, at_cloud = pool.run(facts, "a chunk", ranks=[3, 1])
+    place = "action 1F0 (5 of 12): chunk 1, microbatch 0"
+    assert at_edge == [(1, 1, place, "BoomError")] * 2
+    assert at_cloud == []
+    at_edge, at_cloud = pool.run(facts, "no microbatches", ranks=[3, 1])
+    assert at_cloud == [(3, 0, "the beginning of step()", "InputValueError")] * 2
+    at_edge, at_cloud = pool.run(facts, "building", ranks=[3, 1])
+    assert at_edge == [(1, 1, "building its pipeline", "InputValueError")]
+
+
+# -- global ranks ------------------------------------------------------------------------------------------------
+
+
+def missing_message() -> str:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=[3, 1], transfer_timeout=timedelta(seconds=0.5)) as mesh:
+        if mesh.rank == 0:
+            mesh.failures.wait(10.0)
+            return ""
+        with pytest.raises(ldt.LdtError) as caught, mesh:
+            mesh.control.broadcast(None, 0)
+        return str(caught.value)
+
+
+def test_a_message_that_does_not_come_is_of_a_global_rank(pool: RankPool) -> None:
+    assert "waited 0.5 s for a message of rank 3" in pool.run(missing_message, ranks=[3, 1])[1]
+
+
+def unequal_modules() -> str:
+    topology = Topology([1, 2])
+    chunks: list[nn.Module] = [nn.Linear(8, 8), nn.Linear(8, 8), nn.LazyLinear(8)]
+    with ldt.connect(topology, ranks=[3, 2, 1]) as mesh:
+        if mesh.rank == 2:
+            chunks[1] = nn.Linear(8, 4)
+        with pytest.raises(ldt.LdtError) as caught:
+            build(mesh, chunks).step(toy_microbatches(2, width=8) if mesh.is_edge else None)
+        return str(caught.value)
+
+
+def test_ranks_that_disagree_are_global_ones(pool: RankPool) -> None:
+    text = pool.run(unequal_modules, ranks=[3, 2, 1])[2]
+    assert "rank 1 says float32[4, 4] with grad" in text
+    assert "topology rank" not in text
+
+
+# -- what leaves the edge ----------------------------------------------------------------------------------------
+
+
+def boom(value: str) -> None:
+    raise BoomError(f"cannot read {value}")
+
+
+def test_of_a_foreign_exception_only_type_and_place_may_leave() -> None:
+    with pytest.raises(BoomError) as caught:
+        boom(SECRET)
+    report = FailureReport.of(caught.value, 0, 0, 0, "somewhere", in_full=False)
+    text = report.to_text()
+    assert SECRET not in text
+    assert "cannot read" not in text, "no source lines either"
+    assert "BoomError raised at" in report.error
+    assert "test_reports.py:" in report.error
+    assert "in boom" in report.error
+    full = FailureReport.of(caught.value, 0, 0, 0, "somewhere", in_full=True)
+    assert SECRET in full.error
+    assert "in boom" in full.traceback
+
+
+def test_the_package_s_own_texts_may_leave() -> None:
+    for error in (ldt.LdtError("float32[4]"), ldt.LaneError("float32[4]"), ldt.PlanError("float32[4]")):
+        assert disclose(error) == f"{type(error).__name__}: float32[4]"
+    assert SECRET not in disclose(KeyError(SECRET))
+
+
+class Reading(nn.Module):
+    """Fails while its shapes are found, over a value that is no tensor."""
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        raise BoomError(f"cannot read {name}")
+
+
+def failing_head(share: bool) -> str:
+    topology = Topology([1, 1])
+    chunks = [Reading(), ToyChunk(16), ToyChunk(16)]
+    batch: list[Any] = [((x, SECRET), y) for x, y in toy_microbatches(2)]
+    with ldt.connect(topology, ranks=[0, 1], share_edge_errors=share) as mesh:
+        with pytest.raises(ldt.LdtError) as caught:
+            build(mesh, chunks).step(batch if mesh.is_edge else None)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_refusal_tells_no_value_unless_it_may(pool: RankPool, share: bool) -> None:
+    at_edge, at_cloud = pool.run(failing_head, share, ranks=[0, 1])
+    assert SECRET in at_edge
+    assert "cannot tell what chunk 0 (Reading) returns for float32[4, 16]" in at_cloud
+    assert (SECRET in at_cloud) == share
+    assert ("BoomError: cannot read" in at_cloud) == share
+
+
+def failing_in_the_script(at: int, share: bool) -> str:
+    with ldt.connect(Topology([1, 1]), ranks=[0, 1], share_edge_errors=share) as mesh:
+        if mesh.rank == at:
+            with pytest.raises(BoomError), mesh:
+                boom(SECRET)
+            return ""
+        report = mesh.failures.wait(5.0)
+        assert report is not None
+        return report.to_text()
+
+
+@pytest.mark.parametrize(("at", "share"), [(0, False), (0, True), (1, False)])
+def test_exceptions_between_steps(pool: RankPool, at: int, share: bool) -> None:
+    text = pool.run(failing_in_the_script, at, share, ranks=[0, 1])[1 - at]
+    assert "BoomError" in text
+    assert (SECRET in text) == (share or at == 1), "a rank of the cloud tells all"
+
+
+# -- the watch itself --------------------------------------------------------------------------------------------
+
+
+class BrokenStore:
+    def check(self, keys: list[str]) -> bool:
+        raise ConnectionError("connection reset by peer")
+
+
+def test_a_lost_store_names_no_rank() -> None:
+    watch = FailureWatch(BrokenStore(), "failure", lambda report: None)
+    report = watch.wait(5.0)
+    watch.close()
+    assert report is not None
+    text = report.describe()
+    assert text.startswith("the mesh has failed: the store of the process group has not answered for 1 s")
+    assert "connection reset by peer" in text
+    assert "start the job again" in text
+    assert "-1" not in text
+    with pytest.raises(ldt.RemoteStageError) as caught:
+        watch.check()
+    assert (caught.value.rank, caught.value.stage, caught.value.error_type) == (None, None, None)
+
+
+def test_a_report_that_cannot_be_read_is_reported() -> None:
+    report = FailureReport.from_text(b"{nonsense")
+    assert report.rank is None
+    assert "nonsense" in report.describe()
+
+
+def test_an_error_of_the_handler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not taken for one of the store."""
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
+    store = dist.HashStore()
+
+    def broken(report: FailureReport) -> None:
+        raise BoomError("lanes")
+
+    watch = FailureWatch(store, "failure", broken)
+    store.set("failure", FailureReport(1, 1, 0, "x", "y").to_text())
+    first = watch.wait(5.0)
+    watch.close()
+    assert first is not None
+    assert first.rank == 1
+    assert [str(error) for error in seen] == ["lanes"]
+
+
+def test_every_lane_is_aborted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    aborted = []
+
+    class Lane:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self, reason: str) -> None:
+            aborted.append(self.name)
+            if self.name == "first":
+                raise BoomError("stuck")
+
+    with ldt.connect(Topology([1])) as mesh:
+        lanes = [Lane("first"), Lane("second")]
+        monkeypatch.setattr(mesh, "all_lanes", lambda: lanes)
+        mesh.failures.publish(FailureReport(0, 0, 0, "here", "x"))
+    assert aborted == ["first", "second"]
+    assert "could not abort lane first" in caplog.text
