@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated_lane, paired_lane
 from ldt.errors import TopologyError
 
 __all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes"]
-
-
-class Hop(NamedTuple):
-    """The step from ``chunk`` to ``chunk + 1``."""
-
-    chunk: int
-
-    def local(self, topology: Topology) -> bool:
-        """True when both chunks sit on one stage, so that nothing is transferred."""
-        return topology.num_stages == 1  # consecutive chunks are on consecutive stages
 
 
 @dataclass(frozen=True, init=False)
@@ -142,10 +132,6 @@ class Topology:
         return rank - self.leader_of(self.node_of(rank))
 
     # -- hops and channels -----------------------------------------------------------------------------------
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        return tuple(Hop(chunk) for chunk in range(self.num_chunks - 1))
 
     def crosses(self, hop: int) -> bool:
         """True if the hop from chunk ``hop`` to the next exists and goes to another node, so that it has channels."""
