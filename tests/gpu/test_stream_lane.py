@@ -6,6 +6,8 @@ also the member. Skipped without two GPUs.
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,3 +176,45 @@ def test_announced_messages_are_checked(pool: RankPool) -> None:
         assert "float32[4, 8]" in text
         assert "float32[4, 6]" in text
     assert "unlike this stage's leader" in member
+
+
+def _abort_of_a_receive() -> None:
+    pair = FusedPair()
+    for work in pair.launch([torch.ones(4, device=pair.device)])[0]:
+        work.wait()
+    torch.cuda.synchronize()
+    if pair.rank == SENDER:
+        return
+    target = torch.zeros(4, device=pair.device)
+    work = pair.hears.recv([target], SENDER)  # of a message that never comes
+    start = time.monotonic()
+    pair.hears.abort("stage 0 has failed")
+    with pytest.raises(LaneError, match="stage 0 has failed"):
+        work.wait()
+    pair.hears.close()
+    torch.cuda.synchronize()
+    assert time.monotonic() - start < 20
+
+
+def test_an_abort_frees_the_device(pool: RankPool) -> None:
+    pool.run(_abort_of_a_receive, timeout=60)
+
+
+def _same_tensor_twice() -> None:
+    pair = FusedPair()
+    target = pair.hears.empty([1 << 18], torch.float32)
+    seen = []
+    for value in range(50):
+        source = torch.full((1 << 18,), float(value), device=pair.device)
+        works = [pair.sends.send([source], LEADER)] if pair.rank == SENDER else []
+        works.append(pair.hears.recv([target], SENDER))
+        for work in works:
+            work.wait()
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        seen.append((target == value).all())
+    assert torch.stack(seen).all()
+    pair.close()
+
+
+def test_a_second_receive_into_a_tensor_waits_for_its_reader(pool: RankPool) -> None:
+    pool.run(_same_tensor_twice, timeout=60)
