@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ldt.runtime.disclosure import InputTypeError
 from ldt.runtime.specs import HopSpecs, TensorSpec
+from ldt.runtime.work import StepWork
 
 __all__ = ["ChunkRunner", "as_tensors"]
 
@@ -83,9 +84,25 @@ class ChunkRunner:
         self._graphs: dict[int, _Graph] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
-    def forward_head(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run on the sample itself, under the caller's grad mode."""
-        return self.module(*args, **kwargs)
+    def forward(
+        self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+    ) -> tuple[torch.Tensor, ...]:
+        """Run under the caller's grad mode on what ``arrived`` over a hop that carries ``specs``.
+
+        Returns what goes on to the next chunk, to be given to ``leave``.
+        """
+        return as_tensors(self.module(*self.enter(microbatch, arrived, specs)), self.index)
+
+    def backward(
+        self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """Accumulate parameter gradients, given one gradient per output (None: none).
+
+        Returns the gradients of those inputs whose spec says so, zeros where the chunk did not use the input.
+        """
+        return self.backward_from(microbatch, self._graphs[microbatch].roots, grads)
+
+    # -- parts of these ----------------------------------------------------------------------------------------
 
     def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
         """The tensors to run on, for tensors that came over a hop that carries ``specs``."""
@@ -102,33 +119,26 @@ class ChunkRunner:
             graph.roots = [self._root_of(output) for output in outputs]
         return [output.detach() for output in outputs]
 
-    def backward(self, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Accumulate parameter gradients, given one gradient per output (None: none).
-
-        Returns the gradients of those inputs whose spec says so, zeros where the chunk did not use the input.
-        """
+    def backward_from(
+        self, microbatch: int, roots: Sequence[Root | None], grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """``backward``, starting at ``roots`` with ``grads``."""
         graph = self._graphs.pop(microbatch)
         pairs = [
             (root, grad)
-            for root, grad in zip(graph.roots, grads, strict=True)
+            for root, grad in zip(roots, grads, strict=True)
             if root is not None and grad is not None
         ]
         graph.roots = []
         if pairs:
-            roots: Any = [root for root, _ in pairs]  # torch's annotation allows tensors or edges, not both
-            torch.autograd.backward(roots, [grad for _, grad in pairs])
+            starts: Any = [root for root, _ in pairs]  # torch's annotation allows tensors or edges, not both
+            torch.autograd.backward(starts, [grad for _, grad in pairs])
         found = graph.input_grads or [None] * len(graph.input_specs)
         return [
             self._zeros(spec) if grad is None else grad
             for spec, grad in zip(graph.input_specs, found, strict=True)
             if spec.requires_grad
         ]
-
-    def backward_loss(self, microbatch: int, loss: torch.Tensor) -> list[torch.Tensor]:
-        """As ``backward``, for the tail: starts at the scalar ``loss``."""
-        graph = self._graphs.setdefault(microbatch, _Graph([]))
-        graph.roots = [loss if loss.requires_grad else None]
-        return self.backward(microbatch, [torch.ones_like(loss)])
 
     @property
     def in_flight(self) -> int:

@@ -4,41 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ldt.errors import LdtError
-from ldt.plan import Action, Kind, Plan
+from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.chunk import ChunkRunner, as_tensors
-from ldt.runtime.loss import StepLoss, TokenScale
+from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import average_gradients
 from ldt.runtime.specs import HopSpecs, first_difference, specs_of
+from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 
-__all__ = ["KINDS", "Executor", "StepWork"]
+__all__ = ["KINDS", "Executor"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class StepWork:
-    """What one step is about, on this rank. ``hops[m][c]`` is what hop c -> c+1 carries for microbatch m."""
-
-    plan: Plan
-    hops: Sequence[Sequence[HopSpecs]]
-    microbatches: Sequence[Microbatch] = ()  # on the edge
-    loss: StepLoss | None = None  # on the edge
-    token_scale: TokenScale | None = None
-    outputs: dict[int, Any] = field(default_factory=dict)  # of the tail, where they are kept
-    keep_outputs: bool = False
 
 
 class Executor:
@@ -84,47 +68,21 @@ class Executor:
     def _forward(self, action: Action, entry: Entry) -> None:
         chunk, microbatch = action.chunk, _microbatch(action)
         runner = self._runners[chunk]
-        if chunk == 0:
-            sample = self._work.microbatches[microbatch]
-            output = runner.forward_head(sample.args, sample.kwargs)
-        else:
-            specs = self._hop(chunk - 1, microbatch)
-            arrived = self._arrived(Slot(chunk, "F", microbatch), entry)
-            output = runner.module(*runner.enter(microbatch, arrived, specs))
-            del arrived  # from here on the chunk's graph alone decides what it keeps of its input
-        if chunk == self._topology.tail:
-            self._finish_tail(microbatch, output)
-            return
-        tensors = as_tensors(output, chunk)
+        tensors = runner.forward(
+            self._work,
+            microbatch,
+            self._arrived(Slot(chunk, "F", microbatch), entry),
+            self._hop(chunk - 1, microbatch),
+        )
         self._check(tensors, chunk, microbatch)
-        outputs = runner.leave(microbatch, tensors)
-        self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, outputs)
-
-    def _finish_tail(self, microbatch: int, output: Any) -> None:
-        work = self._work
-        if work.keep_outputs:
-            work.outputs[microbatch] = output
-        if work.loss is None:
-            return
-        target = work.microbatches[microbatch].target
-        if target is None and not work.plan.training:
-            return
-        work.loss.forward(microbatch, output, target)
-        if work.token_scale is not None and work.loss.complete and self._mesh.is_leader:
-            work.token_scale.start(work.loss.count)
+        self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, runner.leave(microbatch, tensors))
 
     def _backward(self, action: Action, entry: Entry) -> None:
         chunk, microbatch = action.chunk, _microbatch(action)
-        runner = self._runners[chunk]
-        if chunk == self._topology.tail:
-            assert self._work.loss is not None
-            input_grads = runner.backward_loss(microbatch, self._work.loss.take_root(microbatch))
-        else:
-            arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
-            grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
-            input_grads = runner.backward(microbatch, grads)
-        if input_grads:
-            self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, input_grads)
+        arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
+        grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
+        input_grads = self._runners[chunk].backward(self._work, microbatch, grads)
+        self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, input_grads)
 
     def _send(self, action: Action, entry: Entry) -> None:
         end = self._mesh.endpoints.get(self._channel(action))
@@ -185,9 +143,10 @@ class Executor:
         return specs if direction == "F" else tuple(spec for spec in specs if spec.requires_grad)
 
     def _hop(self, hop: int, microbatch: int) -> HopSpecs:
+        """What a hop carries; nothing before the first and after the last chunk."""
         if self._topology.crosses(hop):
             return self._work.hops[microbatch][hop]
-        return self._local[microbatch, hop]
+        return self._local.get((microbatch, hop), ())
 
     def _check(self, tensors: tuple[torch.Tensor, ...], chunk: int, microbatch: int) -> None:
         """Raise before anything is sent that the receiver does not expect."""

@@ -11,9 +11,9 @@ from torch import nn
 
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
-from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.disclosure import InputTypeError, InputValueError
-from ldt.runtime.executor import Executor, StepWork
+from ldt.runtime.ends import make_runner
+from ldt.runtime.executor import Executor
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
@@ -22,6 +22,7 @@ from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.stats import StatsTaker
+from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]
 
@@ -66,7 +67,8 @@ class Pipeline:
             error = caught
         self._agree(error)
         self._runners = {
-            index: ChunkRunner(index, module, mesh.device, free_outputs) for index, module in modules.items()
+            index: make_runner(mesh.topology, index, module, mesh.device, free_outputs)
+            for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules)
 
@@ -209,13 +211,16 @@ class Pipeline:
     def _execute(self, executor: Executor, work: StepWork) -> None:
         training = work.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
+            scale: TokenScale | None = None
             if training and self._reduction == "token":
-                work.token_scale = TokenScale(self._mesh.control, self.parameters())
-                if not (self._mesh.is_edge and self._mesh.is_leader):
-                    work.token_scale.start(0.0)
+                scale = TokenScale(self._mesh.control, self.parameters())
+                if self._mesh.is_edge and self._mesh.is_leader:
+                    work.announced = scale
+                else:
+                    scale.start(0.0)
             executor.run()
-            if work.token_scale is not None:
-                work.token_scale.finish(self._mesh.topology.dp)
+            if scale is not None:
+                scale.finish(self._mesh.topology.dp)
 
     def _result(self, work: StepWork, stats: StepStats) -> StepResult:
         result = StepResult(stats)

@@ -1,0 +1,64 @@
+"""The first and the last chunk, which both sit on the edge: one takes samples, the other ends in a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ldt.runtime.chunk import ChunkRunner, as_tensors
+from ldt.runtime.specs import HopSpecs
+from ldt.runtime.work import StepWork
+from ldt.topology import Topology
+
+__all__ = ["HeadRunner", "TailRunner", "make_runner"]
+
+
+class HeadRunner(ChunkRunner):
+    """Runs on the sample itself; nothing comes over a hop."""
+
+    def forward(
+        self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+    ) -> tuple[torch.Tensor, ...]:
+        sample = work.microbatches[microbatch]
+        return as_tensors(self.module(*sample.args, **sample.kwargs), self.index)
+
+
+class TailRunner(ChunkRunner):
+    """Its output goes into the loss, or is kept, and not on to a chunk. Its backward starts at the loss."""
+
+    def forward(
+        self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+    ) -> tuple[torch.Tensor, ...]:
+        output = self.module(*self.enter(microbatch, arrived, specs))
+        del arrived  # before the loss: from here on the graph alone decides what is kept of the input
+        if work.keep_outputs:
+            work.outputs[microbatch] = output
+        target = work.microbatches[microbatch].target
+        if work.loss is not None and (target is not None or work.plan.training):
+            self._finish(work, microbatch, output, target)
+        return ()
+
+    def backward(
+        self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        assert work.loss is not None
+        loss = work.loss.take_root(microbatch)
+        return self.backward_from(microbatch, [loss if loss.requires_grad else None], [torch.ones_like(loss)])
+
+    @staticmethod
+    def _finish(work: StepWork, microbatch: int, output: Any, target: Any) -> None:
+        assert work.loss is not None
+        work.loss.forward(microbatch, output, target)
+        if work.announced is not None and work.loss.complete:
+            work.announced.start(work.loss.count)
+
+
+def make_runner(
+    topology: Topology, index: int, module: nn.Module, device: torch.device, free_outputs: bool
+) -> ChunkRunner:
+    """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
+    kind = {0: HeadRunner, topology.tail: TailRunner}.get(index, ChunkRunner)
+    return kind(index, module, device, free_outputs)

@@ -1,0 +1,27 @@
+"""What one step is about, on one rank: its plan, what hops carry, and on the edge the samples and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ldt.plan import Plan
+from ldt.runtime.loss import StepLoss, TokenScale
+from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.specs import HopSpecs
+
+__all__ = ["StepWork"]
+
+
+@dataclass
+class StepWork:
+    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m."""
+
+    plan: Plan
+    hops: Sequence[Sequence[HopSpecs]]
+    microbatches: Sequence[Microbatch] = ()  # on the edge
+    loss: StepLoss | None = None  # on the edge
+    announced: TokenScale | None = None  # where the number of tokens is told to all: on the edge's leader
+    outputs: dict[int, Any] = field(default_factory=dict)  # of the tail, where they are kept
+    keep_outputs: bool = False
