@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing.spawn as mp
 
 import ldt
 
@@ -66,7 +66,8 @@ def run(ranks: int, measure: Callable[..., list[Row]], arguments: argparse.Names
     """Run ``measure(arguments)`` on gloo ranks, print rank 0's rows, and return the exit code."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows"
-        mp.spawn(_rank, (ranks, f"file://{folder}/store", str(result), measure, arguments), nprocs=ranks)
+        inputs = (ranks, f"file://{folder}/store", str(result), measure, arguments)
+        mp.start_processes(_rank, inputs, nprocs=ranks, start_method="spawn")  # type: ignore[no-untyped-call]
         rows = [Row(**row) for row in json.loads(result.read_text())]
     lines = [
         f"# {context}",

@@ -24,7 +24,7 @@ from harness import Row, parser, row, run, slowest
 from ldt._C import Lane
 
 SENDER, LEADER, MEMBER = 0, 1, 2
-Wait = Callable[[], None]
+Wait = Callable[[], object]
 Launch = Callable[[torch.Tensor], Wait]
 
 
@@ -40,7 +40,7 @@ def bare_receive() -> Launch:
             else dist.irecv(buffer, SENDER, group)
         )
         assert work is not None
-        return lambda: work.wait() and None
+        return work.wait
 
     return launch
 
@@ -69,7 +69,7 @@ def fused(chunk_bytes: int | None) -> Launch:
 
     def launch(buffer: torch.Tensor) -> Wait:
         work = lane.send([buffer], LEADER) if rank == SENDER else lane.recv([buffer], SENDER)
-        return lambda: work.wait() and None
+        return work.wait
 
     return launch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import platform
 import sys
@@ -78,11 +79,23 @@ def _build() -> Iterator[Finding]:
     try:
         info = importlib.import_module("ldt._build_info")
     except ImportError:
-        yield Finding("built", "no", "ldt's compiled module was not built.", f"run {_torch_abi.REBUILD}.")
+        yield Finding("built", "no", "ldt's compiled module was not built.", _how_to_build())
         return
     yield Finding("built against", f"torch {info.TORCH_VERSION}, Python {info.PYTHON_VERSION}")
     yield Finding("compiler", f"{info.COMPILER}, {info.BUILD_TYPE}")
     yield Finding("CUDA kernels", info.CUDA)
+
+
+def _how_to_build() -> str:
+    """The remedy for a package without its compiled module; usually it is only hidden by the source folder."""
+    here = Path(ldt.__file__).parent.resolve()
+    for distribution in importlib.metadata.distributions(name="ldt-torch"):
+        installed = Path(str(distribution.locate_file("ldt"))).resolve()
+        if installed != here and any(installed.glob("_C.*.so")):
+            return (
+                f"start Python in another folder: {here} hides the package that is installed in {installed}."
+            )
+    return f"rebuild with {_torch_abi.REBUILD}."
 
 
 def _import_torch() -> tuple[Any, Finding]:
@@ -114,7 +127,7 @@ def _module(torch: Any) -> Finding:
     built = _torch_abi.built_against()
     rebuild = f"rebuild with {_torch_abi.REBUILD}."
     if not files:
-        return Finding("ldt._C", "missing", f"There is no ldt._C in {folder}.", rebuild)
+        return Finding("ldt._C", "missing", f"There is no ldt._C in {folder}.", _how_to_build())
     if f"_C{suffix}" not in files:
         return Finding("ldt._C", files[0], f"ldt._C is not for this Python, which needs _C{suffix}.", rebuild)
     if torch is None:

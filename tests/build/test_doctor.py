@@ -60,6 +60,24 @@ def test_module_missing(
     assert "remedy: rebuild with `pip install" in text
 
 
+def test_installed_package_hidden_by_the_source_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    site, source = tmp_path / "site", tmp_path / "source"
+    for folder in (site / "ldt", site / "ldt_torch-1.0.dist-info", source):
+        folder.mkdir(parents=True)
+    (site / "ldt_torch-1.0.dist-info" / "METADATA").write_text("Name: ldt-torch\nVersion: 1.0\n")
+    (site / "ldt" / "_C.cpython-311-x86_64-linux-gnu.so").touch()
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setattr(doctor.ldt, "__file__", str(source / "__init__.py"))
+    status, text = report(capsys)
+    assert status == 1
+    assert (
+        f"start Python in another folder: {source} hides the package that is installed in {site / 'ldt'}."
+        in text
+    )
+
+
 def test_module_of_another_python(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
