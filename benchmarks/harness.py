@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as mp
+import torch.multiprocessing as mp
 
 import ldt
 
@@ -67,7 +67,7 @@ def run(ranks: int, measure: Callable[..., list[Row]], arguments: argparse.Names
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows"
         inputs = (ranks, f"file://{folder}/store", str(result), measure, arguments)
-        mp.start_processes(_rank, inputs, nprocs=ranks, start_method="spawn")  # type: ignore[no-untyped-call]
+        mp.start_processes(_rank, inputs, nprocs=ranks, start_method="spawn")  # type: ignore
         rows = [Row(**row) for row in json.loads(result.read_text())]
     lines = [
         f"# {context}",

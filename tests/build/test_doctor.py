@@ -54,6 +54,7 @@ def test_module_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(doctor.ldt, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda **_: [])
     status, text = report(capsys)
     assert status == 1
     assert "problem: There is no ldt._C" in text
