@@ -41,7 +41,7 @@ def wait_or_fail(work: dist.Work, failures: FailureWatch, what: str, seconds: fl
     try:
         work.wait()
     except RuntimeError as error:
-        failures.wait(1.0)  # a rank that goes says why before it cuts its connections
+        failures.wait(2.0)  # a rank that goes says why before it cuts its connections
         failures.check()
         raise LdtError(f"lost the connection while waiting for {what}: {error}") from error
 
@@ -49,14 +49,17 @@ def wait_or_fail(work: dist.Work, failures: FailureWatch, what: str, seconds: fl
 class Pending:
     """A sum over all ranks that was started and not yet waited for."""
 
-    def __init__(self, work: dist.Work | None, values: torch.Tensor, failures: FailureWatch) -> None:
+    def __init__(
+        self, work: dist.Work | None, values: torch.Tensor, failures: FailureWatch, seconds: float
+    ) -> None:
         self._work = work
         self._values = values
         self._failures = failures
+        self._seconds = seconds
 
     def wait(self) -> list[float]:
         if self._work is not None:
-            wait_or_fail(self._work, self._failures, "a sum over all ranks")
+            wait_or_fail(self._work, self._failures, "a sum over all ranks", self._seconds)
             self._work = None
         return [float(value) for value in self._values]
 
@@ -120,9 +123,9 @@ class ControlPlane:
         """As ``sum``, without waiting: no other call of this plane may come before the result's ``wait``."""
         tensor = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
-            return Pending(None, tensor, self._failures)
+            return Pending(None, tensor, self._failures, self._seconds)
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return Pending(work, tensor, self._failures)
+        return Pending(work, tensor, self._failures, self._seconds)
 
     def close(self) -> None:
         """Let go of the group."""

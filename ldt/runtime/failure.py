@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ldt.errors import RemoteStageError
+from ldt.runtime.attendance import Attendance
 from ldt.runtime.disclosure import TEXT_LIMIT, disclose, reveal
 
 __all__ = ["FailureReport", "FailureWatch"]
@@ -99,12 +100,20 @@ class FailureWatch:
 
     A thread looks into the store every 0.1 s over a connection of its own, so that a rank that is blocked in a
     transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes.
+    With ``attendance`` the thread also publishes that ranks wait for each other in different calls.
     """
 
-    def __init__(self, store: Any, key: str, on_failure: Callable[[FailureReport], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        key: str,
+        on_failure: Callable[[FailureReport], None],
+        attendance: Attendance | None = None,
+    ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._key = key
         self._on_failure = on_failure
+        self._attendance = attendance
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
         self._known = threading.Event()
@@ -133,13 +142,26 @@ class FailureWatch:
     def check(self) -> None:
         """Raise RemoteStageError if the mesh has failed."""
         if self._first is not None:
-            raise self._first.as_error()
+            raise self._first.as_error() from None  # whatever was being handled came of that failure
 
     def close(self) -> None:
         """Stop the thread. A store that does not answer may hold it a little longer."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
+
+    def leave(self) -> None:
+        """Stop the thread and say that this rank makes no more calls, to ranks that wait for it now or later."""
+        self.close()
+        if self._first is not None or self._attendance is None or self._thread.is_alive():
+            return
+        try:
+            trouble = self._attendance.leave(self._store)
+            if trouble is not None:
+                report = FailureReport.of_unknown(trouble)
+                self._store.compare_set(self._key, "", report.to_text())
+        except Exception as error:  # the process that keeps the store may have ended: then nobody waits
+            logger.debug("could not tell the store that this rank has closed: %s", error)
 
     def _settle(self, report: FailureReport) -> FailureReport:
         with self._lock:
@@ -158,6 +180,7 @@ class FailureWatch:
         while not self._stop.wait(POLL_SECONDS):
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None
+                trouble = self._attendance.compare(self._store) if self._attendance is not None else None
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > _LOST_SECONDS:
@@ -166,6 +189,8 @@ class FailureWatch:
             lost_since = None
             if text is not None:
                 self._settle(FailureReport.from_text(text))
+            elif trouble is not None:
+                self.publish(FailureReport.of_unknown(trouble))
 
 
 def _lost_text(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError, RemoteStageError
 from ldt.runtime import groups as naming
+from ldt.runtime.attendance import Attendance
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
 from ldt.runtime.disclosure import disclose, reveal
@@ -64,7 +66,8 @@ class Mesh:
         self._meshes: dict[str, DeviceMesh] = {}
         self._closed = False
         self._control: ControlPlane | None = None
-        self.failures = FailureWatch(store, f"{key}/failure", self._on_failure)
+        self._attendance = Attendance(f"{key}/call", ranks[rank])
+        self.failures = FailureWatch(store, f"{key}/failure", self._on_failure, self._attendance)
 
     # -- who this rank is ------------------------------------------------------------------------------------
 
@@ -145,6 +148,10 @@ class Mesh:
         if self._closed:
             raise LdtError("this mesh is closed; connect again")
 
+    def calling(self, name: str) -> AbstractContextManager[None]:
+        """Held around a collective call of all ranks: where others are in another one, all fail within seconds."""
+        return self._attendance.calling(name)
+
     def fail(self, error: BaseException, place: str, detail: str = "") -> NoReturn:
         """Tell every rank that this one failed at ``place``, and raise.
 
@@ -159,7 +166,8 @@ class Mesh:
             logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
         if first.rank == me or isinstance(error, RemoteStageError):
             raise error
-        raise first.as_error() from error
+        # A consequence of that failure has nothing to add to it; an error of this rank's own has.
+        raise first.as_error() from None if isinstance(error, _SECONDARY) else error
 
     def tell(self, error: BaseException) -> str:
         """What the other ranks may learn of ``error``; see ``fail``."""
@@ -168,12 +176,14 @@ class Mesh:
     def close(self) -> None:
         """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
 
+        Other ranks are told: one that still makes a collective call gets a RemoteStageError that names this rank.
+
         After a failure nothing is waited for; groups that other ranks may hold up stay until the process ends.
         """
         if self._closed:
             return
         self._closed = True
-        self.failures.close()
+        self.failures.leave()
         self._drop_lanes()
         self._drop_groups()
 

@@ -116,7 +116,8 @@ class Pipeline:
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""
         self._mesh.check_usable()
-        answers = self._mesh.control.gather(result.stats.to_json())
+        with self._mesh.calling("gather_stats()"):
+            answers = self._mesh.control.gather(result.stats.to_json())
         return [StepStats.from_json(answer) for answer in answers] if self._mesh.is_edge else None
 
     # -- internal --------------------------------------------------------------------------------------------
@@ -129,7 +130,8 @@ class Pipeline:
             "plan": None if error is not None else self._plans.digest_of_all(),
             "reduction": self._reduction,
         }
-        answers = self._mesh.control.gather(mine)
+        with self._mesh.calling("Pipeline()"):
+            answers = self._mesh.control.gather(mine)
         if error is not None:
             raise error
         for rank, answer in zip(self._mesh.ranks, answers, strict=True):
@@ -154,6 +156,10 @@ class Pipeline:
 
     def _call(self, mode: Mode, given: Any) -> StepResult:
         self._mesh.check_usable()
+        with self._mesh.calling(f"{mode}()"):
+            return self._run(mode, given)
+
+    def _run(self, mode: Mode, given: Any) -> StepResult:
         executor: Executor | None = None
         try:
             taker = StatsTaker(self._mesh)

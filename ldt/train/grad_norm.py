@@ -34,7 +34,8 @@ def clip_grad_norm_(
     sharded = sum(isinstance(tensor, DTensor) or isinstance(tensor.grad, DTensor) for tensor in tensors)
     counts = mesh.is_leader and mesh.replica == 0
     squares = _sum_of_squares(grads) if counts and not sharded else 0.0
-    total, sharded_anywhere = mesh.control.sum([squares, sharded])
+    with mesh.calling("clip_grad_norm_()"):
+        total, sharded_anywhere = mesh.control.sum([squares, sharded])
     if sharded_anywhere:
         raise LdtError(
             f"clip_grad_norm_ cannot handle sharded parameters (DTensor) yet: {sharded} on this rank, "

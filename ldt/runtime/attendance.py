@@ -1,0 +1,89 @@
+"""Which collective call a rank is in, so that ranks that wait for each other in different ones are told so."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+__all__ = ["Attendance"]
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
+_KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
+_CLOSE = "close()"
+
+
+class _Call(NamedTuple):
+    number: int
+    name: str
+    since: float
+
+
+class Attendance:
+    """Counts the calls of one rank and compares a long one with what other ranks do as their call of that number.
+
+    The first rank that is long in call n, or closes instead of it, leaves its name in the store, the others find it
+    there: one request per rank and long call, made by the thread that watches for failures, none for a short one.
+    ``rank`` is the global rank.
+    """
+
+    def __init__(self, key: str, rank: int) -> None:
+        self._key = key
+        self._rank = rank
+        self._lock = threading.Lock()
+        self._count = 0
+        self._current: _Call | None = None
+        self._compared = 0
+        self._mine: list[int] = []
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """To be held around a call that every rank must make."""
+        with self._lock:
+            self._count += 1
+            self._current = _Call(self._count, name, time.monotonic())
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._current = None
+
+    def compare(self, store: Any) -> str | None:
+        """What is wrong if another rank makes another call than this one, which has lasted for a while."""
+        with self._lock:
+            call = self._current
+        if call is None or call.number == self._compared or time.monotonic() - call.since < PATIENCE_SECONDS:
+            return None
+        trouble = self._meet(store, call.number, call.name)
+        self._compared = call.number
+        return trouble
+
+    def leave(self, store: Any) -> str | None:
+        """Say that this rank makes no more calls. What is wrong if another one waits for it in the next call."""
+        with self._lock:
+            number = self._count + 1
+        return self._meet(store, number, _CLOSE)
+
+    def _meet(self, store: Any, number: int, name: str) -> str | None:
+        key = f"{self._key}/{number}"
+        first, first_name = json.loads(store.compare_set(key, "", json.dumps([self._rank, name])))
+        if first == self._rank:
+            self._mine.append(number)
+            while len(self._mine) > _KEPT_CALLS:
+                store.delete_key(f"{self._key}/{self._mine.pop(0)}")
+        if first_name == name:
+            return None
+        words = [_words(first, first_name, number), _words(self._rank, name, number)]
+        return f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+
+
+def _words(rank: int, name: str, number: int) -> str:
+    if name == _CLOSE:
+        return f"rank {rank} closed its mesh after call {number - 1}"
+    return f"rank {rank} is in {name} (call {number})"

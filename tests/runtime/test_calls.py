@@ -1,0 +1,117 @@
+"""Ranks that do not make the same collective calls: one clear sentence on every rank, within seconds."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from pipeline_jobs import build, step_and_compare
+
+import ldt
+from ldt.runtime import attendance
+from ldt.runtime.attendance import Attendance
+from ldt.testing import RankPool, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+TOPOLOGY = Topology([1, 1, 1])
+SECONDS = 5.0
+BATCH = toy_microbatches(2)
+
+
+def clipping(who: list[int]) -> str:
+    """Only the ranks ``who`` clip between the steps."""
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, chunks)
+        pipeline.step(BATCH if mesh.is_edge else None)
+        start = time.monotonic()
+        with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
+            if mesh.rank in who:
+                ldt.clip_grad_norm_(pipeline.parameters(), 1.0, mesh)
+            pipeline.step(BATCH if mesh.is_edge else None)
+        assert time.monotonic() - start < SECONDS
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("who", [[0], [1], [1, 2]])
+def test_some_ranks_clip_and_the_others_step(pool: RankPool, who: list[int]) -> None:
+    for answer in pool.run(clipping, who):
+        assert "is in clip_grad_norm_() (call 3)" in answer
+        assert "is in step() (call 3)" in answer
+        assert answer.endswith("every rank must make the same calls in the same order")
+
+
+def stopping_early(who: int, late: float) -> str | None:
+    """Rank ``who`` closes its mesh after two steps, the others make a third, ``late`` seconds later or earlier."""
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, chunks)
+        for _ in range(2):
+            step_and_compare(mesh, pipeline, chunks, BATCH)
+        if mesh.rank == who:
+            time.sleep(max(0.0, -late))
+            return None
+        time.sleep(max(0.0, late))
+        start = time.monotonic()
+        with pytest.raises(ldt.RemoteStageError) as caught:
+            pipeline.step(BATCH if mesh.is_edge else None)
+        assert time.monotonic() - start < SECONDS
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("late", [-1.5, 0.0, 1.5])
+@pytest.mark.parametrize("who", [0, 1, 2])
+def test_a_rank_makes_fewer_steps(pool: RankPool, who: int, late: float) -> None:
+    for rank, answer in enumerate(pool.run(stopping_early, who, late)):
+        assert (answer is None) == (rank == who)
+        if answer is not None:
+            assert f"rank {who} closed its mesh after call 3" in answer
+            assert "is in step() (call 4)" in answer
+
+
+def closing_at_different_times() -> bool:
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY) as mesh:
+        step_and_compare(mesh, build(mesh, chunks), chunks, BATCH)
+        time.sleep(mesh.rank)
+        return mesh.failed
+
+
+def test_ranks_that_close_late_are_fine(pool: RankPool) -> None:
+    assert pool.run(closing_at_different_times) == [False] * 3
+
+
+def lonely_sum() -> str:
+    with ldt.connect(TOPOLOGY, transfer_timeout=timedelta(seconds=0.5)) as mesh:
+        if mesh.rank > 0:
+            mesh.failures.wait(10.0)
+            return ""
+        with pytest.raises(ldt.LdtError) as caught, mesh:
+            mesh.control.sum([1.0])
+        return str(caught.value)
+
+
+def test_a_sum_has_a_limit(pool: RankPool) -> None:
+    assert "waited 0.5 s for a sum over all ranks" in pool.run(lonely_sum)[0]
+
+
+def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.0)
+    store = dist.HashStore()
+    one, other = Attendance("call", 1), Attendance("call", 0)
+    for _ in range(20):
+        with one.calling("step()"), other.calling("step()"):
+            assert one.compare(store) is other.compare(store) is one.compare(store) is None
+    assert store.num_keys() <= 4
+    assert one.compare(store) is None, "in no call"
+    assert one.leave(store) is None
+    assert other.leave(store) is None
+
+
+def test_a_short_call_asks_nothing() -> None:
+    calls = Attendance("call", 0)
+    with calls.calling("step()"):
+        assert calls.compare(None) is None
