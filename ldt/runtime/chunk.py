@@ -9,12 +9,14 @@ from typing import Any, Union
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.disclosure import InputTypeError
 from ldt.runtime.specs import HopSpecs, TensorSpec
 from ldt.runtime.work import StepWork
 
-__all__ = ["ChunkRunner", "as_tensors"]
+__all__ = ["ChunkRunner", "as_tensors", "refuse_wrappers"]
 
 Root = Union[torch.Tensor, GradientEdge]  # noqa: UP007 (evaluated): where a backward starts
 
@@ -30,6 +32,17 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
         kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
         kind += f" of {', '.join(kinds)}"
     raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+
+
+def refuse_wrappers(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise TypeError if one of ``tensors``, which are to be sent, only wraps others: a lane sends its own memory."""
+    for index, tensor in enumerate(tensors):
+        if is_traceable_wrapper_subclass(tensor):
+            raise InputTypeError(
+                f"{what}, tensor {index}, is a {type(tensor).__name__}, which cannot be sent to another node: make it "
+                "a plain tensor, a DTensor with to_local() or full_tensor(), the result of an asynchronous collective "
+                "with output * 1.0"
+            )
 
 
 @dataclass
@@ -135,7 +148,7 @@ class ChunkRunner:
             torch.autograd.backward(starts, [grad for _, grad in pairs])
         found = graph.input_grads or [None] * len(graph.input_specs)
         return [
-            self._zeros(spec) if grad is None else grad
+            self._zeros(spec) if grad is None else _finished(grad)
             for spec, grad in zip(graph.input_specs, found, strict=True)
             if spec.requires_grad
         ]
@@ -157,3 +170,8 @@ class ChunkRunner:
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+def _finished(grad: torch.Tensor) -> torch.Tensor:
+    """The backward of a layer that is spread over ranks may end in a collective that nobody has waited for."""
+    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad

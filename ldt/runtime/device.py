@@ -20,8 +20,17 @@ def choose_device(device: torch.device | str | None, backend: str | None) -> tor
     kinds = [
         _DEVICE_OF_BACKEND.get(name) for name in ([backend] if backend else _default_backends().values())
     ]
-    accelerators = [kind for kind in kinds if kind not in (None, "cpu")]
-    return _indexed(torch.device(accelerators[0] or "cpu")) if accelerators else torch.device("cpu")
+    accelerators = [kind for kind in kinds if kind is not None and kind != "cpu"]
+    if "cpu" in kinds:  # a default group for both: for whichever there is
+        accelerators = [kind for kind in accelerators if _is_available(kind)]
+    if not accelerators:
+        return torch.device("cpu")
+    if not _is_available(accelerators[0]):
+        raise ValueError(
+            f"backend {backend or accelerators[0]!r} is for {accelerators[0]} devices, of which this process has "
+            "none: install PyTorch for them and check that the driver sees one, or use backend='gloo' on the CPU"
+        )
+    return _indexed(torch.device(accelerators[0]))
 
 
 def choose_backend(device: torch.device, backend: str | None) -> str:
@@ -42,9 +51,21 @@ def _default_backends() -> dict[str, str]:
     return dict(pair.split(":", 1) for pair in config.split(","))
 
 
+def _is_available(kind: str) -> bool:
+    try:
+        return bool(torch.get_device_module(kind).is_available())
+    except (RuntimeError, AttributeError):  # a kind that this build does not know
+        return False
+
+
 def _indexed(device: torch.device) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is not None:
         return device
+    if not _is_available(device.type):
+        raise ValueError(
+            f"device {device.type!r} was asked for, but this process has none: install a PyTorch build for it and "
+            "check that the driver sees one, or use device='cpu'"
+        )
     return torch.device(device.type, torch.get_device_module(device).current_device())

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.chunk import ChunkRunner, refuse_wrappers
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.record import Entry, Recorder
@@ -119,6 +119,8 @@ class Executor:
         if not tensors:
             return
         if self._topology.crosses(hop):
+            if slot.direction == "B":
+                refuse_wrappers(tensors, f"gradient of the input of chunk {hop + 1}")
             self._outbox[slot] = tensors
         else:
             self._mailbox.put(slot, Arrival(tensors))
@@ -154,6 +156,7 @@ class Executor:
         if not self._topology.crosses(chunk):
             self._local[microbatch, chunk] = specs
             return
+        refuse_wrappers(tensors, f"output of chunk {chunk} for microbatch {microbatch}")
         difference = first_difference(self._hop(chunk, microbatch), specs)
         if difference is not None:
             raise LdtError(

@@ -7,6 +7,7 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ldt.runtime.control import ControlPlane, Pending
 from ldt.runtime.disclosure import InputValueError
@@ -55,6 +56,7 @@ class StepLoss:
         self._counts[microbatch] = count
         self._read = None
         if torch.is_grad_enabled():
+            _check_attached(loss, output, microbatch)
             self._roots[microbatch] = loss / self._num_microbatches if self._reduction == "mean" else loss
 
     def take_root(self, microbatch: int) -> torch.Tensor:
@@ -110,6 +112,17 @@ class StepLoss:
             numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
             self._read = {**self._counts, **dict(zip(tensors, map(float, numbers), strict=True))}  # type: ignore[dict-item]
         return self._read
+
+
+def _check_attached(loss: torch.Tensor, output: Any, microbatch: int) -> None:
+    """A model that is frozen as a whole has no gradients; a loss cut off from one that is not is a mistake."""
+    if loss.requires_grad:
+        return
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
+        raise InputValueError(
+            f"the loss of microbatch {microbatch} does not require a gradient although the output of the model does: "
+            "does loss_fn use detach(), item(), no_grad() or argmax()? Compute the loss from the output itself"
+        )
 
 
 class TokenScale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 
 from ldt.errors import PlanError
@@ -11,6 +12,8 @@ from ldt.runtime.executor import KINDS
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["PlanBook", "PlanFactory"]
+
+logger = logging.getLogger(__name__)
 
 PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of microbatches, training
 
@@ -30,12 +33,14 @@ class PlanBook:
         self._factory: PlanFactory = factory or self._ushape
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._digests: dict[tuple[int, bool], str] = {}
+        self._given = plan
         if plan is not None:
             self._plans[plan.num_microbatches, plan.training] = self._completed(plan)
 
     def get(self, num_microbatches: int, training: bool) -> Plan:
         key = (num_microbatches, training)
         if key not in self._plans:
+            self._note_other(num_microbatches, training)
             self._plans[key] = self._completed(self._factory(self._topology, num_microbatches, training))
         return self._plans[key]
 
@@ -49,6 +54,20 @@ class PlanBook:
     def digest_of_all(self) -> str:
         """As ``digest``, of all plans that were given or made so far."""
         return _digest("".join(plan.to_text() for plan in self._plans.values()))
+
+    def _note_other(self, num_microbatches: int, training: bool) -> None:
+        """The caller may think that the plan given runs always. That it does not in eval goes without saying."""
+        given = self._given
+        if given is None or (given.training and not training):
+            return
+        logger.info(
+            "the plan given to Pipeline is for %d microbatches of %s; %d microbatches of %s run a plan of %s instead",
+            given.num_microbatches,
+            _mode(given.training),
+            num_microbatches,
+            _mode(training),
+            "ldt.plan.ushape" if self._factory == self._ushape else "plan_factory",
+        )
 
     def _completed(self, plan: Plan) -> Plan:
         if plan.topology != self._topology:
@@ -74,6 +93,10 @@ class PlanBook:
 
     def _ushape(self, topology: Topology, num_microbatches: int, training: bool) -> Plan:
         return ushape(topology, num_microbatches, training=training, lanes=self._lanes)
+
+
+def _mode(training: bool) -> str:
+    return "step()" if training else "eval()"
 
 
 def _digest(text: str) -> str:

@@ -11,16 +11,35 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ldt.errors import LdtError
-from ldt.runtime.chunk import as_tensors
+from ldt.runtime.chunk import as_tensors, refuse_wrappers
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe, specs_of
 
 __all__ = ["ShapeBook", "infer_specs"]
+
+
+# What a right forward may raise for want of values: it reads them, or runs an operator that is not known for fakes.
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+_SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
+_ADVICE = (
+    ". If its forward is right but depends on values, declare the result: give the module a method "
+    "output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per output"
+)
+
+
+def _needs_values(error: Exception) -> bool:
+    return isinstance(error, _NEEDS_VALUES) or any(sign in str(error) for sign in _SIGNS)
 
 
 def infer_specs(
@@ -52,12 +71,10 @@ def infer_specs(
             leaf for leaf in pytree.tree_leaves(_with_specs(args, kwargs)) if isinstance(leaf, TensorSpec)
         ]
         what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
-        advice = (
-            "If its forward is right but depends on values, declare the result: give the module a method "
-            "output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per output"
-        )
+        advice = _ADVICE if declared is None and _needs_values(error) else ""
         raise QuotingError(
-            f"{what}: {reveal(error)[0]}. {advice}", plain=f"{what}: {disclose(error)}. {advice}"
+            f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
+            plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
         ) from error
     return specs if training else tuple(spec.without_grad() for spec in specs)
 
@@ -87,7 +104,9 @@ def _run_on_fakes(
         state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
         fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
         output = torch.func.functional_call(module, state, fake_args, fake_kwargs)
-        return specs_of(as_tensors(output, chunk))
+        tensors = as_tensors(output, chunk)
+        refuse_wrappers(tensors, f"output of chunk {chunk}")
+        return specs_of(tensors)
 
 
 def _fake_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
