@@ -41,7 +41,8 @@ def one_sentence_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ldt.LdtError) as error:
-        sys.exit(f"{sys.argv[0]}: {error}")
+        _say(f"{sys.argv[0]}: {error}")
+        sys.exit(1)
 
 
 @contextmanager
@@ -59,7 +60,7 @@ def one_sentence_errors_together(mesh: ldt.Mesh) -> Iterator[None]:
     if failed:
         sentence = problem or "another rank cannot go on and says why"
         # Now, not on the way out: torchrun ends those that are not the first to end.
-        print(f"{sys.argv[0]}: {sentence}", file=sys.stderr, flush=True)
+        _say(f"{sys.argv[0]}: {sentence}")
         sys.exit(1)
 
 
@@ -75,6 +76,12 @@ def quiet_interrupt() -> Iterator[None]:
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", flush=True)
         os._exit(INTERRUPTED)  # on a busy machine the interpreter would take seconds to take torch down
+
+
+def _say(line: str) -> None:
+    """One write, so that the lines of several ranks do not run into one another."""
+    sys.stderr.flush()
+    os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
