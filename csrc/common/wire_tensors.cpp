@@ -28,6 +28,13 @@ const char* dtype_name(at::ScalarType type) {
   }
 }
 
+// Whether the tensor's elements are bytes in memory of its own. A wrapper (a fake tensor, a
+// DTensor, the result of a collective that is not waited for) has a null or foreign address.
+bool travels(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+         !tensor.is_nested() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
 // A uint8 tensor over the same memory. Built outside inference mode: an inference tensor must not
 // reach a worker thread, where inference mode is off.
 at::Tensor byte_view(const at::Tensor& contiguous) {
@@ -44,7 +51,8 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
   std::ostringstream text;
   const char* separator = "";
   for (const auto& tensor : tensors) {
-    text << separator << dtype_name(tensor.scalar_type()) << tensor.sizes();
+    text << separator << dtype_name(tensor.scalar_type());
+    tensor.is_nested() ? text << "[nested]" : text << tensor.sizes();
     separator = ", ";
   }
   return tensors.empty() ? "no tensors" : text.str();
@@ -54,9 +62,10 @@ WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device dev
                          const std::string& title) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
-    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized()) {
-      throw_lane_error(title, ": tensor ", i,
-                       " cannot travel: expected a dense strided tensor; send its parts instead");
+    if (!travels(tensor)) {
+      throw_lane_error(
+          title, ": tensor ", i,
+          " cannot travel: expected a plain, dense, strided tensor; send its parts instead");
     }
     if (tensor.device() != device) {
       throw_lane_error(title, ": tensor ", i, ": expected a tensor on ", device,

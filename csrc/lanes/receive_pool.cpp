@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "common/error.h"
+
 namespace ldt {
 namespace {
 
@@ -18,6 +20,9 @@ ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream)
     : device_(device), stream_(stream), events_(std::make_shared<EventPool>(device)) {}
 
 at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+  for (const auto size : sizes) {
+    if (size < 0) throw_lane_error("sizes: expected 0 or more each, got ", sizes);
+  }
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
   const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   if (bytes == 0) {

@@ -1,4 +1,5 @@
 // The receive pool on the CPU: reuse, fresh tensors, and a bound on what it keeps.
+#include "common/error.h"
 #include "lanes/receive_pool.h"
 #include "testing.h"
 
@@ -72,6 +73,10 @@ TEST(tensors_outlive_the_pool) {
   pool.reset();
   tensor.fill_(3);
   EXPECT_EQ(tensor.sum().item<int64_t>(), 12);
+}
+
+TEST(negative_sizes_are_refused) {
+  EXPECT_THROW(new_pool()->empty({-2, -4}, at::kFloat), ldt::LaneError, "got [-2, -4]");
 }
 
 TEST(no_elements_take_no_block) {

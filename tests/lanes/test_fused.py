@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from lane_world import (
     random_message,
     same_bits,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ldt._C import Lane
 from ldt.testing import RankPool
@@ -219,7 +221,11 @@ def _bad_calls() -> None:
         assert "expected a tensor on cpu" in error_of(
             lambda: lane.send([torch.ones(2, device="meta")], 1 - rank)
         )
-        assert "dense strided" in error_of(lambda: lane.send([torch.ones(2).to_sparse()], 1 - rank))
+        with FakeTensorMode():
+            fake = torch.ones(2)
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+        for tensor in (torch.ones(2).to_sparse(), fake, nested):
+            assert "plain, dense, strided" in error_of(partial(lane.send, [tensor], 1 - rank))
     assert "overlaps itself" in error_of(
         lambda: lane.recv([torch.ones(1).expand(3)], SENDER if rank else LEADER)
     )
