@@ -75,6 +75,5 @@ def test_an_interrupt_ends_a_rank_that_waits(tmp_path: Path, where: str) -> None
             process.wait()
     times = {what: float(when) for what, when in map(str.split, output.splitlines())}
     assert times["left"] - times["interrupt"] < SECONDS
-    # The peers are still busy, as asserted above; how fast a loaded machine takes torch down is not ours to test.
-    assert ended - times["left"] < 10 * SECONDS
+    assert ended - times["left"] < SECONDS
     assert waiting.returncode == 0
