@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import threading
@@ -169,6 +170,8 @@ class FailureWatch:
                 return self._first
             self._first = report
         self._stop.set()
+        # Most of a failed process's end is the collector walking through torch's modules: spare it that.
+        atexit.register(gc.freeze)
         try:
             self._on_failure(report)
         finally:
