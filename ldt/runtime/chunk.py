@@ -126,11 +126,14 @@ class ChunkRunner:
         return list(_enter(graph, self._anchor, *tensors))
 
     def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it."""
+        """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it.
+
+        A tensor that the module keeps is copied: the next forward may change it while this one is still under way.
+        """
         if torch.is_grad_enabled():
             graph = self._graphs.setdefault(microbatch, _Graph([]))
             graph.roots = [self._root_of(output) for output in outputs]
-        return [output.detach() for output in outputs]
+        return self._apart(outputs)
 
     def backward_from(
         self, microbatch: int, roots: Sequence[Root | None], grads: Sequence[torch.Tensor | None]
@@ -163,6 +166,13 @@ class ChunkRunner:
             graph.roots = []
         self._graphs.clear()
 
+    def _apart(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        detached = [output.detach() for output in outputs]
+        if all(output.grad_fn is not None for output in outputs):
+            return detached  # each was computed just now
+        kept = _storages_kept_by(self.module)
+        return [tensor.clone() if _storage(tensor) in kept else tensor for tensor in detached]
+
     def _root_of(self, output: torch.Tensor) -> Root | None:
         if not output.requires_grad:
             return None
@@ -170,6 +180,19 @@ class ChunkRunner:
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storages_kept_by(module: nn.Module) -> set[int]:
+    """Where the buffers, and the tensors that are plain attributes, of ``module`` and its parts lie."""
+    parts = [values for part in module.modules() for values in (part._buffers, part.__dict__)]
+    kept = [value for values in parts for value in values.values() if type(value) is torch.Tensor]
+    return {
+        _storage(tensor) for tensor in kept if tensor.layout is torch.strided
+    }  # a hop carries no other ones
 
 
 def _finished(grad: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.specs import TensorSpec
 
 __all__ = ["Microbatch", "parse_microbatches"]
+
+# Values that are told apart by ==. Others may change inside, and their text may be shortened.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,18 @@ class Microbatch:
 
     @property
     def signature(self) -> object:
-        """Equal for microbatches whose head's outputs have equal specs: structure, tensor specs, other values' text.
+        """Equal for microbatches whose head's outputs have equal specs: structure, tensor specs, plain values.
 
-        Stays on the edge.
+        Stays on the edge. With a value of another kind among the inputs it equals no other one.
         """
         leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
-        return str(structure), tuple(
-            TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-        )
+        return str(structure), tuple(map(_signature_of, leaves))
+
+
+def _signature_of(leaf: Any) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return TensorSpec.of(leaf)
+    return (type(leaf), leaf) if isinstance(leaf, _PLAIN) else object()
 
 
 def parse_microbatches(microbatches: Any) -> list[Microbatch]:

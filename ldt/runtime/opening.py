@@ -107,8 +107,8 @@ def _exchange(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> lis
             raise Refusal(_called_off(mesh.ranks[leader], call.mode, message))
     if own is not None and own != messages[mesh.replica]:
         raise LdtError(
-            "the ranks of the edge must be given equal microbatches and plans, under the same autocast: this rank's "
-            "differ from its leader's in number, shape, dtype or plan"
+            "the ranks of the edge must be given equal microbatches and plans, under the same autocast and with the "
+            "same modules in train mode: this rank's differ from its leader's in number, shape, dtype, plan or mode"
         )
     return messages
 
@@ -134,7 +134,7 @@ def _describe(
         "mode": call.mode,
         "serial": call.serial,
         "plan": plans.digest(len(microbatches), call.training),
-        "autocast": shapes.autocast(),
+        "setting": shapes.setting(),
         "specs": [[spec.to_json() for spec in head] for head in numbers],
         "microbatches": indices,
     }
@@ -142,5 +142,5 @@ def _describe(
 
 def _hops(shapes: ShapeBook, message: dict[str, Any], replica: int, training: bool) -> list[list[HopSpecs]]:
     firsts = [tuple(map(TensorSpec.from_json, head)) for head in message["specs"]]
-    chains = [shapes.hops(first, replica, training, message["autocast"]) for first in firsts]
+    chains = [shapes.hops(first, replica, training, message["setting"]) for first in firsts]
     return [chains[index] for index in message["microbatches"]]

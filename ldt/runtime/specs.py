@@ -99,21 +99,23 @@ def describe(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(map(str, specs)) or "nothing"
 
 
+_CAUSES = (
+    "autocast and the mode of modules (train or eval) must be the same on all ranks, and if a layer was changed since "
+    "the last step, call pipeline.forget_shapes() on every rank"
+)
+
+
 def first_difference(expected: Sequence[TensorSpec], got: Sequence[TensorSpec]) -> str | None:
     """Where ``got`` is not what was agreed, as the second half of an error text; None if it is.
 
     A tensor that was announced with a gradient and has none is no difference: its gradient comes and is dropped.
     """
     if len(expected) != len(got):
-        return (
-            f"{len(expected)} tensors were agreed ({describe(expected)}), it has {len(got)} ({describe(got)})"
-        )
+        agreed = f"{len(expected)} tensors were agreed ({describe(expected)})"
+        return f"{agreed}, it has {len(got)} ({describe(got)}); {_CAUSES}"
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         if (want.shape, want.dtype) != (have.shape, have.dtype):
-            return (
-                f"tensor {index} was agreed as {want}, it is {have}; autocast must be the same on all ranks, and if a "
-                "layer was changed since the last step, call pipeline.forget_shapes() on every rank"
-            )
+            return f"tensor {index} was agreed as {want}, it is {have}; {_CAUSES}"
         if have.requires_grad and not want.requires_grad:
             return (
                 f"tensor {index} requires a gradient, but was agreed as {want}; if layers were unfrozen since "

@@ -69,6 +69,40 @@ def test_step_and_eval_in_any_order(pool: RankPool, context: str) -> None:
     pool.run(any_order, context)
 
 
+class Talkative(ToyChunk):
+    """Gives another shape and a second tensor while it trains, as some models give auxiliary outputs."""
+
+    def forward(self, x: Tensor, extra: Tensor | None = None) -> Any:  # type: ignore[override]
+        output = super().forward(x if extra is None else x + extra.sum())
+        return (output, output.mean(0)) if self.training else output
+
+
+def switched_modes(on: list[int]) -> str:
+    """eval(), then train(False) on ranks ``on``, then eval() again."""
+    torch.manual_seed(0)
+    chunks: list[nn.Module] = [Talkative(16), Talkative(16), Talkative(16), ToyChunk(16)]
+    batch = toy_microbatches(2)
+    with ldt.connect(TOPOLOGY) as mesh:
+        chunks[-1].forward = lambda x, extra=None: ToyChunk.forward(chunks[-1], x)  # type: ignore[method-assign, assignment]
+        pipeline = build(mesh, chunks)
+        pipeline.eval(batch if mesh.is_edge else None)
+        if mesh.rank in on:
+            for chunk in chunks:
+                chunk.eval()
+        try:
+            eval_and_compare(mesh, pipeline, chunks, batch)
+        except ldt.LdtError as error:
+            return str(error)
+    return ""
+
+
+def test_train_and_eval_mode_between_calls(pool: RankPool) -> None:
+    """It changes what hops carry, and needs no word if all ranks do it."""
+    assert pool.run(switched_modes, [0, 1, 2]) == [""] * 3
+    for text in pool.run(switched_modes, [1]):
+        assert "the mode of modules (train or eval) must be the same on all ranks" in text
+
+
 def eval_without_targets() -> None:
     chunks = toy_chunks(TOPOLOGY)
     batch = toy_microbatches(3)
@@ -176,11 +210,12 @@ def per_token(dp: int, stages: int) -> list[float]:
     batches = [toy_microbatches(3, seed=seed) for seed in range(dp)]
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         pipeline = build(mesh, chunks, token_loss, loss_reduction="token")
-        pipeline.step(
-            batches[mesh.replica] if mesh.is_edge else None
-        )  # gradients from before stay as they are
+        pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
         before = [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
         result = pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
+        for parameter, first in zip(pipeline.parameters(), before, strict=True):
+            assert parameter.grad is not None
+            assert torch.equal(parameter.grad, first + first), "the second step adds to what is there"
         model = nn.Sequential(*chunks)
         model.zero_grad()
         count, losses = 0.0, []

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.shapes import infer_specs
+from ldt.runtime.inference import infer_specs
+from ldt.runtime.microbatch import Microbatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -69,6 +71,37 @@ def test_kept_shapes_are_bounded(pool: RankPool) -> None:
     assert pool.run(many_values, ranks=[0, 1]) == [256, 0]
 
 
+class Sized(ToyChunk):
+    def forward(self, x: Tensor, rows: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[: int(rows[2500])]
+
+
+def rows_in_an_array() -> None:
+    """The text of a long array leaves out what tells one from the other."""
+    chunks = [Sized(16), ToyChunk(16), ToyChunk(16)]
+    with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh:
+        pipeline = build(mesh, chunks, loss_fn=None)
+        for rows in (4, 3, 2):
+            array = numpy.zeros(5000)
+            array[2000:-1000] = rows
+            result = pipeline.eval([((torch.ones(4, 16), array), None)] if mesh.is_edge else None)
+            assert result.outputs is None or result.outputs[0].shape == (rows, 16)
+
+
+def test_values_that_are_not_plain_are_asked_about_each_time(pool: RankPool) -> None:
+    pool.run(rows_in_an_array, ranks=[0, 1])
+
+
+def test_signatures_tell_values_apart() -> None:
+    def signature(*args: Any) -> object:
+        return Microbatch(args, {}, None).signature
+
+    assert signature(torch.ones(2), 1) == signature(torch.zeros(2), 1)
+    assert signature(1) != signature(True) != signature(1.0)
+    assert signature("a") == signature("a") != signature(b"a")
+    assert signature(object()) != signature(object())
+
+
 def under_autocast(everywhere: bool) -> str:
     topology = Topology([1, 1, 1])
     torch.manual_seed(0)
@@ -92,7 +125,7 @@ def test_autocast_between_steps(pool: RankPool) -> None:
 
 def test_autocast_on_one_rank_only(pool: RankPool) -> None:
     for text in pool.run(under_autocast, False):
-        assert "autocast must be the same on all ranks" in text
+        assert "autocast and the mode of modules (train or eval) must be the same on all ranks" in text
         assert "pipeline.forget_shapes() on every rank" in text
 
 

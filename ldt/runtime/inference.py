@@ -1,0 +1,168 @@
+"""What a chunk returns, found without computing anything: it runs on fake tensors, or says so itself."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ldt.runtime.chunk import as_tensors, refuse_wrappers
+from ldt.runtime.disclosure import QuotingError, disclose, reveal
+from ldt.runtime.specs import HopSpecs, TensorSpec, describe, specs_of
+
+__all__ = ["infer_specs", "warm_up"]
+
+# What a right forward may raise for want of values: it reads them, or runs an operator that is not known for fakes.
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+_SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
+_ADVICE = (
+    ". If its forward is right but depends on values, declare the result: give the module a method "
+    "output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per output"
+)
+
+
+def _needs_values(error: Exception) -> bool:
+    return isinstance(error, _NEEDS_VALUES) or any(sign in str(error) for sign in _SIGNS)
+
+
+def infer_specs(
+    chunk: int,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    training: bool,
+) -> HopSpecs:
+    """The specs of what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
+
+    Calls ``module.output_spec`` if there is one. Otherwise runs the module on fake tensors: no data, no random
+    numbers, and the attributes of the module and its parts are put back, with the entries of those that are lists,
+    dicts or sets, but not what objects in them hold. Its hooks run, too. Raises LdtError naming the chunk if that does
+    not work.
+    """
+    declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
+    try:
+        if declared is not None:
+            of_args, of_kwargs = _with_specs(args, kwargs)
+            outputs = declared(*of_args, **of_kwargs)
+            specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
+            if not all(isinstance(spec, TensorSpec) for spec in specs):
+                raise TypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
+        else:
+            specs = _run_on_fakes(chunk, module, args, kwargs, device, training)
+    except Exception as error:
+        tensors = [
+            leaf for leaf in pytree.tree_leaves(_with_specs(args, kwargs)) if isinstance(leaf, TensorSpec)
+        ]
+        what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
+        advice = _ADVICE if declared is None and _needs_values(error) else ""
+        raise QuotingError(
+            f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
+            plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
+        ) from error
+    return specs if training else tuple(spec.without_grad() for spec in specs)
+
+
+def _with_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    specs: tuple[tuple[Any, ...], dict[str, Any]]
+    specs = pytree.tree_map_only(torch.Tensor, TensorSpec.of, (tuple(args), kwargs))
+    return specs
+
+
+def _run_on_fakes(
+    chunk: int,
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    training: bool,
+) -> HopSpecs:
+    def fake(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _fake_of(TensorSpec.of(leaf), leaf.device)
+        return _fake_of(leaf, device) if isinstance(leaf, TensorSpec) else leaf
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _restored(module), torch.set_grad_enabled(training), mode:
+        named = [*module.named_parameters(), *module.named_buffers()]
+        state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
+        _fake_attributes(module, mode)
+        fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
+        output = torch.func.functional_call(module, state, fake_args, fake_kwargs)
+        tensors = as_tensors(output, chunk)
+        refuse_wrappers(tensors, f"output of chunk {chunk}")
+        return specs_of(tensors)
+
+
+def _fake_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    tensor = spec.from_wire(torch.empty(spec.wire_shape, dtype=spec.dtype, device=device))
+    if not (spec.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    # Not a leaf: like a received tensor, it may be modified in place.
+    return tensor.requires_grad_().clone()
+
+
+def _fake_attributes(module: nn.Module, mode: FakeTensorMode) -> None:
+    """Swap tensors that are attributes, or entries of such lists and dicts: changes in place must not reach them."""
+
+    def fake(value: Any) -> Any:
+        return mode.from_tensor(value) if type(value) is torch.Tensor else value
+
+    for part in module.modules():
+        for name, value in part.__dict__.items():
+            if isinstance(value, list):
+                value[:] = map(fake, value)
+            elif isinstance(value, dict) and name not in (
+                "_parameters",
+                "_buffers",
+            ):  # those are swapped by name
+                value.update({key: fake(entry) for key, entry in value.items()})
+            else:
+                part.__dict__[name] = fake(value)
+
+
+@contextmanager
+def _restored(module: nn.Module) -> Iterator[None]:
+    """Undo what a forward leaves behind: attributes of all submodules, and the states of random generators.
+
+    Of attributes that are lists, dicts (such as the registries of parameters, buffers and modules) or sets also the
+    entries.
+    """
+    attributes = [(part, dict(part.__dict__)) for part in module.modules()]
+    containers = [
+        (value, copy.copy(value))
+        for _, values in attributes
+        for value in values.values()
+        if isinstance(value, (list, dict, set))
+    ]
+    python_random = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python_random)
+        for part, values in attributes:
+            part.__dict__.clear()
+            part.__dict__.update(values)
+        for container, entries in containers:
+            container.clear()
+            container.extend(entries) if isinstance(container, list) else container.update(entries)
+
+
+def warm_up() -> None:
+    """The first fake tensor imports for a second or two: do it on all ranks at once, not one after the other."""
+    with FakeTensorMode():
+        torch.empty(1) + 1

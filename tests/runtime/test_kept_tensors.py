@@ -1,0 +1,73 @@
+"""Chunks that return a tensor they keep and change in place with the next forward, as running counters are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pipeline_jobs import build, step_and_compare
+from torch import Tensor, nn
+
+import ldt
+from ldt.testing import RankPool, toy_loss, toy_microbatches, unsplit_step
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+
+
+class Counting(nn.Module):
+    """Returns its buffer, a view of one, or a plain attribute, which the next forward changes."""
+
+    def __init__(self, pick: Callable[[Counting], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("seen", torch.zeros(1))
+        self.several = torch.zeros(3, 16)
+        self.pick = pick
+
+    def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        self.seen.add_(1)
+        self.several.add_(1)
+        return self.linear(x * scale), self.pick(self)
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return self.linear(x) * scale  # type: ignore[no-any-return]
+
+
+def buffer(chunk: Counting) -> Tensor:
+    return chunk.seen
+
+
+def view(chunk: Counting) -> Tensor:
+    return chunk.several[1]
+
+
+PICKS = {"buffer": buffer, "view of an attribute": view}
+
+
+def made(name: str, stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [*(Counting(PICKS[name]) for _ in range(stages)), Scaling()]
+
+
+def counters(name: str, stages: int) -> None:
+    batch = toy_microbatches(6)
+    with ldt.connect(Topology([1] * stages), ranks=range(stages)) as mesh:
+        chunks = made(name, stages)
+        step_and_compare(mesh, build(mesh, chunks), chunks, batch)
+        losses, _ = unsplit_step(made(name, stages), batch, toy_loss)
+        result = build(mesh, made(name, stages)).eval(batch if mesh.is_edge else None)
+        assert result.losses is None or all(map(torch.equal, result.losses, losses))
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("name", sorted(PICKS))
+def test_a_tensor_that_a_chunk_keeps(pool: RankPool, name: str, stages: int) -> None:
+    pool.run(counters, name, stages, ranks=range(stages))
