@@ -45,13 +45,7 @@ class StepLoss:
     def forward(self, microbatch: int, output: Any, target: Any) -> None:
         result = self._loss_fn(output, target)
         loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = (
-                f"a tensor of shape {list(loss.shape)}"
-                if isinstance(loss, torch.Tensor)
-                else type(loss).__name__
-            )
-            raise InputValueError(f"loss_fn must return a scalar tensor, got {got}")
+        _check_scalar(loss)
         self._values[microbatch] = loss.detach()
         self._counts[microbatch] = count
         self._read = None
@@ -112,6 +106,15 @@ class StepLoss:
             numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
             self._read = {**self._counts, **dict(zip(tensors, map(float, numbers), strict=True))}  # type: ignore[dict-item]
         return self._read
+
+
+def _check_scalar(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise InputValueError(f"loss_fn must return a scalar tensor, got {type(loss).__name__}")
+    if loss.numel() != 1 or loss.is_complex():
+        raise InputValueError(
+            f"loss_fn must return a real scalar tensor, got a tensor of shape {list(loss.shape)} and {loss.dtype}"
+        )
 
 
 def _check_attached(loss: torch.Tensor, output: Any, microbatch: int) -> None:

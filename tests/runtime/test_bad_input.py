@@ -235,12 +235,15 @@ def vector_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.mean(0)
 
 
+def complex_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output * 1j).sum()
+
+
 def no_pair_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.mean()
 
 
-def bad_loss(reduction: Any) -> str:
-    loss_fn = vector_loss if reduction == "mean" else no_pair_loss
+def bad_loss(reduction: Any, loss_fn: Any) -> str:
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         with pytest.raises((ValueError, ldt.RemoteStageError)) as caught:
@@ -248,7 +251,13 @@ def bad_loss(reduction: Any) -> str:
         return describe(caught.value)
 
 
-def test_losses_of_the_wrong_form(pool: RankPool) -> None:
-    assert all("scalar tensor, got a tensor of shape [16]" in answer for answer in pool.run(bad_loss, "mean"))
-    expected = "loss_fn must return (sum of losses, number of tokens), got Tensor"
-    assert all(expected in answer for answer in pool.run(bad_loss, "token"))
+@pytest.mark.parametrize(
+    ("reduction", "loss_fn", "text"),
+    [
+        ("mean", vector_loss, "loss_fn must return a real scalar tensor, got a tensor of shape [16]"),
+        ("mean", complex_loss, "a real scalar tensor, got a tensor of shape [] and torch.complex64"),
+        ("token", no_pair_loss, "loss_fn must return (sum of losses, number of tokens), got Tensor"),
+    ],
+)
+def test_losses_of_the_wrong_form(pool: RankPool, reduction: str, loss_fn: Any, text: str) -> None:
+    assert all(text in answer for answer in pool.run(bad_loss, reduction, loss_fn))

@@ -51,6 +51,20 @@ def test_every_rank_knows_its_place(pool: RankPool, policy: str) -> None:
     ]
 
 
+def closed_lane() -> str:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=[0, 1]) as mesh:
+        lane = mesh.lane_for(topology.channels[0])
+    with pytest.raises(ldt.LaneError) as caught:
+        lane.send([torch.ones(1)], 1) if mesh.is_edge else lane.recv([torch.ones(1)], 0)
+    return str(caught.value)
+
+
+def test_closing_a_mesh_closes_its_lanes(pool: RankPool) -> None:
+    """Also for who kept one."""
+    assert all("is closed" in text for text in pool.run(closed_lane, ranks=[0, 1]))
+
+
 def with_device(device: str) -> str:
     topology = Topology([1, 1])
     chunks = toy_chunks(topology)

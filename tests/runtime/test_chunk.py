@@ -1,0 +1,54 @@
+"""What a chunk's runner keeps of a microbatch between its forward and its backward, and when it lets go of it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ldt.plan import ushape
+from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.specs import TensorSpec
+from ldt.runtime.work import StepWork
+from ldt.topology import Topology
+
+SPECS = (TensorSpec((4, 16), torch.float32, requires_grad=True),)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def run_forward(free_outputs: bool) -> tuple[ChunkRunner, Any, torch.Tensor]:
+    """A runner with the graph of one microbatch, what that graph holds, and the output."""
+    runner = ChunkRunner(1, nn.Linear(16, 16), torch.device("cpu"), free_outputs)
+    work = StepWork(ushape(Topology([1, 1]), 1), [])
+    received = torch.randn(4, 16)
+    (output,) = runner.leave(0, runner.forward(work, 0, [received], SPECS))
+    return runner, weakref.ref(received.untyped_storage()), output
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("free_outputs", [True, False])
+@pytest.mark.parametrize("way", ["backward", "drop"])
+def test_a_graph_goes_without_the_collector(way: str, free_outputs: bool) -> None:
+    runner, held, output = run_forward(free_outputs)
+    assert held() is not None
+    assert runner.in_flight == 1
+    if way == "backward":
+        work = StepWork(ushape(Topology([1, 1]), 1), [])
+        (grad,) = runner.backward(work, 0, [torch.ones_like(output)])
+        assert torch.equal(grad, torch.ones(4, 16) @ runner.module.weight)
+    else:
+        runner.drop()
+    assert runner.in_flight == 0
+    assert held() is None
