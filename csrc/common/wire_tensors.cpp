@@ -12,27 +12,16 @@
 namespace ldt {
 namespace {
 
-const char* dtype_name(at::ScalarType type) {
-  switch (type) {
-    case at::kFloat: return "float32";
-    case at::kDouble: return "float64";
-    case at::kHalf: return "float16";
-    case at::kBFloat16: return "bfloat16";
-    case at::kLong: return "int64";
-    case at::kInt: return "int32";
-    case at::kShort: return "int16";
-    case at::kChar: return "int8";
-    case at::kByte: return "uint8";
-    case at::kBool: return "bool";
-    default: return c10::toString(type);
-  }
-}
-
 // Whether the tensor's elements are bytes in memory of its own. A wrapper (a fake tensor, a
 // DTensor, the result of a collective that is not waited for) has a null or foreign address.
 bool travels(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
          !tensor.is_nested() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
+// Whether the memory is the values in order: the bits of a conjugated or negated view are not.
+bool is_plain(const at::Tensor& tensor) {
+  return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
 // A uint8 tensor over the same memory. Built outside inference mode: an inference tensor must not
@@ -46,6 +35,11 @@ at::Tensor byte_view(const at::Tensor& contiguous) {
 }
 
 }  // namespace
+
+std::string dtype_name(at::ScalarType dtype) {
+  if (dtype == at::ScalarType::Undefined) return "undefined";  // torch has no name for it
+  return std::string(c10::getDtypeNames(dtype).first);
+}
 
 std::string describe(const std::vector<at::Tensor>& tensors) {
   std::ostringstream text;
@@ -63,9 +57,9 @@ WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device dev
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
     if (!travels(tensor)) {
-      throw_lane_error(
-          title, ": tensor ", i,
-          " cannot travel: expected a plain, dense, strided tensor; send its parts instead");
+      throw_lane_error(title, ": tensor ", i, ", ", dtype_name(tensor.scalar_type()),
+                       ", cannot travel: expected a plain, dense, strided, unquantized tensor; "
+                       "send its parts instead");
     }
     if (tensor.device() != device) {
       throw_lane_error(title, ": tensor ", i, ": expected a tensor on ", device,
@@ -96,8 +90,7 @@ WireTensors WireTensors::for_receive(const std::vector<at::Tensor>& tensors, c10
                        " overlaps itself (an expanded tensor?) and cannot be received into; ",
                        "receive into a contiguous tensor");
     }
-    wire.staged_.push_back(tensor.is_contiguous() ? tensor
-                                                  : at::empty(tensor.sizes(), tensor.options()));
+    wire.staged_.push_back(is_plain(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options()));
   }
   return wire;
 }
@@ -120,9 +113,7 @@ void WireTensors::unstage() {
   // autograd.
   c10::InferenceMode data_only;
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (!tensors_[i].is_same(staged_[i]) && !tensors_[i].is_contiguous()) {
-      tensors_[i].copy_(staged_[i]);
-    }
+    if (!tensors_[i].is_same(staged_[i])) tensors_[i].copy_(staged_[i]);
   }
 }
 

@@ -9,6 +9,8 @@
 
 namespace ldt {
 
+/// "float32": the name that torch has in Python.
+std::string dtype_name(at::ScalarType dtype);
 /// "float32[4, 8], int64[3]": what a message holds, for checks and error texts.
 std::string describe(const std::vector<at::Tensor>& tensors);
 
@@ -19,17 +21,18 @@ std::string describe(const std::vector<at::Tensor>& tensors);
 /// `title`, for tensors that cannot travel.
 class WireTensors {
  public:
-  /// Non-contiguous tensors are copied now, on the current stream; the copy lives here.
+  /// Non-contiguous tensors and conjugated or negated views are copied now, on the current stream;
+  /// the copy lives here.
   static WireTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
                               const std::string& title);
-  /// Non-contiguous targets get a contiguous staging tensor; `unstage` copies it over.
+  /// Such targets get a contiguous staging tensor; `unstage` copies it over.
   static WireTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
                                  const std::string& title);
 
   /// uint8 views of the contiguous data, at most `chunk_bytes` each, in order. Tensors without
   /// elements have none.
   std::vector<at::Tensor> pieces(int64_t chunk_bytes) const;
-  /// After a receive: fills the non-contiguous targets from their staging tensors.
+  /// After a receive: fills the targets that have a staging tensor.
   void unstage();
   /// Lets go of all memory.
   void release();
@@ -42,7 +45,7 @@ class WireTensors {
 
   std::vector<at::Tensor> tensors_;  // aliases of what the caller gave
   std::vector<at::Tensor>
-      staged_;  // contiguous; shares memory with tensors_ where that is contiguous
+      staged_;  // contiguous and plain; the same tensor where tensors_ is that already
   int64_t bytes_ = 0;
 };
 

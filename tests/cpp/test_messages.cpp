@@ -28,12 +28,55 @@ TEST(pieces_cover_the_bytes_in_order) {
 
 TEST(tensors_that_cannot_travel_are_refused) {
   EXPECT_THROW(WireTensors::for_send({at::ones({2}).to_sparse()}, at::kCPU, "title"), LaneError,
-               "title: tensor 0 cannot travel");
+               "title: tensor 0, float32, cannot travel");
   EXPECT_THROW(WireTensors::for_receive({at::ones({1}).expand({4})}, at::kCPU, "title"), LaneError,
                "overlaps itself");
   EXPECT_THROW(WireTensors::for_send({at::empty({2}, at::TensorOptions().device(at::kMeta))},
                                      at::kCPU, "title"),
                LaneError, "expected a tensor on cpu");
+}
+
+TEST(quantized_tensors_are_refused_by_dtype) {
+  EXPECT_THROW(WireTensors::for_send({at::quantize_per_tensor(at::ones({2}), 1.0, 0, at::kQUInt8)},
+                                     at::kCPU, "title"),
+               LaneError, "title: tensor 0, quint8, cannot travel");
+}
+
+TEST(values_travel_and_not_the_bits_of_a_view) {
+  const auto source = at::complex(at::ones({3}), at::arange(1, 4, at::kFloat));
+  const std::vector<at::Tensor> views{source.conj(), source._neg_view(), source.conj().t()};
+  const auto pieces = WireTensors::for_send(views, at::kCPU, "").pieces(1 << 10);
+  EXPECT(at::equal(pieces[0].view(at::kComplexFloat), at::conj_physical(source)));
+  EXPECT(at::equal(pieces[1].view(at::kComplexFloat), at::negative(source)));
+  EXPECT(at::equal(pieces[2].view(at::kComplexFloat), at::conj_physical(source)));
+}
+
+TEST(a_view_receives_values_and_not_bits) {
+  const auto source = at::complex(at::ones({3}), at::arange(1, 4, at::kFloat));
+  const auto plain = at::zeros_like(source);
+  for (const auto& view : {plain.conj(), plain._neg_view()}) {
+    auto wire = WireTensors::for_receive({view}, at::kCPU, "");
+    wire.pieces(1 << 10)[0].copy_(source.view(at::kByte));
+    wire.unstage();
+    EXPECT(at::equal(view.resolve_conj().resolve_neg(), source));
+  }
+}
+
+TEST(sizes_beyond_32_bits_are_counted_right) {
+  const int64_t count = (int64_t{5} << 30) + 3;  // a meta tensor has a size and no memory
+  const auto large = at::empty({count}, at::TensorOptions().dtype(at::kShort).device(at::kMeta));
+  const auto wire = WireTensors::for_send({large, large}, at::kMeta, "");
+  EXPECT_EQ(wire.bytes(), 4 * count);
+  const auto pieces = wire.pieces(int64_t{3} << 30);
+  EXPECT_EQ(pieces.size(), 8u);
+  EXPECT_EQ(pieces[0].numel(), int64_t{3} << 30);
+  EXPECT_EQ(pieces[3].storage_offset(), int64_t{9} << 30);
+  EXPECT_EQ(pieces[3].numel(), (int64_t{1} << 30) + 6);
+  EXPECT_EQ(pieces[7].numel(), pieces[3].numel());
+  const auto own = Announcement::of({large, large}, wire.bytes(), int64_t{3} << 30);
+  const auto heard = Announcement::decode(own.encode());
+  EXPECT_EQ(heard.bytes, 4 * count);
+  EXPECT_EQ(heard.chunk_bytes, int64_t{3} << 30);
 }
 
 TEST(announcements_come_back_as_they_were) {
