@@ -4,9 +4,13 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
 
+#include <c10/util/safe_numerics.h>
+
 #include <algorithm>
+#include <limits>
 
 #include "common/error.h"
+#include "common/wire_tensors.h"
 
 namespace ldt {
 namespace {
@@ -16,15 +20,30 @@ constexpr int64_t kMaxWaste = 2;
 
 }  // namespace
 
+int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
+  uint64_t bytes = c10::elementSize(dtype);
+  bool fits = true;
+  for (const auto size : sizes) {
+    if (size < 0) throw_lane_error("sizes: expected 0 or more each, got ", sizes);
+    fits = !c10::mul_overflows(bytes, static_cast<uint64_t>(size), &bytes) && fits;
+  }
+  if (!fits || bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
+    throw_lane_error("sizes: expected a tensor of less than 2^63 bytes, got ", dtype_name(dtype),
+                     sizes);
+  }
+  return static_cast<int64_t>(bytes);
+}
+
 ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream)
     : device_(device), stream_(stream), events_(std::make_shared<EventPool>(device)) {}
 
 at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  for (const auto size : sizes) {
-    if (size < 0) throw_lane_error("sizes: expected 0 or more each, got ", sizes);
+  if (c10::isQIntType(dtype)) {
+    throw_lane_error("dtype: expected one that is not quantized, got ", dtype_name(dtype),
+                     "; receive its int_repr() and its scales instead");
   }
+  const auto bytes = bytes_of(sizes, dtype);
   const auto options = at::TensorOptions().dtype(dtype).device(device_);
-  const auto bytes = c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
   if (bytes == 0) {
     return at::empty(sizes, options);
   }

@@ -15,6 +15,9 @@
 
 namespace ldt {
 
+/// How many bytes such a tensor has. Throws LaneError for negative sizes and for more than 63 bits.
+int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype);
+
 /// Blocks of memory that are handed out as fresh tensors and come back when the last reference to
 /// one dies, in autograd's graph too. There are never more blocks than were in use at once, so the
 /// pool is bounded by the plan; of too many, the one that was idle the longest goes. On a device, a
@@ -27,7 +30,7 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   ReceivePool(c10::Device device, std::optional<c10::Stream> stream);
 
   /// A tensor with undefined contents, to be received into before anything else uses it. Zero
-  /// elements take no block.
+  /// elements take no block. Throws LaneError for sizes or a dtype that cannot be.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype);
   /// For a tensor of this pool that was not received into yet: makes the lane's stream wait for
   /// the block's last user, and nothing else has to be waited for. False for all other tensors,

@@ -79,6 +79,22 @@ TEST(negative_sizes_are_refused) {
   EXPECT_THROW(new_pool()->empty({-2, -4}, at::kFloat), ldt::LaneError, "got [-2, -4]");
 }
 
+TEST(quantized_dtypes_are_refused) {
+  EXPECT_THROW(new_pool()->empty({2}, at::kQUInt8), ldt::LaneError, "got quint8");
+}
+
+TEST(bytes_are_counted_in_63_bits) {
+  EXPECT_EQ(ldt::bytes_of({}, at::kDouble), 8);
+  EXPECT_EQ(ldt::bytes_of({3, 5}, at::kHalf), 30);
+  EXPECT_EQ(ldt::bytes_of({1 << 20, 1 << 20}, at::kFloat), int64_t{1} << 42);
+  // 2^64 + 2^32 elements would wrap around to a block that is too small.
+  const int64_t large = int64_t{1} << 32;
+  EXPECT_THROW(ldt::bytes_of({large, large + 1}, at::kByte), ldt::LaneError,
+               "got uint8[4294967296, 4294967297]");
+  EXPECT_THROW(ldt::bytes_of({large, large / 2}, at::kByte), ldt::LaneError, "less than 2^63");
+  EXPECT_THROW(new_pool()->empty({large, large + 1}, at::kByte), ldt::LaneError, "2^63");
+}
+
 TEST(no_elements_take_no_block) {
   auto pool = new_pool();
   EXPECT_EQ(pool->empty({0, 3}, at::kFloat).numel(), 0);
