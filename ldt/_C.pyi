@@ -16,8 +16,14 @@ class Lane:
     receiving stage's broadcast group, None for a stage of one rank and on senders; ``stage_root`` is the
     receiving leader's group rank in it. The groups must be the lane's own. ``device`` is the CPU or a
     device with streams, with its index. ``chunk_bytes``: the broadcast of one piece of that size runs while the next
-    is received; the same on all ranks. ``timeout``: how long one message may take once it is its turn.
+    is received; the same on all ranks. ``timeout``: how long one message may take once it is its turn; a number
+    counts seconds, infinity is allowed, and 100 years is the most that is waited.
     ``announce``: compare size, dtype and shape with the other side before each payload (default: on the CPU only).
+
+    ``announce`` and ``chunk_bytes`` must be equal on both ends and on all ranks of the stage. With announcements,
+    different ``chunk_bytes``, sizes, dtypes or shapes are an error on every rank concerned, and the lane goes on.
+    Without, they are undefined: the caller has agreed on them ahead. If one end announces and the other does not,
+    each waits for what the other never sends, until the timeout fails the lane.
     """
 
     def __init__(
@@ -29,7 +35,7 @@ class Lane:
         stage_root: int = 0,
         device: torch.device = ...,
         chunk_bytes: int | None = None,
-        timeout: timedelta = ...,
+        timeout: timedelta | float = ...,
         announce: bool | None = None,
     ) -> None: ...
     @property
@@ -45,7 +51,7 @@ class Lane:
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fresh tensor over the lane's receive pool; the memory goes back when the last reference dies."""
 
-    def close(self, timeout: timedelta = ...) -> None:
+    def close(self, timeout: timedelta | float = ...) -> None:
         """Waits for what is in flight, at most ``timeout`` (10 s), aborts the rest, stops the threads. Idempotent."""
 
     def abort(self, reason: str) -> None:

@@ -1,7 +1,6 @@
 // ldt._C.Lane: arguments in Python's types, the GIL released wherever a lane's threads may need it.
-#include <pybind11/chrono.h>
-
 #include "bindings/bindings.h"
+#include "bindings/timeout.h"
 #include "lanes/lane.h"
 #include "transports/group_transport.h"
 
@@ -9,8 +8,6 @@ namespace py = pybind11;
 
 namespace ldt {
 namespace {
-
-using Milliseconds = std::chrono::milliseconds;
 
 // Measured with benchmarks/recv_broadcast.py; see docs/performance.md.
 constexpr int64_t kHostChunkBytes = int64_t{4} << 20;
@@ -35,7 +32,7 @@ class LiveLanes {
       }
     }
     for (const auto& lane : alive) lane->abort(reason);
-    for (const auto& lane : alive) lane->close(Milliseconds(0));
+    for (const auto& lane : alive) lane->close(std::chrono::milliseconds(0));
   }
 
  private:
@@ -53,16 +50,29 @@ GroupTransport::Group share(c10d::ProcessGroup* group) {
   return GroupTransport::Group::unsafe_reclaim_from_nonowning(group);
 }
 
+// Which global ranks the group's own ranks are; empty for a group that torch.distributed has no
+// record of.
+std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
+  if (group == nullptr) return {};
+  const auto ranks_of = py::module_::import("torch.distributed").attr("get_process_group_ranks");
+  try {
+    return ranks_of(py::cast(group, py::return_value_policy::reference)).cast<std::vector<int>>();
+  } catch (const py::error_already_set&) {
+    return {};
+  }
+}
+
 std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage,
                                int stage_root, c10::Device device,
-                               std::optional<int64_t> chunk_bytes, Milliseconds timeout,
+                               std::optional<int64_t> chunk_bytes, Timeout timeout,
                                std::optional<bool> announce) {
   auto transport = std::make_shared<GroupTransport>(share(p2p), share(stage), stage_root);
   LaneOptions options;
+  options.timeout = checked_timeout(timeout.seconds, c10::str("lane ", name));
   options.name = std::move(name);
+  options.global_ranks = global_ranks_of(p2p);
   options.device = device.is_cpu() ? c10::Device(at::kCPU) : device;  // "cpu:0" is the CPU
   options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
-  options.timeout = timeout;
   options.announce = announce.value_or(device.is_cpu());
   auto made = make_lane(std::move(options), std::move(transport));
   // The last owner may be Python's garbage collector, and the destructor joins threads.
@@ -99,7 +109,7 @@ void bind_lanes(py::module_& module) {
       .def(py::init(&new_lane), py::arg("name"), py::kw_only(), py::arg("p2p").none(true),
            py::arg("stage").none(true), py::arg("stage_root") = 0,
            py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
-           py::arg("timeout") = Milliseconds(1'800'000), py::arg("announce") = py::none())
+           py::arg("timeout") = Timeout{1800}, py::arg("announce") = py::none())
       .def("send", &Lane::send, py::arg("tensors"), py::arg("peer"), py::arg("label") = "",
            py::call_guard<py::gil_scoped_release>())
       .def(
@@ -114,8 +124,12 @@ void bind_lanes(py::module_& module) {
             return lane.empty(sizes, dtype);
           },
           py::arg("sizes"), py::arg("dtype"))
-      .def("close", &Lane::close, py::arg("timeout") = Milliseconds(10'000),
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "close",
+          [](Lane& lane, Timeout timeout) {
+            lane.close(checked_timeout(timeout.seconds, c10::str("lane ", lane.options().name)));
+          },
+          py::arg("timeout") = Timeout{10}, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Lane::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
       .def("stats", &stats_of)
       .def_property_readonly("name", [](const Lane& lane) { return lane.options().name; })

@@ -1,6 +1,8 @@
 // The worker's queue, and the lane's launches.
 #include "lanes/host_lane.h"
 
+#include "common/timeout.h"
+
 namespace ldt {
 
 void ChainWorker::push(std::shared_ptr<HostMessage> message) {
@@ -99,11 +101,12 @@ void HostLane::abort(const std::string& reason) {
 }
 
 void HostLane::close(std::chrono::milliseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const auto title = c10::str("lane ", options_.name);
+  const auto deadline = std::chrono::steady_clock::now() + checked_timeout(timeout, title);
   if (!outgoing_.drain(deadline) || !incoming_.drain(deadline)) {
-    abort(c10::str("lane ", options_.name, ": closed with messages still in flight"));
+    abort(c10::str(title, ": closed with messages still in flight"));
   }
-  failure_->set(c10::str("lane ", options_.name, ": is closed"));
+  failure_->set(c10::str(title, ": is closed"));
   outgoing_.stop();
   incoming_.stop();
 }

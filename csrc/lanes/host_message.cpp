@@ -48,9 +48,8 @@ void HostMessage::finish() {
   } catch (const MismatchError&) {
     error = std::current_exception();
   } catch (...) {
-    const auto seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    context_->failure->set(c10::str(title_, " (", wire_.bytes(), " bytes) failed after ", seconds,
-                                    " s: ", text_of(std::current_exception())));
+    const std::chrono::duration<double> elapsed = Clock::now() - start;
+    context_->failure->set(failure_text(std::current_exception(), elapsed.count()));
     error = std::make_exception_ptr(
         LaneError({__func__, __FILE__, __LINE__}, context_->failure->text()));
   }
@@ -63,6 +62,18 @@ void HostMessage::finish() {
   pieces_.clear();
   wire_.release();
   work_->complete(error);
+}
+
+std::string HostMessage::failure_text(const std::exception_ptr& error, double seconds) const {
+  const char* culprit = "";
+  try {
+    std::rethrow_exception(error);
+  } catch (const StageError&) {
+    culprit = ": the broadcast inside the stage";  // the peer that the title names is innocent
+  } catch (...) {
+  }
+  return c10::str(title_, " (", wire_.bytes(), " bytes)", culprit, " failed after ", seconds,
+                  " s: ", text_of(error));
 }
 
 void HostMessage::abort() {
@@ -109,14 +120,15 @@ void HostMessage::wait_for_collective(const Transport::Work& collective) {
   std::unique_lock<std::mutex> lock(signal->mutex);
   if (!signal->changed.wait_for(lock, context_->options.timeout,
                                 [&] { return signal->done || signal->aborted; })) {
-    throw_lane_error("the broadcast inside the stage did not end within the lane's timeout of ",
-                     context_->options.timeout.count(), " ms");
+    throw StageError({__func__, __FILE__, __LINE__},
+                     c10::str("it did not end within the lane's timeout of ",
+                              context_->options.timeout.count(), " ms"));
   }
   if (!signal->done) {
     context_->failure->throw_if_happened();
   }
   if (future->hasError()) {
-    std::rethrow_exception(future->exception_ptr());
+    in_stage([&] { std::rethrow_exception(future->exception_ptr()); });
   }
 }
 

@@ -74,6 +74,7 @@ class HostMessage {
 
  private:
   void run();
+  std::string failure_text(const std::exception_ptr& error, double seconds) const;
 
   struct Signal {
     std::mutex mutex;

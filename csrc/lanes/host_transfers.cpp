@@ -46,7 +46,8 @@ void ReceiveMessage::finish_payload() {
   std::vector<Transport::Work> broadcast;
   for (size_t i = 0; i < payload_.size(); ++i) {
     wait_for_transfer(payload_[i]);
-    if (broadcasts) broadcast.push_back(context_->transport->broadcast(pieces_[i]));
+    if (!broadcasts) continue;
+    broadcast.push_back(in_stage([&] { return context_->transport->broadcast(pieces_[i]); }));
   }
   for (const auto& collective : broadcast) wait_for_collective(collective);
   // The sender was right and has sent: what it sent is received, so that the lane stays in step.
@@ -61,7 +62,7 @@ void MemberMessage::agree() { stage_agreement().follow(title_, announcement()); 
 
 void MemberMessage::start_payload() {
   for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
-    payload_.push_back(context_->transport->broadcast(piece));
+    payload_.push_back(in_stage([&] { return context_->transport->broadcast(piece); }));
   }
 }
 

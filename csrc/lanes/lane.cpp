@@ -3,6 +3,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "common/timeout.h"
 #include "common/wire_tensors.h"
 #include "lanes/host_lane.h"
 #include "lanes/stream_lane.h"
@@ -21,6 +22,11 @@ template <typename Launch>
 Lane::Work Lane::guarded(const std::string& title, Launch launch) {
   try {
     return launch();
+  } catch (const StageError&) {
+    const auto text = c10::str(title, ": the broadcast inside the stage could not be started: ",
+                               text_of(std::current_exception()));
+    abort(text);
+    throw_lane_error(text);
   } catch (const LaneError&) {
     throw;
   } catch (...) {
@@ -54,11 +60,16 @@ Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
 
 std::string Lane::title(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
                         const std::string& label) {
-  const auto route =
-      transport_->is_leader() ? c10::str(" peer ", peer) : std::string(" the stage's leader");
-  const char* preposition = verb[0] == 's' ? " to" : " from";
+  const auto route = transport_->is_leader() ? name_of(peer) : std::string("the stage's leader");
+  const char* preposition = verb[0] == 's' ? " to " : " from ";
   return c10::str("lane ", options_.name, ": ", verb, label.empty() ? "" : " ", label, preposition,
                   route, " of ", describe(tensors));
+}
+
+std::string Lane::name_of(int peer) const {
+  const auto& ranks = options_.global_ranks;
+  const bool known = peer >= 0 && static_cast<size_t>(peer) < ranks.size();
+  return known ? c10::str("rank ", ranks[peer]) : c10::str("group rank ", peer);
 }
 
 void Lane::check_peer(const std::string& title, int peer) const {
@@ -74,9 +85,9 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> 
     throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ",
                      options.chunk_bytes);
   }
-  if (options.timeout.count() < 1) {
-    throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got ",
-                     options.timeout.count(), " ms");
+  options.timeout = checked_timeout(options.timeout, c10::str("lane ", options.name));
+  if (options.timeout.count() == 0) {
+    throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got 0 ms");
   }
   if (options.device.is_cpu()) {
     return std::make_shared<HostLane>(std::move(options), std::move(transport));

@@ -21,6 +21,7 @@ struct LaneOptions {
   int64_t chunk_bytes = 0;        // the broadcast of one piece runs while the next is received
   std::chrono::milliseconds timeout{};  // how long one message may take once it is its turn
   bool announce = false;  // check size, dtype and shape with the other side before each payload
+  std::vector<int> global_ranks;  // what texts call the peers, by peer; empty: their group ranks
 };
 
 /// Carries messages, first in first out. A message is a list of tensors; both sides know its
@@ -49,7 +50,7 @@ class Lane {
   }
 
   /// Waits for what is in flight, at most `timeout`, then aborts what is left and stops.
-  /// Idempotent.
+  /// Idempotent. Throws LaneError for a negative timeout.
   virtual void close(std::chrono::milliseconds timeout) = 0;
   /// Everything pending and everything later fails with `reason`. Returns at once.
   virtual void abort(const std::string& reason) = 0;
@@ -73,6 +74,7 @@ class Lane {
  private:
   std::string title(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
                     const std::string& label);
+  std::string name_of(int peer) const;
   void check_peer(const std::string& title, int peer) const;
   template <typename Launch>
   Work guarded(const std::string& title, Launch launch);

@@ -5,6 +5,7 @@
 
 #include <thread>
 
+#include "common/timeout.h"
 #include "works/stream_work.h"
 
 namespace ldt {
@@ -117,7 +118,7 @@ void StreamLane::receive_and_broadcast(const std::vector<at::Tensor>& pieces, in
     if (transport_->is_leader()) {
       order_after(transport_->receive(piece, peer, Transport::kPayload));
     }
-    if (broadcasts) broadcast.push_back(transport_->broadcast(piece));
+    if (broadcasts) broadcast.push_back(in_stage([&] { return transport_->broadcast(piece); }));
   }
   for (const auto& collective : broadcast) order_after(collective);
 }
@@ -176,7 +177,7 @@ void StreamLane::abort(const std::string& reason) {
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {
-  if (!drain(timeout)) {
+  if (!drain(checked_timeout(timeout, c10::str("lane ", options_.name)))) {
     abort(c10::str("lane ", options_.name, ": closed with messages still in flight"));
     if (!drain(kAbortPatience)) {
       // The device may still use these tensors, and nothing is left to wait for: never free them.

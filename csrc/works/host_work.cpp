@@ -5,6 +5,7 @@
 
 #include "common/error.h"
 #include "common/interrupt.h"
+#include "common/timeout.h"
 
 namespace ldt {
 namespace {
@@ -26,7 +27,8 @@ HostWork::HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneSta
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  const auto deadline = timeout == kNoTimeout ? Clock::time_point::max() : Clock::now() + timeout;
+  const auto deadline = timeout == kNoTimeout ? Clock::time_point::max()
+                                              : Clock::now() + checked_timeout(timeout, title_);
   std::unique_lock<std::mutex> lock(mutex_);
   if (!completed_) {
     ScopedTimer timer(stats_->wait_nanoseconds);

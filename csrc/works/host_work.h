@@ -18,8 +18,8 @@ class HostWork final : public c10d::Work {
  public:
   HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneStats> stats);
 
-  /// `timeout` of zero means: as long as it takes. Throws LaneError when it passes, or when the
-  /// message failed.
+  /// `timeout` of zero means: as long as it takes. Throws LaneError when it passes, for a
+  /// negative one, or when the message failed.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   void abort() override;

@@ -53,6 +53,29 @@ TEST(a_receive_and_its_broadcast_are_one_work) {
   EXPECT_EQ(leader->stats().broadcast_bytes.load(), leader->stats().received_bytes.load());
 }
 
+TEST(one_piece_is_broadcast_while_the_next_is_still_on_its_way) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto leader = lane_of(wire, 1, true), member = lane_of(wire, 2, true);
+  const auto source = numbers(3, 16), at_member = at::zeros({16}, at::kLong);  // two pieces
+  auto led = leader->receive({at::empty({16}, at::kLong)}, 0, "");
+  auto heard = member->receive({at_member}, -1, "");
+  EXPECT_EQ(wire->posted(Transport::kPayload), 2);  // every receive is posted at launch
+  MemoryTransport sender(wire, 0, false);
+  const auto bytes = source.view(at::kByte);
+  sender.send(bytes.narrow(0, 0, 64), 1, Transport::kPayload);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
+  // The member has started both of its halves, the leader that of the piece that has landed.
+  while (wire->posted(MemoryTransport::kBroadcast) < 3 &&
+         std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::yield();
+  }
+  EXPECT_EQ(wire->posted(MemoryTransport::kBroadcast), 3);
+  EXPECT(!led->isCompleted());
+  sender.send(bytes.narrow(0, 64, 64), 1, Transport::kPayload);
+  EXPECT(led->wait(kNoTimeout) && heard->wait(kNoTimeout));
+  EXPECT(at::equal(at_member, source));
+}
+
 TEST(waiting_issues_nothing) {
   auto wire = std::make_shared<MemoryWire>();
   auto sender = lane_of(wire, 0, false), leader = lane_of(wire, 1, true);
@@ -89,6 +112,43 @@ TEST(a_stage_that_disagrees_is_told_and_the_lane_goes_on) {
   led->wait(kNoTimeout);
   EXPECT(at::equal(at_leader, at::ones({8})));
   EXPECT(at::equal(at_member, at::ones({8})));
+}
+
+TEST(a_broken_broadcast_is_not_blamed_on_the_peer) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto sender = lane_of(wire, 0, false), leader = lane_of(wire, 1, true),
+       member = lane_of(wire, 2, true);
+  auto sent = sender->send({at::ones({8})}, 1, "");
+  auto led = leader->receive({at::empty({8})}, 0, "F0"),
+       heard = member->receive({at::empty({9})}, -1, "F0");
+  sent->wait(kNoTimeout);
+  const std::string failed = ": the broadcast inside the stage failed after ";
+  EXPECT_THROW(led->wait(kNoTimeout), LaneError,
+               "receive F0 from group rank 0 of float32[8] (32 bytes)" + failed);
+  EXPECT_THROW(heard->wait(kNoTimeout), LaneError,
+               "receive F0 from the stage's leader of float32[9] (36 bytes)" + failed);
+  EXPECT_THROW(led->wait(kNoTimeout), LaneError, " s: sizes differ");
+}
+
+TEST(a_broken_transfer_is_not_blamed_on_the_stage) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto sender = lane_of(wire, 0, false), leader = lane_of(wire, 1, true);
+  auto led = leader->receive({at::empty({8})}, 0, "F0");
+  sender->send({at::ones({9})}, 1, "");
+  EXPECT_THROW(led->wait(kNoTimeout), LaneError, "(32 bytes) failed after ");
+}
+
+TEST(texts_name_the_peer_by_its_global_rank) {
+  LaneOptions options;
+  options.name = "test";
+  options.chunk_bytes = 64;
+  options.timeout = milliseconds(20'000);
+  options.global_ranks = {10, 12};
+  auto lane = make_lane(
+      options, std::make_shared<MemoryTransport>(std::make_shared<MemoryWire>(), 1, false));
+  EXPECT_THROW(lane->receive({at::empty({2}).to_sparse()}, 0, ""), LaneError, " from rank 10 of ");
+  EXPECT_THROW(lane->send({at::empty({2}).to_sparse()}, 0, ""), LaneError, " to rank 10 of ");
+  EXPECT_THROW(lane->send({at::empty({2})}, 2, ""), LaneError, " to group rank 2 of ");
 }
 
 TEST(a_callback_may_drop_the_lane) {
@@ -168,13 +228,39 @@ TEST(an_abort_ends_every_wait_with_its_reason) {
   EXPECT_THROW(leader->receive({at::empty({8})}, 0, ""), LaneError, "the reason");
 }
 
+TEST(no_timeout_is_too_long) {
+  auto wire = std::make_shared<MemoryWire>();
+  auto receiver = lane_of(wire, 1, false, true, milliseconds::max());
+  auto sender = lane_of(wire, 0, false, true, milliseconds::max());
+  const auto target = at::empty({8});
+  auto received = receiver->receive({target}, 0, "");
+  std::thread sends([&] {
+    std::this_thread::sleep_for(milliseconds(20));
+    sender->send({at::ones({8})}, 1, "")->wait(milliseconds::max());
+  });
+  EXPECT(received->wait(milliseconds::max()));
+  sends.join();
+  receiver->close(milliseconds::max());
+  EXPECT(at::equal(target, at::ones({8})));
+}
+
+TEST(negative_timeouts_are_refused) {
+  auto wire = std::make_shared<MemoryWire>();
+  EXPECT_THROW(lane_of(wire, 1, false, false, milliseconds(-1)), LaneError,
+               "lane test: timeout: expected a time of 0 or more, got -1 ms");
+  auto receiver = lane_of(wire, 1, false);
+  auto work = receiver->receive({at::empty({8})}, 0, "F0");
+  EXPECT_THROW(work->wait(milliseconds(-5)), LaneError, "timeout: expected a time of 0 or more");
+  EXPECT_THROW(receiver->close(milliseconds(-5)), LaneError, "got -5 ms");
+}
+
 TEST(a_message_that_never_comes_is_named) {
   auto wire = std::make_shared<MemoryWire>();
   auto receiver = lane_of(wire, 1, false, false, milliseconds(50));
   auto work = receiver->receive({at::empty({8})}, 0, "F0 microbatch 3");
   EXPECT_THROW(work->wait(milliseconds(1)), LaneError, "not done after the 1 ms");
   EXPECT_THROW(work->wait(kNoTimeout), LaneError,
-               "receive F0 microbatch 3 from peer 0 of float32[8] (32 bytes) failed");
+               "receive F0 microbatch 3 from group rank 0 of float32[8] (32 bytes) failed");
 }
 
 TEST(a_lane_can_be_dropped_at_any_moment) {

@@ -16,7 +16,7 @@ SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]
 
 
-def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float = 20.0) -> Lane:
+def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float | timedelta = 20.0) -> Lane:
     """A lane from rank 0 to a stage of ranks 1 (leader) and 2. Every rank of the world calls it."""
     p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group([LEADER, MEMBER])
     rank = dist.get_rank()
@@ -25,7 +25,7 @@ def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float = 2
         p2p=None if rank == MEMBER else p2p,
         stage=None if rank == SENDER else stage,
         chunk_bytes=chunk_bytes,
-        timeout=timedelta(seconds=timeout),
+        timeout=timeout,
         announce=announce,
     )
 
@@ -45,19 +45,30 @@ def pair_lane(*, announce: bool, chunk_bytes: int = 1 << 20, timeout: float = 20
     )
 
 
-def launch(lane: Lane, message: Message, label: str = "") -> tuple[dist.Work, Message]:
-    """Sends ``message`` on the sender, receives one like it elsewhere. The work, and what will have arrived."""
+def launch(
+    lane: Lane, message: Message, label: str = "", targets: Message | None = None
+) -> tuple[dist.Work, Message]:
+    """Sends ``message`` on the sender, receives one like it elsewhere (into ``targets``, if given).
+
+    The work, and what will have arrived.
+    """
     if dist.get_rank() == SENDER:
         return lane.send(message, LEADER, label), message
-    targets = [lane.empty(tensor.shape, tensor.dtype) for tensor in message]
+    if targets is None:
+        targets = [lane.empty(tensor.shape, tensor.dtype) for tensor in message]
     return lane.recv(targets, SENDER, label), targets
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    flat = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
-    return torch.equal(*flat)
+    return torch.equal(_bytes(left), _bytes(right))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    # A clone: contiguous() keeps the strides of a tensor of one element, and bits that a view negates.
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return plain.reshape(-1).view(torch.uint8)
 
 
 def error_of(call: Callable[[], Any], kind: type[BaseException] = LaneError) -> str:
@@ -80,9 +91,28 @@ def random_message(seed: int) -> Message:
     return [_random_tensor(draw, generator) for _ in range(draw.randint(1, 5))]
 
 
+def random_targets(message: Message, seed: int) -> Message:
+    """Something to receive ``message`` into: plain tensors, strided ones, and views that conjugate or negate."""
+    draw = random.Random(seed)
+    plain = [torch.zeros([*tensor.shape, draw.choice((1, 2))], dtype=tensor.dtype) for tensor in message]
+    return [_random_sign(draw, tensor[..., 0]) for tensor in plain]
+
+
+def _random_sign(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a view of it whose bits are not its values."""
+    views: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda t: t]
+    if tensor.is_complex():
+        views += [torch.conj, torch._neg_view, lambda t: torch._neg_view(t.conj())]
+    elif tensor.is_floating_point() and tensor.element_size() >= 2:
+        views += [torch._neg_view]
+    return draw.choice(views)(tensor)
+
+
 def _random_tensor(draw: random.Random, generator: torch.Generator) -> torch.Tensor:
     shape = [draw.choice((0, 1, 2, 3, 7, 40)) for _ in range(draw.randint(0, 4))]
     tensor = torch.randint(-100, 100, shape, generator=generator).float().div(7).to(draw.choice(_DTYPES))
+    if tensor.is_complex():
+        tensor = tensor * (1 + 2j)
     layouts: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (
         lambda t: t,
         lambda t: t.movedim(0, -1) if t.dim() else t,
@@ -91,4 +121,4 @@ def _random_tensor(draw: random.Random, generator: torch.Generator) -> torch.Ten
         lambda t: t[:1].expand(4, *t.shape[1:]) if t.dim() and t.shape[0] else t,
         lambda t: t.to(memory_format=torch.channels_last) if t.dim() == 4 else t,
     )
-    return draw.choice(layouts)(tensor)
+    return _random_sign(draw, draw.choice(layouts)(tensor))

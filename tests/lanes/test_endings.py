@@ -8,12 +8,15 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from lane_world import LEADER, MEMBER, SENDER, error_of, fused_lane, launch
+from lane_world import MEMBER, SENDER, error_of, fused_lane, launch
 
+from ldt._C import Lane
 from ldt.testing import RankPool
 
 WORLD_SIZE = 3
@@ -44,9 +47,69 @@ def _timeout() -> str:
 
 
 def test_a_message_that_does_not_come_in_time_is_named(pool: RankPool) -> None:
-    for text in pool.run(_timeout)[LEADER:]:
-        assert "receive F0 microbatch 3" in text
-        assert "(40 bytes) failed after 0.3" in text
+    _, leader, member = pool.run(_timeout)
+    assert "receive F0 microbatch 3 from rank 0 of float32[10] (40 bytes) failed after 0.3" in leader
+    assert "receive F0 microbatch 3 from the stage's leader" in member
+    assert "(40 bytes): the broadcast inside the stage failed after 0.3" in member
+    assert "within the lane's timeout of 300 ms" in member
+
+
+def _endless_timeouts() -> None:
+    for timeout in (timedelta.max, 1e18, float("inf"), 10**30):
+        lane = fused_lane(announce=False, timeout=timeout)
+        work, arrived = launch(lane, [torch.arange(5.0)])
+        work.wait(timedelta(days=100_000_000))  # torch's own conversion wraps around beyond 292,000 years
+        assert torch.equal(arrived[0], torch.arange(5.0))
+        lane.close(timeout)
+
+
+def test_no_timeout_is_too_long(pool: RankPool) -> None:
+    pool.run(_endless_timeouts)
+
+
+def _senseless_timeouts() -> None:
+    lane = fused_lane(announce=False)
+    for timeout in (float("nan"), -1.0, -1, float("-inf"), timedelta(seconds=-1), timedelta.min):
+        make = partial(Lane, "x", p2p=dist.group.WORLD, stage=None, timeout=timeout)
+        assert "lane x: timeout: expected a time of 0 or more, got" in error_of(make)
+        assert "lane fused: timeout: expected a time" in error_of(partial(lane.close, timeout))
+    make = partial(Lane, "x", p2p=dist.group.WORLD, stage=None, timeout=0.0)
+    assert "lane x: timeout: expected a positive time" in error_of(make)
+    for wrong in ("3", None, True):
+        error_of(partial(lane.close, wrong), TypeError)
+    work, _ = launch(lane, [torch.ones(5)])
+    text = error_of(partial(work.wait, timedelta(seconds=-1)))
+    assert "timeout: expected a time of 0 or more, got -1000 ms" in text
+    work.wait()
+    lane.close()
+
+
+def test_senseless_timeouts_are_refused_by_name(pool: RankPool) -> None:
+    pool.run(_senseless_timeouts)
+
+
+def _lose_the_member() -> None:
+    lane = fused_lane(announce=False)
+    rank = dist.get_rank()
+    launch(lane, [torch.ones(1)])[0].wait()
+    dist.barrier()
+    if rank == MEMBER:
+        time.sleep(0.5)  # until the others are through the barrier
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0)
+    work, _ = launch(lane, [torch.ones(10)], "F0 microbatch 3")
+    if rank == SENDER:
+        work.wait()
+        return
+    text = error_of(work.wait)
+    assert "receive F0 microbatch 3 from rank 0" in text
+    assert ": the broadcast inside the stage " in text
+
+
+def test_a_member_that_dies_is_not_taken_for_the_sender() -> None:
+    with RankPool(3) as pool, pytest.raises(AssertionError, match="rank 2 died") as died:
+        pool.run(_lose_the_member)
+    assert "failed:" not in str(died.value)
 
 
 def _lose_the_sender() -> str:

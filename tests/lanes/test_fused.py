@@ -19,6 +19,7 @@ from lane_world import (
     launch,
     pair_lane,
     random_message,
+    random_targets,
     same_bits,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,7 +35,11 @@ def _random_messages(announce: bool, chunk_bytes: int, in_inference_mode: bool) 
     messages = [random_message(seed) for seed in range(30)]
     with torch.inference_mode(in_inference_mode):
         launched = [launch(lane, message) for message in messages]
-    for message, (work, arrived) in zip(messages, launched, strict=True):
+        given = [random_targets(message, seed) for seed, message in enumerate(messages)]
+        launched += [
+            launch(lane, message, "", targets) for message, targets in zip(messages, given, strict=True)
+        ]
+    for message, (work, arrived) in zip(messages * 2, launched, strict=True):
         work.wait()
         assert all(map(same_bits, arrived, message)), message
     lane.close()
@@ -67,6 +72,58 @@ def _into_any_layout(announce: bool) -> None:
 @pytest.mark.parametrize("announce", [True, False])
 def test_targets_may_be_non_contiguous(pool: RankPool, announce: bool) -> None:
     pool.run(_into_any_layout, announce)
+
+
+def test_the_random_messages_have_views_of_all_kinds() -> None:
+    sent = [tensor for seed in range(30) for tensor in random_message(seed)]
+    given = [tensor for seed in range(30) for tensor in random_targets(random_message(seed), seed)]
+    for tensors in (sent, given):
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        for contiguous in (True, False):
+            alike = [tensor for tensor in filled if tensor.is_contiguous() == contiguous]
+            assert any(tensor.is_conj() for tensor in alike)
+            assert any(tensor.is_neg() for tensor in alike)
+
+
+def test_same_bits_compares_values() -> None:
+    one = torch.arange(4.0)[1::2][:1]  # a single element with a stride of 2
+    assert same_bits(one, torch.ones(1))
+    assert not same_bits(one, torch.zeros(1))
+    z = torch.tensor([1 + 2j])
+    assert same_bits(z.conj(), z.conj().resolve_conj())
+    assert not same_bits(z.conj(), z)
+    assert not same_bits(torch.zeros(1), -torch.zeros(1))
+
+
+def _with_the_last_rank_as_leader() -> None:
+    leader, member = 2, 1  # so the leader is rank 1 of its stage group
+    p2p, stage = dist.new_group([SENDER, leader]), dist.new_group([member, leader])
+    rank = dist.get_rank()
+    lane = Lane(
+        "last",
+        p2p=None if rank == member else p2p,
+        stage=None if rank == SENDER else stage,
+        stage_root=1,
+        chunk_bytes=64,
+        announce=True,
+    )
+    source = torch.arange(100.0)
+    target = torch.zeros(100)
+    work = lane.send([source], 1) if rank == SENDER else lane.recv([target], 0)
+    work.wait()
+    assert rank == SENDER or torch.equal(target, source)
+    if rank == leader:
+        text = error_of(lambda: lane.recv([target.to_sparse()], 0))
+        assert "lane last: receive from rank 0 of" in text
+        text = error_of(lambda: Lane("x", p2p=p2p, stage=stage, stage_root=0))
+        assert "give that to the root only" in text
+    if rank == SENDER:
+        assert "lane last: send to rank 2 of" in error_of(lambda: lane.send([source.to_sparse()], 1))
+    lane.close()
+
+
+def test_a_leader_need_not_be_the_first_of_its_stage_group(pool: RankPool) -> None:
+    pool.run(_with_the_last_rank_as_leader)
 
 
 def _wait_again_and_from_threads() -> dict[str, float]:
@@ -226,6 +283,9 @@ def _bad_calls() -> None:
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
         for tensor in (torch.ones(2).to_sparse(), fake, nested):
             assert "plain, dense, strided" in error_of(partial(lane.send, [tensor], 1 - rank))
+        quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.quint8)
+        assert "tensor 0, quint8, cannot travel" in error_of(lambda: lane.send([quantized], 1 - rank))
+    assert "not quantized, got quint8" in error_of(lambda: lane.empty([2], torch.quint8))
     assert "overlaps itself" in error_of(
         lambda: lane.recv([torch.ones(1).expand(3)], SENDER if rank else LEADER)
     )

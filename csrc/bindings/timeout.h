@@ -1,0 +1,39 @@
+// Timeouts from Python: a timedelta, or seconds as a number.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include "common/timeout.h"
+
+namespace ldt {
+
+/// A timeout argument before it is checked. pybind11's own conversion to milliseconds overflows for
+/// infinity and for times that a timedelta can hold.
+struct Timeout {
+  double seconds = 0;
+};
+
+}  // namespace ldt
+
+template <>
+struct pybind11::detail::type_caster<ldt::Timeout> {
+  PYBIND11_TYPE_CASTER(ldt::Timeout, const_name("datetime.timedelta"));
+
+  bool load(handle source, bool /*convert*/) {
+    if (hasattr(source, "total_seconds")) source = seconds_ = source.attr("total_seconds")();
+    if (PyBool_Check(source.ptr()) ||
+        !(PyFloat_Check(source.ptr()) || PyLong_Check(source.ptr()))) {
+      return false;
+    }
+    value.seconds = PyFloat_AsDouble(source.ptr());
+    if (PyErr_Occurred()) throw error_already_set();  // an int that no float can hold
+    return true;
+  }
+  static handle cast(const ldt::Timeout& timeout, return_value_policy, handle) {
+    const auto timedelta = module_::import("datetime").attr("timedelta");
+    return timedelta(arg("seconds") = timeout.seconds).release();
+  }
+
+ private:
+  object seconds_;
+};
