@@ -10,39 +10,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.disclosure import InputTypeError
+from ldt.errors import LdtError
+from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs, TensorSpec
+from ldt.runtime.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.work import StepWork
 
-__all__ = ["ChunkRunner", "as_tensors", "refuse_wrappers"]
+__all__ = ["ChunkRunner"]
 
 Root = Union[torch.Tensor, GradientEdge]  # noqa: UP007 (evaluated): where a backward starts
-
-
-def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
-    """A chunk's output as a tuple. Raises TypeError if it is not a tensor or a tuple of tensors."""
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if isinstance(output, (tuple, list)) and all(isinstance(tensor, torch.Tensor) for tensor in output):
-        return tuple(output)
-    kind = type(output).__name__
-    if isinstance(output, (tuple, list)):
-        kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
-        kind += f" of {', '.join(kinds)}"
-    raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
-
-
-def refuse_wrappers(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise TypeError if one of ``tensors``, which are to be sent, only wraps others: a lane sends its own memory."""
-    for index, tensor in enumerate(tensors):
-        if is_traceable_wrapper_subclass(tensor):
-            raise InputTypeError(
-                f"{what}, tensor {index}, is a {type(tensor).__name__}, which cannot be sent to another node: make it "
-                "a plain tensor, a DTensor with to_local() or full_tensor(), the result of an asynchronous collective "
-                "with output * 1.0"
-            )
 
 
 @dataclass
@@ -51,7 +28,13 @@ class _Graph:
 
     roots: list[Root | None]
     input_specs: HopSpecs = ()
+    input_edges: list[GradientEdge] = field(default_factory=list)  # of those that require a gradient
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
+    weight_part: WeightPart | None = None  # of a backward that is split, once its first part was run
+
+    def let_go(self) -> None:
+        """Of the graph: it and its entrance hold each other until one lets go."""
+        self.roots, self.input_edges, self.weight_part = [], [], None
 
 
 class _Entrance(torch.autograd.Function):
@@ -113,7 +96,36 @@ class ChunkRunner:
 
         Returns the gradients of those inputs whose spec says so, zeros where the chunk did not use the input.
         """
-        return self.backward_from(microbatch, self._graphs[microbatch].roots, grads)
+        starts = self.starts(work, microbatch, grads)
+        graph = self._graphs.pop(microbatch)
+        graph.let_go()
+        _backward(starts)
+        found = graph.input_grads or [None] * len(graph.input_specs)
+        wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
+        return self._input_grads(graph, wanted)
+
+    def backward_input(
+        self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """The part of ``backward`` that others wait for: only the gradients of the inputs.
+
+        Raises LdtError if the backward of this chunk cannot be split.
+        """
+        graph = self._graphs[microbatch]
+        starts = self.starts(work, microbatch, grads)
+        try:
+            found, graph.weight_part = backward_input(starts, graph.input_edges)
+        except LdtError as error:
+            raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
+        graph.roots = []
+        return self._input_grads(graph, found)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The rest: accumulate parameter gradients."""
+        graph = self._graphs.pop(microbatch)
+        assert graph.weight_part is not None
+        graph.weight_part.run()
+        graph.let_go()
 
     # -- parts of these ----------------------------------------------------------------------------------------
 
@@ -123,7 +135,9 @@ class ChunkRunner:
             return list(tensors)
         graph = _Graph([], specs)
         self._graphs[microbatch] = graph
-        return list(_enter(graph, self._anchor, *tensors))
+        inputs = _enter(graph, self._anchor, *tensors)
+        graph.input_edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
+        return list(inputs)
 
     def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it.
@@ -135,35 +149,19 @@ class ChunkRunner:
             graph.roots = [self._root_of(output) for output in outputs]
         return self._apart(outputs)
 
-    def backward_from(
-        self, microbatch: int, roots: Sequence[Root | None], grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        """``backward``, starting at ``roots`` with ``grads``."""
-        graph = self._graphs.pop(microbatch)
-        pairs = [
-            (root, grad)
-            for root, grad in zip(roots, grads, strict=True)
-            if root is not None and grad is not None
-        ]
-        graph.roots = []
-        if pairs:
-            starts: Any = [root for root, _ in pairs]  # torch's annotation allows tensors or edges, not both
-            torch.autograd.backward(starts, [grad for _, grad in pairs])
-        found = graph.input_grads or [None] * len(graph.input_specs)
-        return [
-            self._zeros(spec) if grad is None else _finished(grad)
-            for spec, grad in zip(graph.input_specs, found, strict=True)
-            if spec.requires_grad
-        ]
+    def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
+        """Where the backward begins, and with what."""
+        pairs = zip(self._graphs[microbatch].roots, grads, strict=True)
+        return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
 
     @property
     def in_flight(self) -> int:
         return len(self._graphs)
 
     def drop(self) -> None:
-        """Let go of all graphs, after a failure. A graph and its entrance hold each other until one lets go."""
+        """Let go of all graphs, after a failure."""
         for graph in self._graphs.values():
-            graph.roots = []
+            graph.let_go()
         self._graphs.clear()
 
     def _apart(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -178,8 +176,21 @@ class ChunkRunner:
             return None
         return get_gradient_edge(output) if self._free_outputs else output
 
+    def _input_grads(self, graph: _Graph, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        specs = [spec for spec in graph.input_specs if spec.requires_grad]
+        return [
+            self._zeros(spec) if grad is None else _finished(grad)
+            for spec, grad in zip(specs, found, strict=True)
+        ]
+
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
         return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+
+
+def _backward(starts: Sequence[Start]) -> None:
+    if starts:
+        roots: Any = [root for root, _ in starts]  # torch's annotation allows tensors or edges, not both
+        torch.autograd.backward(roots, [grad for _, grad in starts])
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ldt.runtime.chunk import ChunkRunner, as_tensors
+from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs
+from ldt.runtime.split_backward import Start
 from ldt.runtime.work import StepWork
 from ldt.topology import Topology
 
@@ -41,12 +43,10 @@ class TailRunner(ChunkRunner):
             self._finish(work, microbatch, output, target)
         return ()
 
-    def backward(
-        self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
+    def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         assert work.loss is not None
         loss = work.loss.take_root(microbatch)
-        return self.backward_from(microbatch, [loss if loss.requires_grad else None], [torch.ones_like(loss)])
+        return [(loss, torch.ones_like(loss))] if loss.requires_grad else []
 
     @staticmethod
     def _finish(work: StepWork, microbatch: int, output: Any, target: Any) -> None:

@@ -11,16 +11,19 @@ import torch.distributed as dist
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.chunk import ChunkRunner, refuse_wrappers
+from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.outputs import refuse_wrappers
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import average_gradients
 from ldt.runtime.specs import HopSpecs, first_difference, specs_of
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 
-__all__ = ["KINDS", "Executor"]
+__all__ = ["Executor"]
+
+BackwardOf = Callable[[StepWork, int, Sequence[torch.Tensor | None]], list[torch.Tensor]]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +52,6 @@ class Executor:
         try:
             for self._index, action in enumerate(row):
                 self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
-                assert action.kind in KINDS, f"{action} was to be refused when the plan was given"
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
             self.place = "waiting for the last sends"
@@ -78,11 +80,13 @@ class Executor:
         self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, runner.leave(microbatch, tensors))
 
     def _backward(self, action: Action, entry: Entry) -> None:
-        chunk, microbatch = action.chunk, _microbatch(action)
-        arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
-        grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
-        input_grads = self._runners[chunk].backward(self._work, microbatch, grads)
-        self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, input_grads)
+        self._run_backward(action, entry, self._runners[action.chunk].backward)
+
+    def _backward_input(self, action: Action, entry: Entry) -> None:
+        self._run_backward(action, entry, self._runners[action.chunk].backward_input)
+
+    def _backward_weight(self, action: Action, entry: Entry) -> None:
+        self._runners[action.chunk].backward_weight(_microbatch(action))
 
     def _send(self, action: Action, entry: Entry) -> None:
         end = self._mesh.endpoints.get(self._channel(action))
@@ -113,6 +117,13 @@ class Executor:
         average_gradients(parameters, self._mesh, f"the gradients of chunk {action.chunk}")
 
     # -- helpers ---------------------------------------------------------------------------------------------
+
+    def _run_backward(self, action: Action, entry: Entry, run: BackwardOf) -> None:
+        chunk, microbatch = action.chunk, _microbatch(action)
+        arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
+        grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
+        input_grads = run(self._work, microbatch, grads)
+        self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, input_grads)
 
     def _hand_over(self, slot: Slot, hop: int, tensors: list[torch.Tensor]) -> None:
         """To the next chunk on this node, or to the send that follows."""
@@ -190,13 +201,14 @@ class Executor:
 _METHODS: dict[Kind, Callable[[Executor, Action, Entry], None]] = {
     Kind.F: Executor._forward,
     Kind.B: Executor._backward,
+    Kind.I: Executor._backward_input,
+    Kind.W: Executor._backward_weight,
     Kind.SEND_F: Executor._send,
     Kind.SEND_B: Executor._send,
     Kind.RECV_F: Executor._receive,
     Kind.RECV_B: Executor._receive,
     Kind.REDUCE_GRAD: Executor._reduce,
 }
-KINDS = frozenset(_METHODS)  # a plan with actions of another kind cannot be run
 
 
 def _microbatch(action: Action) -> int:

@@ -14,8 +14,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from ldt.runtime.chunk import as_tensors, refuse_wrappers
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
+from ldt.runtime.outputs import as_tensors, refuse_wrappers
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe, specs_of
 
 __all__ = ["infer_specs", "warm_up"]

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 class Pipeline:
     """Runs a model that is split into chunks over the nodes of a mesh.
 
-    ``chunks`` are this rank's modules in model order, on ``mesh.device``. ``plan`` says who does what when; for other
-    numbers of microbatches, and for eval, ``plan_factory(topology, num_microbatches, training)`` makes one (default:
-    ``ldt.plan.ushape``), on each rank for itself; a step fails if ranks then have different ones.
+    ``chunks`` are this rank's modules in model order, on ``mesh.device``. ``plan``, any that ``ldt.plan.verify``
+    accepts, says who does what when: a step of another number of microbatches is refused. ``plan_factory(topology,
+    num_microbatches, training)`` makes the plans that are not given, on each rank for itself; a step fails if ranks
+    then have different ones. Without it they are ``ldt.plan.ushape``'s: for eval, and if no plan is given.
     ``loss_fn(output, target)`` is needed on the edge and used only there: with ``loss_reduction="mean"`` it gives the
     microbatch's mean, with "token" its sum and its number of tokens.
     ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph.

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
 
 from ldt.errors import PlanError
 from ldt.plan import Plan, add_communication, add_grad_reduction, ushape, verify
-from ldt.runtime.executor import KINDS
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["PlanBook", "PlanFactory"]
-
-logger = logging.getLogger(__name__)
 
 PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of microbatches, training
 
@@ -21,8 +17,8 @@ PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of micro
 class PlanBook:
     """Complete plans by number of microbatches and mode, made once each. The same on all ranks: see ``digest``.
 
-    Raises PlanError for a plan of another topology or other lanes than the mesh's, or with actions that the runtime
-    has no method for.
+    A ``plan`` that was given is the only one for its mode, unless there is a ``factory`` to make others.
+    Raises PlanError for a plan of another topology or other lanes than the mesh's, or of other microbatches.
     """
 
     def __init__(
@@ -30,7 +26,7 @@ class PlanBook:
     ) -> None:
         self._topology = topology
         self._lanes: LanePolicy = lanes
-        self._factory: PlanFactory = factory or self._ushape
+        self._factory = factory
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._digests: dict[tuple[int, bool], str] = {}
         self._given = plan
@@ -38,10 +34,10 @@ class PlanBook:
             self._plans[plan.num_microbatches, plan.training] = self._completed(plan)
 
     def get(self, num_microbatches: int, training: bool) -> Plan:
+        """Raises PlanError if the given plan does not fit and there is no factory, or its plan is refused."""
         key = (num_microbatches, training)
         if key not in self._plans:
-            self._note_other(num_microbatches, training)
-            self._plans[key] = self._completed(self._factory(self._topology, num_microbatches, training))
+            self._plans[key] = self._completed(self._make(num_microbatches, training))
         return self._plans[key]
 
     def digest(self, num_microbatches: int, training: bool) -> str:
@@ -55,19 +51,24 @@ class PlanBook:
         """As ``digest``, of all plans that were given or made so far."""
         return _digest("".join(plan.to_text() for plan in self._plans.values()))
 
-    def _note_other(self, num_microbatches: int, training: bool) -> None:
-        """The caller may think that the plan given runs always. That it does not in eval goes without saying."""
+    def _make(self, num_microbatches: int, training: bool) -> Plan:
         given = self._given
-        if given is None or (given.training and not training):
-            return
-        logger.info(
-            "the plan given to Pipeline is for %d microbatches of %s; %d microbatches of %s run a plan of %s instead",
-            given.num_microbatches,
-            _mode(given.training),
-            num_microbatches,
-            _mode(training),
-            "ldt.plan.ushape" if self._factory == self._ushape else "plan_factory",
-        )
+        if self._factory is not None:
+            plan = self._factory(self._topology, num_microbatches, training)
+        elif given is None or given.training != training:
+            plan = ushape(self._topology, num_microbatches, training=training, lanes=self._lanes)
+        else:
+            raise PlanError(
+                f"the plan given to Pipeline is for {given.num_microbatches} microbatches, {_mode(training)} got "
+                f"{num_microbatches}: for batches of several sizes give it plan_factory=, a function of (topology, "
+                "num_microbatches, training) that makes their plans"
+            )
+        if (plan.num_microbatches, plan.training) != (num_microbatches, training):
+            raise PlanError(
+                f"plan_factory was asked for {num_microbatches} microbatches of {_mode(training)}, it gave a plan of "
+                f"{plan.num_microbatches} of {_mode(plan.training)}"
+            )
+        return plan
 
     def _completed(self, plan: Plan) -> Plan:
         if plan.topology != self._topology:
@@ -82,17 +83,8 @@ class PlanBook:
                 f"the plan is for {plan.lanes!r} lanes, the mesh was connected with lanes={self._lanes!r}: "
                 "use the same for both"
             )
-        kinds = {action.kind for row in plan.rows.values() for action in row} - KINDS
-        if kinds:
-            raise PlanError(
-                f"the plan has actions of kind {', '.join(sorted(kinds))}, the runtime runs only "
-                f"{', '.join(sorted(KINDS))}: make a plan with full backwards"
-            )
         verify(plan)
         return plan
-
-    def _ushape(self, topology: Topology, num_microbatches: int, training: bool) -> Plan:
-        return ushape(topology, num_microbatches, training=training, lanes=self._lanes)
 
 
 def _mode(training: bool) -> str:

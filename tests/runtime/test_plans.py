@@ -10,7 +10,7 @@ from pipeline_jobs import build, step_and_compare
 
 import ldt
 import ldt.plan
-from ldt.plan import Action, Kind, Plan
+from ldt.plan import Plan
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -24,24 +24,20 @@ def of_the_rank(topology: Topology, num_microbatches: int, training: bool) -> Pl
     return ldt.plan.ushape(topology, num_microbatches, training=training, receive_buffers=buffers)
 
 
-def split_backwards(topology: Topology, num_microbatches: int, training: bool) -> Plan:
-    """Every backward as one of the input and one of the weights."""
-    plan = ldt.plan.remove_communication(ldt.plan.ushape(topology, num_microbatches, training=training))
-    rows = {}
-    for node, row in plan.rows.items():
-        rows[node] = [
-            part
-            for action in row
-            for part in (
-                [action._replace(kind=Kind.I), action._replace(kind=Kind.W)]
-                if action.kind is Kind.B
-                else [action]
-            )
-        ]
-    split = ldt.plan.add_communication(plan.with_rows(rows, None), "dedicated")
-    ldt.plan.verify(split)
-    assert Action(1, Kind.W, 0) in split.rows[topology.nodes[1]]
-    return split
+def of_another_topology(topology: Topology, num_microbatches: int, training: bool) -> Plan:
+    return ldt.plan.ushape(Topology([1, 1]), num_microbatches, training=training)
+
+
+def of_other_lanes(topology: Topology, num_microbatches: int, training: bool) -> Plan:
+    return ldt.plan.ushape(topology, num_microbatches, training=training, lanes="paired")
+
+
+def of_fewer_microbatches(topology: Topology, num_microbatches: int, training: bool) -> Plan:
+    return ldt.plan.ushape(topology, num_microbatches - 1, training=training)
+
+
+def forward_only(topology: Topology, num_microbatches: int, training: bool) -> Plan:
+    return ldt.plan.ushape(topology, num_microbatches, training=False)
 
 
 def stepped(factory: Callable[[Topology, int, bool], Plan], mode: str) -> tuple[str, str, bool]:
@@ -66,25 +62,58 @@ def test_a_factory_that_gives_ranks_different_plans(pool: RankPool, mode: str) -
         assert "plan_factory must give equal plans on all ranks" in text
 
 
-KINDS = "the plan has actions of kind I, W, the runtime runs only B, F, RECV_B"
+WRONG = {
+    of_another_topology: "the plan is for topology tp=1,1 ",
+    of_other_lanes: "the plan is for 'paired' lanes",
+    of_fewer_microbatches: "plan_factory was asked for 4 microbatches of step(), it gave a plan of 3 of step()",
+    forward_only: "plan_factory was asked for 4 microbatches of step(), it gave a plan of 4 of eval()",
+}
 
 
-def test_a_factory_whose_plans_cannot_be_run(pool: RankPool) -> None:
-    answers = pool.run(stepped, split_backwards, "step")
+@pytest.mark.parametrize("factory", WRONG)
+def test_a_factory_whose_plans_do_not_fit(pool: RankPool, factory: Callable[..., Plan]) -> None:
+    answers = pool.run(stepped, factory, "step")
     assert [kind for kind, _, _ in answers] == ["PlanError", "RemoteStageError", "RemoteStageError"]
-    assert all(KINDS in text and usable for _, text, usable in answers)
+    assert all(WRONG[factory] in text and usable for _, text, usable in answers)
 
 
-def given() -> tuple[str, str]:
+def given(factory: Callable[..., Plan]) -> tuple[str, str]:
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         with pytest.raises(ldt.PlanError) as caught:
-            build(mesh, chunks, plan=split_backwards(TOPOLOGY, 4, True))
+            build(mesh, chunks, plan=factory(TOPOLOGY, 4, True))
         step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(2))
         return type(caught.value).__name__, str(caught.value)
 
 
-def test_a_given_plan_that_cannot_be_run(pool: RankPool) -> None:
-    for kind, text in pool.run(given):
+@pytest.mark.parametrize("factory", [of_another_topology, of_other_lanes])
+def test_a_given_plan_that_does_not_fit(pool: RankPool, factory: Callable[..., Plan]) -> None:
+    for kind, text in pool.run(given, factory):
         assert kind == "PlanError"
-        assert KINDS in text
+        assert WRONG[factory] in text
+
+
+def other_sizes(with_factory: bool) -> list[str]:
+    """Steps of 4, 2 and 4 microbatches under a plan for 4, read from its text, and evals of other sizes."""
+    chunks = toy_chunks(TOPOLOGY)
+    plan = Plan.from_text(ldt.plan.ushape(TOPOLOGY, 4).to_text())
+    factory = (lambda *args: ldt.plan.ushape(args[0], args[1], training=args[2])) if with_factory else None
+    texts = []
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, chunks, plan=plan, plan_factory=factory)
+        assert pipeline.plan(4) == plan
+        for number in (4, 2, 4):
+            try:
+                step_and_compare(mesh, pipeline, chunks, toy_microbatches(number))
+            except ldt.LdtError as error:
+                texts.append(str(error))
+            pipeline.eval(toy_microbatches(number + 1) if mesh.is_edge else None)
+    return texts
+
+
+def test_a_given_plan_is_for_its_number_of_microbatches(pool: RankPool) -> None:
+    """Another is refused before anything is sent; with a factory it is no matter."""
+    for texts in pool.run(other_sizes, False):
+        assert len(texts) == 1
+        assert "the plan given to Pipeline is for 4 microbatches, step() got 2" in texts[0]
+    assert pool.run(other_sizes, True) == [[]] * 3

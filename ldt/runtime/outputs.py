@@ -1,0 +1,37 @@
+"""What a chunk may return: a tensor or a tuple of tensors, each with memory of its own to send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ldt.runtime.disclosure import InputTypeError
+
+__all__ = ["as_tensors", "refuse_wrappers"]
+
+
+def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
+    """A chunk's output as a tuple. Raises TypeError if it is not a tensor or a tuple of tensors."""
+    if isinstance(output, torch.Tensor):
+        return (output,)
+    if isinstance(output, (tuple, list)) and all(isinstance(tensor, torch.Tensor) for tensor in output):
+        return tuple(output)
+    kind = type(output).__name__
+    if isinstance(output, (tuple, list)):
+        kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
+        kind += f" of {', '.join(kinds)}"
+    raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+
+
+def refuse_wrappers(tensors: Sequence[torch.Tensor], what: str) -> None:
+    """Raise TypeError if one of ``tensors``, which are to be sent, only wraps others: a lane sends its own memory."""
+    for index, tensor in enumerate(tensors):
+        if is_traceable_wrapper_subclass(tensor):
+            raise InputTypeError(
+                f"{what}, tensor {index}, is a {type(tensor).__name__}, which cannot be sent to another node: make it "
+                "a plain tensor, a DTensor with to_local() or full_tensor(), the result of an asynchronous collective "
+                "with output * 1.0"
+            )
