@@ -55,7 +55,9 @@ class Kind(str, Enum):
         return "F" if self in (Kind.SEND_F, Kind.RECV_F) else "B"
 
 
-_PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|[FBIW])(\d*)")
+# [0-9] and not \d, which matches the digits of every script. 18 digits are more than any index has, and few enough
+# for int(), which refuses thousands.
+_PATTERN = re.compile(r"([0-9]{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|[FBIW])([0-9]{0,18})")
 
 
 class Action(NamedTuple):
@@ -74,7 +76,7 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text.strip())
         if match is None or (match[2] == "REDUCE_GRAD") != (match[3] == ""):
             raise PlanError(
-                f"expected an action such as '2F3', '1SEND_F3' or '0REDUCE_GRAD', got {text.strip()!r}"
+                f"expected an action such as '2F3', '1SEND_F3' or '0REDUCE_GRAD', got {_start_of(text)!r}"
             )
         return cls(int(match[1]), Kind(match[2]), int(match[3]) if match[3] else None)
 
@@ -96,6 +98,12 @@ class Action(NamedTuple):
         """The receive of a send, or the send of a receive, at the other end of the hop."""
         kind, step = _COUNTERPART[self.kind]
         return Action(self.chunk + step, kind, self.microbatch)
+
+
+def _start_of(text: str) -> str:
+    """Enough of a text to find it by, for an error."""
+    text = text.strip()
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
 
 
 _COUNTERPART = {

@@ -26,8 +26,8 @@ def ushape(
 
     With ``training=False`` it is a forward-only order, for evaluation. ``receive_buffers`` is how many
     messages of a channel may be waited for ahead of their use (paired lanes may need more: see
-    ``buffers_needed``). Raises PlanError for more than two laps and for an edge with fewer replicas than the
-    cloud.
+    ``buffers_needed``). Raises PlanError for anything but an int of 1 or more as ``num_microbatches``, for more than
+    two laps and for an edge with fewer replicas than the cloud.
     """
     plan = add_grad_reduction(ushape_compute(topology, num_microbatches, training))
     plan = add_communication(plan, lanes, receive_buffers)
@@ -37,6 +37,7 @@ def ushape(
 
 def ushape_compute(topology: Topology, num_microbatches: int, training: bool = True) -> Plan:
     """The compute actions of the fixed order alone."""
+    _check_microbatches(num_microbatches)
     if topology.edge_dp != topology.dp:
         raise PlanError(
             f"ushape needs as many edge replicas as cloud replicas for now: "
@@ -45,6 +46,13 @@ def ushape_compute(topology: Topology, num_microbatches: int, training: bool = T
     rows = [_stage_row(topology, num_microbatches, stage, training) for stage in range(topology.num_stages)]
     by_node = {node: rows[node.stage] for node in topology.nodes}
     return Plan(topology, num_microbatches, by_node, lanes=None, training=training)
+
+
+def _check_microbatches(num_microbatches: int) -> None:
+    # Before any row is written: a row counts down to 0, so a negative number would never end.
+    is_number = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
+    if not is_number or num_microbatches < 1:
+        raise PlanError(f"num_microbatches must be an int of at least 1, got {num_microbatches!r}")
 
 
 def _stage_row(topology: Topology, num_microbatches: int, stage: int, training: bool) -> list[Action]:

@@ -53,10 +53,22 @@ def test_action_text(text, action):
     assert Action.parse(text) == action
 
 
-@pytest.mark.parametrize("text", ["", "F3", "2F", "2X3", "0REDUCE_GRAD1", "2F3 4", "-1F0", "2f3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "F3", "2F", "2X3", "0REDUCE_GRAD1", "2F3 4", "-1F0", "2f3", "1_0F0", "0F1_0", "+1F0"),
+        *("\u0662F3", "2F\u0663", "2F\uff13"),  # digits of other scripts
+        *("9" * 5000 + "F0", "0F" + "9" * 5000),
+    ],
+)
 def test_action_refuses(text):
     with pytest.raises(PlanError, match="expected an action such as"):
         Action.parse(text)
+
+
+def test_the_error_for_a_long_text_is_short():
+    with pytest.raises(PlanError, match=r"got '9{40}\.\.\. \(5002 characters\)'"):
+        Action.parse("9" * 5000 + "F0")
 
 
 @given(microbatched.filter(lambda action: action.kind.is_comm and action.chunk > 0))
@@ -130,8 +142,27 @@ def test_golden_plans(name):
         (lambda text: text.replace("tp=1,1", "tp=1,0"), r"header of the plan: tp\[1\] must be"),
         (lambda text: text.replace("mode=train", "mode=test"), "header of the plan: expected"),
         (lambda text: text.replace("microbatches=2", "microbatches=0"), "num_microbatches must be .* got 0"),
+        (
+            lambda text: text.replace("microbatches=2", "microbatches=1_0"),
+            "header of the plan: expected '# micro",
+        ),
+        (lambda text: text.replace("microbatches=2", "microbatches=\u0662"), "header of the plan: expected"),
+        (
+            lambda text: text.replace("microbatches=2", "microbatches=" + "9" * 5000),
+            "header of the plan: exp",
+        ),
+        (lambda text: text.replace("mode=train", "mode=train mode=eval"), "header of the plan: expected"),
+        (lambda text: text.replace("mode=train", "mode=train color=red"), "header of the plan: expected"),
+        (lambda text: text.replace(" mode=train", ""), "header of the plan: expected '# microbatches=4"),
+        (
+            lambda text: text.replace("laps=1", "laps=1 laps=2"),
+            "header of the plan: expected '# topology: tp=",
+        ),
+        (lambda text: text.replace("laps=1", "laps=1 x=2"), "header of the plan: expected '# topology: tp="),
+        (lambda text: text.replace("tp=1,1", "tp=1,1_0"), "header of the plan: expected '# topology: tp="),
         (lambda text: text.replace("lanes=dedicated", "lanes=shared"), "lanes must be .* got 'shared'"),
         (lambda text: text.replace("1F1", "1G1"), "line 5 of the plan: expected an action .* got '1G1'"),
+        (lambda text: text.replace("1.0,", "9" * 5000 + ".0,"), "line 5 of the plan: "),
         (lambda text: text.replace("1.0,", "0.0,"), "line 5 of the plan: node 0.0 already has a row"),
         (lambda text: text.rsplit("1.0,")[0], "expected rows for 0.0, 1.0, got 0.0"),
     ],

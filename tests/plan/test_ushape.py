@@ -124,8 +124,11 @@ def test_what_ushape_does_not_know_is_refused():
         ushape(Topology([1, 1], laps=3), 2, training=False)
     with pytest.raises(PlanError, match="got edge_dp=1, dp=2"):
         ushape(Topology([1, 1], dp=2, edge_dp=1), 2)
-    with pytest.raises(PlanError, match="num_microbatches must be an int of at least 1, got 0"):
-        ushape(Topology([1, 1]), 0)
+    for laps in (1, 2):
+        for wrong in (0, -1, -(10**6), True, None, "3", 2.0):
+            for training in (True, False):
+                with pytest.raises(PlanError, match=f"num_microbatches must be an int .* got {wrong!r}"):
+                    ushape(Topology([1, 1], laps=laps), wrong, training=training)
     with pytest.raises(PlanError, match="receive_buffers must be at least 1, got 0"):
         ushape(Topology([1, 1]), 2, receive_buffers=0)
 
