@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["choose_backend", "choose_device"]
+__all__ = ["choose_backend", "choose_device", "synchronize"]
 
 _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu"}
 
@@ -41,6 +41,12 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
             f"the default process group has no backend for {device}: it has {_default_backends()}; pass backend="
         )
     return name
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait on the host for all that was launched on ``device``."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
 
 
 def _default_backends() -> dict[str, str]:

@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 class Executor:
     """Runs this node's row of a plan over the mesh's lanes. One instance per step."""
 
-    def __init__(self, mesh: Mesh, runners: Mapping[int, ChunkRunner], work: StepWork) -> None:
+    def __init__(
+        self, mesh: Mesh, runners: Mapping[int, ChunkRunner], work: StepWork, recorder: Recorder | None = None
+    ) -> None:
         self._mesh = mesh
         self._topology = mesh.topology
         self._runners = runners
@@ -42,7 +44,7 @@ class Executor:
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
-        self.recorder = Recorder()
+        self.recorder = recorder or Recorder()
         self.place = "the start of the row"
         self._index = 0
 
@@ -145,6 +147,7 @@ class Executor:
         if arrival.work is not None:
             start = self.recorder.now()
             arrival.work.wait()
+            self.recorder.settle()
             now = self.recorder.now()
             entry.waited += now - start
             self._receives.pop(slot).end = now

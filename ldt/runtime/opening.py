@@ -1,8 +1,8 @@
-"""How a step begins: the edge says in one message what it is about, and every rank agrees or refuses."""
+"""How pipelines and steps begin: every rank hears what the others have in mind, and agrees or refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from ldt.runtime.plans import PlanBook
 from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.specs import HopSpecs, TensorSpec
 
-__all__ = ["Agreement", "Call", "Mode", "Refusal", "open_step"]
+__all__ = ["Agreement", "Call", "Mode", "Refusal", "agree", "open_step"]
 
 Mode = Literal["step", "eval"]
 
@@ -49,6 +49,37 @@ class Agreement:
 
     plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
+
+
+def agree(mesh: Mesh, error: Exception | None, same: Mapping[str, str]) -> None:
+    """Raise on every rank if one could not build its pipeline for an ``error``, or was given other values.
+
+    A collective call. ``same`` has what must be equal, by the name it has in texts.
+    """
+    mine = {
+        "error": None if error is None else mesh.tell(error),
+        "error_type": None if error is None else type(error).__name__,
+        "same": dict(same),
+    }
+    with mesh.calling("Pipeline()"):
+        answers = dict(zip(mesh.ranks, mesh.control.gather(mine), strict=True))
+    if error is not None:
+        raise error
+    for rank, answer in answers.items():
+        if answer["error"] is not None:
+            raise RemoteStageError(
+                f"rank {rank} could not build its pipeline: {answer['error']}",
+                rank=rank,
+                stage=mesh.stage_of(rank),
+                place="building its pipeline",
+                error_type=answer["error_type"],
+            )
+    for what, value in same.items():
+        others = [rank for rank, answer in answers.items() if answer["same"][what] != value]
+        if others:
+            raise LdtError(
+                f"every rank must be given the same: ranks {others} have other {what} than this rank"
+            )
 
 
 def open_step(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> Agreement:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import repeat, tee
 from typing import Any
 
 import torch
 from torch import nn
 
-from ldt.errors import LdtError, RemoteStageError
-from ldt.plan import Plan
+from ldt.errors import LdtError
+from ldt.plan import Costs, Plan
+from ldt.runtime.device import synchronize
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction
+from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
-from ldt.runtime.opening import Call, Mode, Refusal, open_step
+from ldt.runtime.opening import Call, Mode, Refusal, agree, open_step
 from ldt.runtime.plans import PlanBook, PlanFactory
+from ldt.runtime.record import Recorder
 from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.stats import StatsTaker
@@ -64,9 +69,10 @@ class Pipeline:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
+            same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
         except Exception as caught:
-            error = caught
-        self._agree(error)
+            error, same = caught, {}
+        agree(mesh, error, same)
         self._runners = {
             index: make_runner(mesh.topology, index, module, mesh.device, free_outputs)
             for index, module in modules.items()
@@ -121,46 +127,30 @@ class Pipeline:
             answers = self._mesh.control.gather(result.stats.to_json())
         return [StepStats.from_json(answer) for answer in answers] if self._mesh.is_edge else None
 
+    def measure_costs(self, microbatches: Any = None, steps: int = 3) -> Costs:
+        """What this pipeline's steps cost, for ``ldt.plan.optimize``: equal on every rank. A collective call.
+
+        Runs ``steps`` + 1 steps of ``microbatches``, given on the edge as for ``step``, one action at a time on each
+        device, and probes each link. Gradients stay as they are; buffers and random states move on as in training.
+        Compute in seconds per chunk, of the slowest rank that has it; latency (one way), bandwidth and bytes per hop.
+        """
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps must be a number from 1 on, got {steps!r}")
+        once = isinstance(microbatches, Iterator)  # what it raises is to be raised within a step
+        batches = iter(tee(microbatches, steps + 1)) if once else repeat(microbatches)
+        settle = partial(synchronize, self._mesh.device)
+        return measure_costs(
+            self._mesh, lambda: self._call("step", next(batches), settle).stats, self.parameters(), steps
+        )
+
     # -- internal --------------------------------------------------------------------------------------------
 
-    def _agree(self, error: Exception | None) -> None:
-        """Raise on every rank if one has an ``error`` or if they were given different plans."""
-        mine = {
-            "error": None if error is None else self._mesh.tell(error),
-            "error_type": None if error is None else type(error).__name__,
-            "plan": None if error is not None else self._plans.digest_of_all(),
-            "reduction": self._reduction,
-        }
-        with self._mesh.calling("Pipeline()"):
-            answers = self._mesh.control.gather(mine)
-        if error is not None:
-            raise error
-        for rank, answer in zip(self._mesh.ranks, answers, strict=True):
-            if answer["error"] is not None:
-                raise RemoteStageError(
-                    f"rank {rank} could not build its pipeline: {answer['error']}",
-                    rank=rank,
-                    stage=self._mesh.stage_of(rank),
-                    place="building its pipeline",
-                    error_type=answer["error_type"],
-                )
-        for name, what in (("plan", "plans"), ("reduction", "values of loss_reduction")):
-            others = [
-                rank
-                for rank, answer in zip(self._mesh.ranks, answers, strict=True)
-                if answer[name] != mine[name]
-            ]
-            if others:
-                raise LdtError(
-                    f"every rank must be given the same: ranks {others} have other {what} than this rank"
-                )
-
-    def _call(self, mode: Mode, given: Any) -> StepResult:
+    def _call(self, mode: Mode, given: Any, settle: Callable[[], object] = lambda: None) -> StepResult:
         self._mesh.check_usable()
         with self._mesh.calling(f"{mode}()"):
-            return self._run(mode, given)
+            return self._run(mode, given, Recorder(settle))
 
-    def _run(self, mode: Mode, given: Any) -> StepResult:
+    def _run(self, mode: Mode, given: Any, recorder: Recorder) -> StepResult:
         executor: Executor | None = None
         try:
             taker = StatsTaker(self._mesh)
@@ -173,7 +163,7 @@ class Pipeline:
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
             work.keep_outputs = mode == "eval"
-            executor = Executor(self._mesh, self._runners, work)
+            executor = Executor(self._mesh, self._runners, work, recorder)
             self._execute(executor, work)
             return self._result(work, taker.take(executor))
         except Refusal as refusal:

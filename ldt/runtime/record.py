@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,8 +37,13 @@ class Entry:
 
 @dataclass
 class Recorder:
-    """The entries of one step on one rank."""
+    """The entries of one step on one rank.
 
+    ``settle`` is called before each time that is taken of a compute action: to wait for a device with streams, where
+    the times of the host would not do. By default nothing waits.
+    """
+
+    settle: Callable[[], object] = lambda: None
     entries: list[Entry] = field(default_factory=list)
     flushing: float = 0.0
     _offset: float = field(default_factory=lambda: time.time() - time.perf_counter())
@@ -48,10 +53,15 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[Entry]:
+        timed = not action.kind.is_comm
+        if timed:
+            self.settle()
         entry = Entry(action, self.now(), 0.0)
         self.entries.append(entry)
         try:
             yield entry
+            if timed:
+                self.settle()
         finally:
             entry.end = self.now()
 

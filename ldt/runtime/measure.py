@@ -1,0 +1,83 @@
+"""What a step costs here: a few real steps and probes of the links, as ``ldt.plan.Costs`` for the planner."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ldt.plan import Costs, Kind
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.probe import probe_links
+from ldt.runtime.result import StepStats
+
+__all__ = ["measure_costs"]
+
+_NO_LINK = 1e18  # bytes per second within a node
+
+
+def measure_costs(
+    mesh: Mesh, step: Callable[[], StepStats], parameters: Iterable[torch.nn.Parameter], repeats: int
+) -> Costs:
+    """The costs of ``step``, equal on every rank. A collective call of all ranks.
+
+    One step runs uncounted, then ``repeats`` more. Times are medians over microbatches and steps, of the slowest rank
+    that runs the chunk; bytes are the mean of a hop's messages forward. Gradients are put back as they were.
+    """
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        stats = [step() for _ in range(repeats + 1)][1:]
+    finally:
+        for parameter, grad in kept:
+            parameter.grad = grad
+    with mesh.calling("measure_costs()"):
+        ranks = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])])
+        sizes = {hop: max(sizes.get(hop, 0) for _, sizes in ranks) for _, found in ranks for hop in found}
+        links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
+    slowest = {key: max(times.get(key, 0.0) for times, _ in ranks) for found, _ in ranks for key in found}
+    hops = range(mesh.topology.tail)
+    return Costs(
+        **_by_chunk(slowest, range(mesh.topology.num_chunks)),
+        latency=[links[hop].latency if hop in links else 0.0 for hop in hops],
+        bandwidth=[links[hop].bandwidth if hop in links else _NO_LINK for hop in hops],
+        bytes=[sizes.get(str(hop), 0) for hop in hops],
+    )
+
+
+def _times(stats: Sequence[StepStats]) -> dict[str, float]:
+    """Median seconds by kind and chunk, as "F2"."""
+    found = defaultdict(list)
+    for entry in (entry for step in stats for entry in step.entries if entry.action.kind.is_compute):
+        found[f"{entry.action.kind}{entry.action.chunk}"].append(entry.end - entry.start - entry.waited)
+    return {key: statistics.median(times) for key, times in found.items()}
+
+
+def _sizes(mesh: Mesh, stats: StepStats) -> dict[str, int]:
+    """Bytes of a message forward, by hop; of the hops on which this rank sends or hears one."""
+    traffic = ((channel, stats.channels.get(channel.name)) for channel in mesh.topology.channels)
+    return {
+        str(channel.hop): counts.bytes // counts.messages
+        for channel, counts in traffic
+        if counts is not None and channel.direction == "F"
+    }
+
+
+def _by_chunk(slowest: dict[str, float], chunks: Iterable[int]) -> dict[str, list[float]]:
+    """The figures of ``Costs`` that are per chunk; those of a split backward if the plan has one."""
+
+    def seconds(kind: Kind, chunk: int, default: float) -> float:
+        return slowest.get(f"{kind}{chunk}", default)
+
+    parts = [[seconds(kind, chunk, 0.0) for chunk in chunks] for kind in (Kind.I, Kind.W)]
+    backward = [seconds(Kind.B, chunk, sum(part)) for chunk, *part in zip(chunks, *parts, strict=True)]
+    figures = {"forward": [seconds(Kind.F, chunk, 0.0) for chunk in chunks], "backward": backward}
+    if any(map(any, parts)):
+        figures["input"], figures["weight"] = (
+            [seconds(kind, chunk, whole / 2) for chunk, whole in zip(chunks, backward, strict=True)]
+            for kind in (Kind.I, Kind.W)
+        )
+    return figures

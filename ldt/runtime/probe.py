@@ -1,0 +1,82 @@
+"""How long a message takes on each hop: messages that go there and back, over the lanes that steps use."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.mesh import Mesh
+from ldt.topology import Direction
+
+__all__ = ["LinkFigures", "probe_links"]
+
+REPEATS = 5
+LEAST_BYTES = 1 << 20  # a smaller message does not tell the bandwidth
+_LEAST_SECONDS = 1e-9  # where a long message took no longer than an empty one
+_POLL_SECONDS = 1e-5
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """One-way seconds of an empty message, and bytes per second that a long one adds to them."""
+
+    latency: float
+    bandwidth: float
+
+
+def probe_links(mesh: Mesh, nbytes: dict[int, int]) -> dict[int, LinkFigures]:
+    """The figures of each hop in ``nbytes``, whose messages have so many bytes. The slowest replica's, on every rank.
+
+    A collective call of all ranks; hops are probed one after the other, each alone on the network.
+    """
+    figures = {}
+    for hop, size in sorted(nbytes.items()):
+        mine = _probe(mesh, hop, max(size, LEAST_BYTES))
+        answers = [answer for answer in mesh.control.gather(mine) if answer is not None]
+        empty, long = (max(times) for times in zip(*answers, strict=True))
+        figures[hop] = LinkFigures(empty / 2, max(size, LEAST_BYTES) / max(long - empty, _LEAST_SECONDS))
+    return figures
+
+
+def _probe(mesh: Mesh, hop: int, nbytes: int) -> tuple[float, float] | None:
+    """Seconds there and back of an empty message and of one of ``nbytes``; None on ranks that do not start them.
+
+    Medians, after one round that is not counted. The answer is always a short one.
+    """
+    there, back = _end(mesh, hop, "F"), _end(mesh, hop, "B")
+    if there is None and back is None:
+        return None
+    rounds = [[_round(mesh, there, back, size) for _ in range(REPEATS + 1)][1:] for size in (1, nbytes)]
+    starts = there is not None and there.sends
+    return (statistics.median(rounds[0]), statistics.median(rounds[1])) if starts else None
+
+
+def _end(mesh: Mesh, hop: int, direction: Direction) -> Endpoint | None:
+    """This rank's end of a hop's channel. A member has none of a channel on which its node sends."""
+    ends = (
+        end for channel, end in mesh.endpoints.items() if (channel.hop, channel.direction) == (hop, direction)
+    )
+    return next(ends, None)
+
+
+def _round(mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int) -> float:
+    start = time.perf_counter()
+    for end, size in (there, nbytes), (back, 1):
+        if end is None:
+            continue
+        buffer = [torch.zeros(size, dtype=torch.uint8, device=mesh.device)]
+        call = end.send if end.sends else end.receive
+        _await(call(buffer, "probe"))
+    return time.perf_counter() - start
+
+
+def _await(work: dist.Work) -> None:
+    """On the host: on a device with streams ``wait`` alone would only queue a wait there."""
+    while not work.is_completed():
+        time.sleep(_POLL_SECONDS)
+    work.wait()

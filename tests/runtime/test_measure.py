@@ -1,0 +1,99 @@
+"""Costs measured on real steps: which figure belongs to which chunk and hop, and that nothing else changes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build, step_and_compare
+from torch import Tensor
+
+import ldt
+from ldt.plan import Costs
+from ldt.runtime.probe import LEAST_BYTES
+from ldt.testing import RankPool, ToyChunk, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+SLEEPS = [0.03, 0.02, 0.01, 0.0]  # of the forward, by chunk
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class Sleeping(ToyChunk):
+    def __init__(self, seconds: float) -> None:
+        super().__init__(16)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            time.sleep(self.seconds)
+        return _Slow.apply(super().forward(x), self.seconds)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def measured(tp: list[int], laps: int) -> Costs:
+    topology = Topology(tp, laps=laps)
+    torch.manual_seed(0)
+    chunks = [Sleeping(SLEEPS[chunk % 4]) for chunk in range(topology.num_chunks)]
+    batch = toy_microbatches(3, batch=2)
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        pipeline = build(mesh, chunks)
+        step_and_compare(mesh, pipeline, chunks, batch)
+        before = [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
+        costs = pipeline.measure_costs(iter(batch) if mesh.is_edge else None, steps=2)
+        after = [p.grad for p in pipeline.parameters() if p.grad is not None]
+        assert len(before) > 0
+        assert list(map(torch.equal, before, after)) == [True] * len(before)
+        step_and_compare(mesh, pipeline, chunks, batch)
+        costs.check(topology)
+        return costs
+
+
+def mistaken() -> str:
+    """The edge's loader fails; then it is given a bad number of steps."""
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=[0, 1]) as mesh:
+        pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
+        with pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught:
+            pipeline.measure_costs((1 / 0 for _ in range(2)) if mesh.is_edge else None)
+        with pytest.raises(ValueError, match="steps must be a number from 1 on, got 0"):
+            pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None, steps=0)
+        pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None, steps=1)
+        return str(caught.value)
+
+
+def test_mistakes_are_told_to_all(pool: RankPool) -> None:
+    at_edge, at_cloud = pool.run(mistaken, ranks=[0, 1])
+    assert at_edge == "division by zero"
+    assert "the edge, called step() off" in at_cloud
+
+
+@pytest.mark.parametrize(("tp", "laps"), [([1, 1, 1], 1), ([1, 2], 2), ([1], 1)])
+def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], laps: int) -> None:
+    """Sleeps are a lower bound whatever the machine does meanwhile; the upper one leaves it much room."""
+    answers = pool.run(measured, tp, laps, ranks=range(sum(tp)))
+    assert all(answer == answers[0] for answer in answers), (
+        "equal on all ranks, as plans made of them must be"
+    )
+    costs, topology = answers[0], Topology(tp, laps=laps)
+    for chunk in range(topology.num_chunks):
+        least = SLEEPS[chunk % 4]
+        assert least <= costs.forward[chunk] < least + 0.2
+        assert 2 * least <= costs.backward[chunk] < 2 * least + 0.2
+    for hop in range(topology.tail):
+        crosses = topology.crosses(hop)
+        assert costs.bytes[hop] == (2 * 16 * 4 if crosses else 0)
+        assert (0 < costs.latency[hop] < 0.1) == crosses
+        assert costs.bandwidth[hop] > LEAST_BYTES
