@@ -23,7 +23,8 @@ class Lane:
     ``announce`` and ``chunk_bytes`` must be equal on both ends and on all ranks of the stage. With announcements,
     different ``chunk_bytes``, sizes, dtypes or shapes are an error on every rank concerned, and the lane goes on.
     Without, they are undefined: the caller has agreed on them ahead. If one end announces and the other does not,
-    each waits for what the other never sends, until the timeout fails the lane.
+    each waits for what the other never sends, until the timeout fails the lane; on the CPU, the error of the end
+    that announces then says so.
     """
 
     def __init__(

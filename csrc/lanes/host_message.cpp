@@ -140,8 +140,18 @@ void HostMessage::post_announcements(Transport::Tag own, Transport::Tag theirs) 
 }
 
 Announcement HostMessage::exchange_announcements() {
-  wait_for_transfer(hearing_);
-  wait_for_transfer(announcing_);
+  using Clock = std::chrono::steady_clock;
+  const auto start = Clock::now();
+  try {
+    wait_for_transfer(hearing_);
+    wait_for_transfer(announcing_);
+  } catch (...) {
+    if (Clock::now() - start < context_->options.timeout) throw;
+    // A lane that does not announce is not heard, however long one waits.
+    throw_lane_error(text_of(std::current_exception()),
+                     "; no announcement came: the peer is late, or its lane has announce off, ",
+                     "which must be the same on both ends");
+  }
   return Announcement::decode(incoming_);
 }
 

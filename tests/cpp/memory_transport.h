@@ -100,7 +100,7 @@ class MemoryWire {
 };
 
 /// Rank 0 sends, rank 1 leads the receiving stage, rank 2 (if there is one) is its member.
-class MemoryTransport final : public Transport {
+class MemoryTransport : public Transport {
  public:
   static constexpr int kBroadcast = 100;
 

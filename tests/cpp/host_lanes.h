@@ -1,0 +1,30 @@
+// Host lanes over a memory transport, and messages to send.
+#pragma once
+
+#include "lanes/lane.h"
+#include "memory_transport.h"
+
+namespace ldt::testing {
+
+inline LaneOptions new_options() {
+  LaneOptions options;
+  options.name = "test";
+  options.chunk_bytes = 64;
+  options.timeout = std::chrono::milliseconds(20'000);
+  return options;
+}
+
+inline std::shared_ptr<Lane> lane_of(
+    const std::shared_ptr<MemoryWire>& wire, int rank, bool stage, bool announce = false,
+    std::chrono::milliseconds timeout = std::chrono::milliseconds(20'000)) {
+  auto options = new_options();
+  options.timeout = timeout;
+  options.announce = announce;
+  return make_lane(options, std::make_shared<MemoryTransport>(wire, rank, stage));
+}
+
+inline at::Tensor numbers(int64_t seed, int64_t count) {
+  return at::arange(count, at::kLong) * (seed + 1);
+}
+
+}  // namespace ldt::testing
