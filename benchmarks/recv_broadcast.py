@@ -7,25 +7,54 @@ as the bare receive takes (a sleep: compute on an accelerator leaves the host's 
 - ``hand-made``  irecv, and in its wait a blocking broadcast, as code without lanes does: the baseline
 - ``fused``      one lane, whose broadcast runs behind the receive
 
-``p50`` is launch to end without a gap, ``exposed`` the time blocked in the wait after the gap.
+Times are in microseconds per message: median and 99th percentile (below 100 messages: the longest) from launch to end
+without a gap, and the median of the time blocked in the wait after the gap (``exposed``), each of the slowest rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from harness import Row, parser, row, run, slowest
+from harness import parser, run, slowest
 
 from ldt._C import Lane
+from ldt.cli.units import nbytes
 
 SENDER, LEADER, MEMBER = 0, 1, 2
 Wait = Callable[[], object]
 Launch = Callable[[torch.Tensor], Wait]
+
+
+@dataclass(frozen=True)
+class MessageRow:
+    """One path at one size."""
+
+    COLUMNS: ClassVar[Mapping[str, str]] = {
+        "bytes": ">12",
+        "count": ">6",
+        "path": "<22",
+        "p50 µs": ">10.0f",
+        "p99 µs": ">10.0f",
+        "exposed µs": ">11.0f",
+        "GB/s": ">7.2f",
+        "wrong": ">6",
+    }
+    bytes: int
+    count: int
+    path: str
+    p50: float
+    p99: float
+    exposed: float
+    gigabytes_per_second: float
+    wrong: int
 
 
 def bare_receive() -> Launch:
@@ -88,7 +117,7 @@ def time_one(launch: Launch, buffer: torch.Tensor, gap: float) -> tuple[float, f
     return end - start, end - blocked, int((buffer != truth).sum())
 
 
-def measure(arguments: argparse.Namespace) -> list[Row]:
+def measure(arguments: argparse.Namespace) -> list[MessageRow]:
     paths = {"receive": bare_receive(), "hand-made": hand_made()}
     paths |= {
         f"fused{f' {chunk >> 10} KiB' if chunk else ''}": fused(chunk)
@@ -111,12 +140,37 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
             wrong = 0 if alone else sum(sample[2] for sample in direct[path] + hidden[path])
             seconds = [sample[0] for sample in direct[path][1:]]
             exposed = [sample[1] for sample in hidden[path][1:]]
-            rows.append(row(path, buffer.nbytes, seconds, exposed, wrong))
+            rows.append(message_row(path, buffer.nbytes, seconds, exposed, wrong))
     return rows
+
+
+def message_row(
+    path: str, message_bytes: int, seconds: Sequence[float], exposed: Sequence[float], wrong: int
+) -> MessageRow:
+    """The row of this measurement over all ranks; every rank calls it with as many values."""
+    times, blocked = slowest(seconds), slowest(exposed)
+    total_wrong = torch.tensor(wrong)
+    dist.all_reduce(total_wrong)
+    median = statistics.median(times)
+    return MessageRow(
+        bytes=message_bytes,
+        count=len(times),
+        path=path,
+        p50=median * 1e6,
+        p99=sorted(times)[max(0, round(0.99 * len(times)) - 1)] * 1e6,
+        exposed=statistics.median(blocked) * 1e6,
+        gigabytes_per_second=message_bytes / median / 1e9,
+        wrong=int(total_wrong),
+    )
 
 
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
+    sizes = [1 << 12, 1 << 20, 16 << 20, 64 << 20]
+    options.add_argument(
+        "--sizes", type=nbytes, nargs="+", default=sizes, help="per message: 4096, 64KiB, 16MiB"
+    )
+    options.add_argument("--count", type=int, default=30, help="messages per row")
     options.add_argument(
         "--chunk-bytes", type=int, nargs="+", help="piece sizes of the fused lane to compare"
     )
@@ -124,6 +178,7 @@ if __name__ == "__main__":
         run(
             3,
             measure,
+            MessageRow,
             options.parse_args(),
             "receive on rank 1, broadcast to rank 2; gap: twice the bare receive",
         )

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ldt import cli, doctor
+from ldt import cli
+from ldt.cli import doctor
 
 pytest.importorskip("torch")
 

@@ -2,51 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
 import torch
 from pipeline_jobs import build, step_and_compare
-from torch import Tensor
 
 import ldt
 from ldt.plan import Costs
 from ldt.runtime.probe import LEAST_BYTES
-from ldt.testing import RankPool, ToyChunk, toy_microbatches
+from ldt.testing import RankPool, SleepingChunk, ToyChunk, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
 SLEEPS = [0.03, 0.02, 0.01, 0.0]  # of the forward, by chunk
 
 
-class _Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grad, None
-
-
-class Sleeping(ToyChunk):
-    def __init__(self, seconds: float) -> None:
-        super().__init__(16)
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        if type(x) is Tensor:
-            time.sleep(self.seconds)
-        return _Slow.apply(super().forward(x), self.seconds)  # type: ignore[no-any-return,no-untyped-call]
-
-
 def measured(tp: list[int], laps: int) -> Costs:
     topology = Topology(tp, laps=laps)
     torch.manual_seed(0)
-    chunks = [Sleeping(SLEEPS[chunk % 4]) for chunk in range(topology.num_chunks)]
+    chunks = [SleepingChunk(16, SLEEPS[chunk % 4], SLEEPS[chunk % 4]) for chunk in range(topology.num_chunks)]
     batch = toy_microbatches(3, batch=2)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         pipeline = build(mesh, chunks)

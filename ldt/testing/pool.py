@@ -1,8 +1,7 @@
-"""For tests of code that runs on several ranks: a pool of processes, toy models, the unsplit model to compare with."""
+"""A pool of processes that run functions together as the ranks of one gloo world."""
 
 from __future__ import annotations
 
-import copy
 import faulthandler
 import importlib
 import importlib.util
@@ -24,12 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import TCPStore
 
-from ldt.topology import Topology
-
-__all__ = ["RankError", "RankPool", "ToyChunk", "toy_chunks", "toy_loss", "toy_microbatches", "unsplit_step"]
+__all__ = ["RankError", "RankPool"]
 
 DEADLINE = 30.0
 _START_SECONDS = 60.0
@@ -223,59 +219,3 @@ def _find(module: str, name: str, code: str) -> Callable[..., Any]:
     for part in name.split("."):
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
-
-
-class ToyChunk(nn.Module):
-    """A few layers on [batch, width] whose backward needs its inputs and outputs."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.second = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        residual: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x))))
-        return x + residual
-
-
-def toy_chunks(topology: Topology, width: int = 16, seed: int = 0) -> list[nn.Module]:
-    """All chunks of a toy model, the same on every rank that asks."""
-    torch.manual_seed(seed)
-    return [ToyChunk(width) for _ in range(topology.num_chunks)]
-
-
-def toy_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Mean squared error."""
-    loss: torch.Tensor = nn.functional.mse_loss(output, target)
-    return loss
-
-
-def toy_microbatches(
-    number: int, width: int = 16, batch: int = 4, seed: int = 1
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``number`` pairs of [batch, width] tensors, the same on every rank that asks."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (number, 2, batch, width)
-    return [(pair[0], pair[1]) for pair in torch.randn(shape, generator=generator)]
-
-
-def unsplit_step(
-    chunks: Sequence[nn.Module],
-    microbatches: Sequence[tuple[Any, Any]],
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-) -> tuple[list[torch.Tensor], list[nn.Module]]:
-    """What ``Pipeline.step`` must equal: the losses, and copies of ``chunks`` with their gradients."""
-    model = copy.deepcopy(nn.ModuleList(chunks))
-    losses = []
-    for inputs, target in microbatches:
-        output = inputs
-        for chunk in model:
-            if isinstance(output, dict):
-                output = chunk(**output)
-            else:
-                output = chunk(*output) if isinstance(output, (tuple, list)) else chunk(output)
-        loss = loss_fn(output, target)
-        torch.autograd.backward(loss / len(microbatches))
-        losses.append(loss.detach())
-    return losses, list(model)

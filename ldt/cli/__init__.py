@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Sequence
 
 COMMANDS = {
-    "doctor": ("ldt.doctor", "show what is installed and built, and what is broken"),
+    "doctor": ("ldt.cli.doctor", "show what is installed and built, and what is broken"),
 }
 
 

@@ -1,0 +1,22 @@
+"""For tests of code that runs on several ranks: a pool of processes, toy models, the unsplit model to compare with."""
+
+from ldt.testing.models import (
+    SleepingChunk,
+    ToyChunk,
+    toy_chunks,
+    toy_loss,
+    toy_microbatches,
+    unsplit_step,
+)
+from ldt.testing.pool import RankError, RankPool
+
+__all__ = [
+    "RankError",
+    "RankPool",
+    "SleepingChunk",
+    "ToyChunk",
+    "toy_chunks",
+    "toy_loss",
+    "toy_microbatches",
+    "unsplit_step",
+]

@@ -1,0 +1,104 @@
+"""Toy models and batches, and the unsplit model to compare a pipeline with."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ldt.topology import Topology
+
+__all__ = ["SleepingChunk", "ToyChunk", "toy_chunks", "toy_loss", "toy_microbatches", "unsplit_step"]
+
+
+class ToyChunk(nn.Module):
+    """A few layers on [batch, width] whose backward needs its inputs and outputs."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        residual: torch.Tensor = self.second(torch.tanh(self.norm(self.first(x))))
+        return x + residual
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, whose backward sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class SleepingChunk(ToyChunk):
+    """A chunk whose forward takes so many seconds, and so many each half of its backward: input and weights.
+
+    It sleeps, as for the host compute on an accelerator is a sleep: any number of ranks can compute on one core.
+    """
+
+    def __init__(self, width: int, forward: float, half_backward: float) -> None:
+        super().__init__(width)
+        self.seconds = forward
+        self.half_backward = half_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:  # not while shapes are inferred
+            time.sleep(self.seconds)
+        output = super().forward(_Sleep.apply(x, self.half_backward))  # type: ignore[no-untyped-call]
+        late: torch.Tensor = _Sleep.apply(self.norm.weight, self.half_backward)  # type: ignore[no-untyped-call]
+        return output + late.sum() * 0
+
+
+def toy_chunks(topology: Topology, width: int = 16, seed: int = 0) -> list[nn.Module]:
+    """All chunks of a toy model, the same on every rank that asks."""
+    torch.manual_seed(seed)
+    return [ToyChunk(width) for _ in range(topology.num_chunks)]
+
+
+def toy_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error."""
+    loss: torch.Tensor = nn.functional.mse_loss(output, target)
+    return loss
+
+
+def toy_microbatches(
+    number: int, width: int = 16, batch: int = 4, seed: int = 1
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """``number`` pairs of [batch, width] tensors, the same on every rank that asks."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (number, 2, batch, width)
+    return [(pair[0], pair[1]) for pair in torch.randn(shape, generator=generator)]
+
+
+def unsplit_step(
+    chunks: Sequence[nn.Module],
+    microbatches: Sequence[tuple[Any, Any]],
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+) -> tuple[list[torch.Tensor], list[nn.Module]]:
+    """What ``Pipeline.step`` must equal: the losses, and copies of ``chunks`` with their gradients."""
+    model = copy.deepcopy(nn.ModuleList(chunks))
+    losses = []
+    for inputs, target in microbatches:
+        output = inputs
+        for chunk in model:
+            if isinstance(output, dict):
+                output = chunk(**output)
+            else:
+                output = chunk(*output) if isinstance(output, (tuple, list)) else chunk(output)
+        loss = loss_fn(output, target)
+        torch.autograd.backward(loss / len(microbatches))
+        losses.append(loss.detach())
+    return losses, list(model)
