@@ -2,8 +2,10 @@
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.bound import lower_bound
 from ldt.plan.costs import Costs
 from ldt.plan.figure import draw
+from ldt.plan.optimizer import optimize
 from ldt.plan.passes import add_communication, add_grad_reduction, buffers_needed, remove_communication
 from ldt.plan.plan import Plan
 from ldt.plan.simulator import simulate
@@ -27,6 +29,8 @@ __all__ = [
     "chrome_trace",
     "draw",
     "draw_text",
+    "lower_bound",
+    "optimize",
     "remove_communication",
     "simulate",
     "ushape",

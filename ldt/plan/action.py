@@ -29,24 +29,19 @@ class Kind(str, Enum):
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
-        return self.value
+        return str(self.value)
 
-    @property
-    def is_compute(self) -> bool:
-        return self is Kind.F or self is Kind.B or self is Kind.I or self is Kind.W
+    # Set once: a property of an Enum's member costs as much as what is done for one action.
+    is_compute: bool
+    is_send: bool
+    is_receive: bool
+    is_comm: bool  # what is carried by a lane: sends and receives
 
-    @property
-    def is_send(self) -> bool:
-        return self is Kind.SEND_F or self is Kind.SEND_B
-
-    @property
-    def is_receive(self) -> bool:
-        return self is Kind.RECV_F or self is Kind.RECV_B
-
-    @property
-    def is_comm(self) -> bool:
-        """True for what is carried by a lane, that is, sends and receives."""
-        return not (self.is_compute or self is Kind.REDUCE_GRAD)
+    def __init__(self, value: str) -> None:
+        self.is_compute = value in ("F", "B", "I", "W")
+        self.is_send = value.startswith("SEND")
+        self.is_receive = value.startswith("RECV")
+        self.is_comm = self.is_send or self.is_receive
 
     @property
     def direction(self) -> Direction:

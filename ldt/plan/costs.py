@@ -1,26 +1,39 @@
-"""What a step costs: compute seconds per chunk, latency, bandwidth and bytes per hop."""
+"""What a step costs: compute seconds per chunk, latency, bandwidth and bytes per hop, speed per node."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from numbers import Real
+from pathlib import Path
+from typing import Any
 
-from ldt.errors import PlanError
+from ldt.errors import PlanError, TopologyError
 from ldt.plan.action import Action, Kind
-from ldt.topology import Topology
+from ldt.topology import Node, Topology
 
 __all__ = ["UNIT_COSTS", "Costs"]
 
-PerItem = float | Sequence[float]  # one for all, or one per chunk (or hop)
+PerItem = float | Sequence[float]  # one for all, or one per chunk (or hop, or stage)
+
+_FORMAT = "ldt costs 1"
+_PER_CHUNK = ("forward", "backward", "weight", "input", "activation_bytes")
+_PER_HOP = ("latency", "bandwidth", "bytes")
+_ABOVE_ZERO = ("bandwidth", "speed")
 
 
 @dataclass(frozen=True)
 class Costs:
     """Times in seconds, bandwidth in bytes per second, sizes in bytes. Each is one number or a sequence.
 
-    ``forward``, ``backward`` and ``weight`` are per chunk; ``weight`` (the W part of a backward that is split
-    into I and W) defaults to half of ``backward``. ``latency`` (one way), ``bandwidth`` (per direction; None:
-    unlimited) and ``bytes`` (of one message) are per hop c -> c+1.
+    Per chunk: ``forward``, ``backward``, the two parts of a backward that is split, ``weight`` (W; default: half
+    of ``backward``) and ``input`` (I; default: what W leaves of ``backward``), and ``activation_bytes``, which
+    a chunk keeps of one microbatch from its forward to the end of its backward.
+
+    Per hop c -> c+1: ``latency`` (one way), ``bandwidth`` (per direction; None: unlimited) and ``bytes`` (of
+    one message). ``speed`` divides a node's compute times: one number, one per stage, or a mapping from nodes
+    (``Node`` or "stage.replica") to the speeds that are not 1.
     """
 
     forward: PerItem
@@ -29,26 +42,67 @@ class Costs:
     latency: PerItem = 0.0
     bandwidth: PerItem | None = None
     bytes: PerItem = 0
+    input: PerItem | None = None
+    speed: PerItem | Mapping[Node, float] = 1.0
+    activation_bytes: PerItem = 0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            object.__setattr__(self, field.name, _frozen(field.name, getattr(self, field.name)))
+
+    def __hash__(self) -> int:
+        speed = tuple(sorted(self.speed.items())) if isinstance(self.speed, Mapping) else self.speed
+        return hash((speed, *(getattr(self, name) for name in (*_PER_CHUNK, *_PER_HOP))))
 
     def check(self, topology: Topology) -> None:
-        """Raise PlanError if a figure is negative or a sequence has not one entry per chunk (or hop)."""
-        chunks, hops = topology.num_chunks, topology.num_chunks - 1
-        for name, expected in (("forward", chunks), ("backward", chunks), ("weight", chunks)):
-            _check(name, getattr(self, name), expected, "chunk")
-        for name, expected in (("latency", hops), ("bandwidth", hops), ("bytes", hops)):
-            _check(name, getattr(self, name), expected, "hop")
+        """Raise PlanError if a figure is negative or a sequence has not one entry per chunk, hop or stage."""
+        for name in _PER_CHUNK:
+            _check(name, getattr(self, name), topology.num_chunks, "chunk")
+        for name in _PER_HOP:
+            _check(name, getattr(self, name), topology.num_chunks - 1, "hop")
+        if isinstance(self.speed, Mapping):
+            unknown = [str(node) for node in self.speed if node not in topology.nodes]
+            if unknown:
+                raise PlanError(
+                    f"costs: speed has node {unknown[0]}, "
+                    f"but the nodes are {', '.join(map(str, topology.nodes))}"
+                )
+            _check("speed", list(self.speed.values()), len(self.speed), "node")
+        else:
+            _check("speed", self.speed, topology.num_stages, "stage")
+        self._check_split(topology)
 
-    def compute(self, action: Action) -> float:
-        """Seconds that a compute action takes; other kinds take none."""
+    def _check_split(self, topology: Topology) -> None:
+        if self.weight is None or self.input is not None:
+            return
+        for chunk in range(topology.num_chunks):
+            backward, weight = _pick(self.backward, chunk), _pick(self.weight, chunk)
+            if weight > backward:
+                raise PlanError(
+                    f"costs: weight is a part of backward, got weight={weight}, backward={backward} for chunk "
+                    f"{chunk}: give input as well if a split backward costs more than a whole one"
+                )
+
+    def compute(self, action: Action, node: Node | None = None) -> float:
+        """Seconds that a compute action takes on ``node`` (None: at speed 1); other kinds take none."""
+        speed = 1.0 if node is None else self.speed_of(node)
         if action.kind is Kind.F:
-            return _pick(self.forward, action.chunk)
+            return _pick(self.forward, action.chunk) / speed
         if not action.kind.is_compute:
             return 0.0
         backward = _pick(self.backward, action.chunk)
         if action.kind is Kind.B:
-            return backward
+            return backward / speed
         weight = backward / 2 if self.weight is None else _pick(self.weight, action.chunk)
-        return weight if action.kind is Kind.W else backward - weight
+        if action.kind is Kind.W:
+            return weight / speed
+        return (backward - weight if self.input is None else _pick(self.input, action.chunk)) / speed
+
+    def speed_of(self, node: Node) -> float:
+        """By how much ``node`` is faster than the compute times say."""
+        if isinstance(self.speed, Mapping):
+            return self.speed.get(node, 1.0)
+        return _pick(self.speed, node.stage)
 
     def delay(self, hop: int) -> float:
         """Seconds between the last byte leaving and the message being there."""
@@ -58,12 +112,74 @@ class Costs:
         """Seconds for which one message keeps its direction of the link to itself."""
         return 0.0 if self.bandwidth is None else _pick(self.bytes, hop) / _pick(self.bandwidth, hop)
 
+    def activation(self, chunk: int) -> float:
+        """Bytes that ``chunk`` keeps of one microbatch."""
+        return _pick(self.activation_bytes, chunk)
 
-UNIT_COSTS = Costs(forward=1.0, backward=2.0)
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """Text that ``from_json`` turns into equal costs."""
+        data = asdict(self)
+        if isinstance(self.speed, Mapping):
+            data["speed"] = {str(node): speed for node, speed in self.speed.items()}
+        return json.dumps({"format": _FORMAT, **data}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Costs:
+        """Read what ``to_json`` writes; figures with a default may be left out. Raises PlanError otherwise."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise PlanError(f"costs: this is not JSON: {error}") from error
+        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
+            raise PlanError(f'costs: expected an object with "format": "{_FORMAT}", got {text[:60]!r}')
+        names = [field.name for field in fields(cls)]
+        unknown = [name for name in data if name not in names]
+        missing = [name for name in ("forward", "backward") if name not in data]
+        if unknown or missing:
+            problem = f"there is no figure {unknown[0]!r}" if unknown else f"{missing[0]!r} is missing"
+            raise PlanError(f"costs: {problem}; the figures are {', '.join(names)}")
+        return cls(**data)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Costs:
+        """Read a file of ``save``. Raises PlanError naming the file if it does not hold costs."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
 
 def _pick(figure: PerItem, index: int) -> float:
     return figure[index] if isinstance(figure, Sequence) else figure
+
+
+def _frozen(name: str, figure: Any) -> Any:
+    """``figure`` as something that can be neither changed nor mistaken: a number, a tuple or a dict by node."""
+    if figure is None and name in ("weight", "input", "bandwidth"):
+        return None
+    if name == "speed" and isinstance(figure, Mapping):
+        return {_node(node): _number(name, speed) for node, speed in figure.items()}
+    if isinstance(figure, Sequence) and not isinstance(figure, str):
+        return tuple(_number(name, value) for value in figure)
+    return _number(name, figure)
+
+
+def _number(name: str, value: Any) -> Any:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return value if isinstance(value, int) else float(value)
+    raise PlanError(f"costs: {name} must be a number or a sequence of numbers, got {value!r}")
+
+
+def _node(node: Any) -> Node:
+    try:
+        return Node.parse(node) if isinstance(node, str) else Node(*node)
+    except (TopologyError, TypeError) as error:
+        raise PlanError(f"costs: speed is by node, for example {{'1.0': 0.5}}, got {node!r}") from error
 
 
 def _check(name: str, figure: PerItem | None, expected: int, item: str) -> None:
@@ -73,7 +189,9 @@ def _check(name: str, figure: PerItem | None, expected: int, item: str) -> None:
         )
     figures = figure if isinstance(figure, Sequence) else [] if figure is None else [figure]
     for value in figures:
-        if not value >= 0 or (name == "bandwidth" and value == 0):
-            raise PlanError(
-                f"costs: {name} must be {'above' if name == 'bandwidth' else 'at least'} 0, got {value}"
-            )
+        if not 0 <= value < float("inf") or (name in _ABOVE_ZERO and value == 0):
+            least = "above" if name in _ABOVE_ZERO else "at least"
+            raise PlanError(f"costs: {name} must be {least} 0 and finite, got {value}")
+
+
+UNIT_COSTS = Costs(forward=1.0, backward=2.0)

@@ -134,7 +134,7 @@ class _Engine:
             if kind.is_compute:
                 source = message_into(action)
                 flow = network.flow(*source, replica, microbatch) if source else None
-                yield _Step(place, action, self._costs.compute(action), flow)
+                yield _Step(place, action, self._costs.compute(action, node), flow)
                 if self._plan.lanes is None:
                     target = message_out_of(action)
                     flow = network.flow(*target, replica, microbatch) if target else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
-from ldt.plan.costs import UNIT_COSTS
-from ldt.plan.engine import Computed
+from ldt.plan.costs import UNIT_COSTS, Costs
+from ldt.plan.engine import Computed, Run
+from ldt.plan.levels import highest_level
 from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.plan.verifier import prove
@@ -17,10 +18,12 @@ from ldt.topology import Channel, LanePolicy, Node, lanes
 __all__ = ["add_communication", "add_grad_reduction", "buffers_needed", "remove_communication"]
 
 
-def add_communication(plan: Plan, policy: LanePolicy, receive_buffers: int = 2) -> Plan:
+def add_communication(
+    plan: Plan, policy: LanePolicy, receive_buffers: int | None = 2, costs: Costs = UNIT_COSTS
+) -> Plan:
     """Add sends and receives for the lanes of ``policy``; those the plan has already are placed anew.
 
-    1. The compute rows are run with unit costs. The order in which the actions end gives one total order of
+    1. The compute rows are run with ``costs``. The order in which the actions end gives one total order of
        all transfers. A send goes right after its compute action; a receive goes behind the actions of its row
        that ended before its producer did. So every queue of every lane is a part of that one order, and
        whichever transfer is the first in it that has not happened is at the head of both its queues: no
@@ -29,15 +32,18 @@ def add_communication(plan: Plan, policy: LanePolicy, receive_buffers: int = 2) 
     2. Receives are moved up as far as ``receive_buffers`` messages per channel allow: item i to right after
        the action that uses item i - receive_buffers, never past another receive of its lane. An earlier post
        with the same order in every queue cannot make anything later. Where 1 needs more buffers than that, it
-       gets them.
+       gets them. With ``receive_buffers=None`` each channel has as many as it takes for no message of that
+       run to wait for one: over a slow link, all that are under way at once.
 
     Raises PlanError if the compute rows alone are not a valid plan.
     """
-    if receive_buffers < 1:
+    if receive_buffers is not None and receive_buffers < 1:
         raise PlanError(f"receive_buffers must be at least 1, got {receive_buffers}")
     plan = remove_communication(plan)
-    placement = _Placement(plan, policy, receive_buffers)
-    for computed in prove(plan, UNIT_COSTS, None).computed:
+    ideal = prove(plan, costs, None)
+    fixed = dict.fromkeys(plan.topology.channels, receive_buffers or 1)
+    placement = _Placement(plan, policy, fixed if receive_buffers else fixed | _buffers_filled(ideal))
+    for computed in ideal.computed:
         placement.add(computed)
     return plan.with_rows({node: list(placement.row(node)) for node in plan.rows}, policy)
 
@@ -72,6 +78,19 @@ def buffers_needed(plan: Plan) -> dict[Channel, int]:
     return most
 
 
+def _buffers_filled(ideal: Run) -> dict[Channel, int]:
+    """Per channel of a run without limits: how many messages have left and are not yet used, at most."""
+    moments: dict[Channel, list[tuple[float, float]]] = defaultdict(list)
+    users: dict[tuple[int, str, int, int | None], float] = {}
+    for node, action, _, end in ideal.computed:
+        if (source := message_into(action)) is not None:
+            users[(*source, node.replica, action.microbatch)] = end
+    for (channel, microbatch), start, _ in ideal.transferred:
+        used = users[channel.hop, channel.direction, channel.replica, microbatch]
+        moments[channel] += [(start, 1), (used, -1)]
+    return {channel: max(1, int(highest_level(changes))) for channel, changes in moments.items()}
+
+
 def _reduced(plan: Plan, node: Node) -> list[Action]:
     row = [action for action in plan.rows[node] if action.kind is not Kind.REDUCE_GRAD]
     if not plan.training or plan.topology.replicas(node.stage) == 1:
@@ -88,7 +107,7 @@ def _reduced(plan: Plan, node: Node) -> list[Action]:
 class _Placement:
     """Where sends and receives go: lists of them for each gap before an action of a compute row."""
 
-    def __init__(self, plan: Plan, policy: LanePolicy, receive_buffers: int) -> None:
+    def __init__(self, plan: Plan, policy: LanePolicy, receive_buffers: Mapping[Channel, int]) -> None:
         self._plan, self._receive_buffers = plan, receive_buffers
         self._lane_of = lanes(plan.topology, policy)
         self._channels = {(c.hop, c.direction, c.replica): c for c in plan.topology.channels}
@@ -117,7 +136,8 @@ class _Placement:
 
     def _receive_gap(self, channel: Channel, send: Action) -> int:
         node, users = channel.target, self._users[channel]
-        free = users[-self._receive_buffers] if len(users) >= self._receive_buffers else 0
+        buffers = self._receive_buffers[channel]
+        free = users[-buffers] if len(users) >= buffers else 0
         users.append(self._index[node][self._user(node, send.counterpart)] + 1)
         key = (self._lane_of[channel], node)
         self._last[key] = min(self._ended[node], max(free, self._last[key]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.costs import Costs
+from ldt.plan.levels import highest_level
 from ldt.topology import Channel, Node, Topology
 
 __all__ = ["Event", "Timeline"]
@@ -108,6 +110,11 @@ class Timeline:
             return 0.0
         return 1 - sum(self.busy.values()) / (self.makespan * len(self.busy))
 
+    @property
+    def busy_share(self) -> dict[Node, float]:
+        """The share of the makespan that each node computed; 0 to 1."""
+        return {node: busy / self.makespan if self.makespan > 0 else 0.0 for node, busy in self.busy.items()}
+
     @cached_property
     def peak_live(self) -> dict[Node, int]:
         """How many activations each node kept at most, one per chunk and microbatch.
@@ -116,15 +123,27 @@ class Timeline:
         apart); in a forward-only timeline until it was sent, or until the next chunk's forward ended if that
         is on the same node.
         """
+        return {node: int(level) for node, level in self._peaks(lambda chunk: 1).items()}
+
+    def peak_bytes(self, costs: Costs) -> dict[Node, float]:
+        """Bytes of activations each node kept at most, by ``costs.activation_bytes``.
+
+        What waits in receive buffers comes on top: ``buffers_needed(plan)`` messages of ``costs.bytes``.
+        """
+        costs.check(self.topology)
+        return self._peaks(costs.activation)
+
+    def _peaks(self, size: Callable[[int], float]) -> dict[Node, float]:
         training = any(event.action.kind is not Kind.F for event in self.compute)
         ends = self._ends_of_backward() if training else self._ends_of_use()
-        changes: dict[Node, list[tuple[float, int]]] = defaultdict(list)
+        changes: dict[Node, list[tuple[float, float]]] = defaultdict(list)
         for event in self.compute:
             if event.action.kind is Kind.F:
-                changes[event.node].append((event.start, 1))
                 key = (event.node, event.action.chunk, event.action.microbatch)
-                changes[event.node].append((ends.get(key, self.end if training else event.end), -1))
-        return {node: _peak(changes[node]) for node in self.topology.nodes}
+                end = ends.get(key, self.end if training else event.end)
+                weight = size(event.action.chunk)
+                changes[event.node] += [(event.start, weight), (end, -weight)]
+        return {node: highest_level(changes[node]) for node in self.topology.nodes}
 
     def _ends_of_backward(self) -> dict[object, float]:
         last = (Kind.B, Kind.W)
@@ -173,14 +192,6 @@ class Timeline:
 
 def _when(event: Event) -> tuple[Any, ...]:
     return event.start, event.end, event.node, str(event.action)
-
-
-def _peak(changes: list[tuple[float, int]]) -> int:
-    live = most = 0
-    for _, change in sorted(changes):  # at one moment, what ends goes before what starts
-        live += change
-        most = max(most, live)
-    return most
 
 
 def _read_event(

@@ -140,9 +140,9 @@ def test_simulation_is_deterministic():
     [
         (Costs(forward=[1, 1], backward=1), "forward needs one number for each of the 3 chunks, got 2"),
         (Costs(forward=1, backward=1, latency=[1]), "latency needs one number for each of the 2 hops, got 1"),
-        (Costs(forward=1, backward=-1), "backward must be at least 0, got -1"),
-        (Costs(forward=1, backward=1, bandwidth=0, bytes=1), "bandwidth must be above 0, got 0"),
-        (Costs(forward=float("nan"), backward=1), "forward must be at least 0, got nan"),
+        (Costs(forward=1, backward=-1), "backward must be at least 0 and finite, got -1"),
+        (Costs(forward=1, backward=1, bandwidth=0, bytes=1), "bandwidth must be above 0 and finite, got 0"),
+        (Costs(forward=float("nan"), backward=1), "forward must be at least 0 and finite, got nan"),
     ],
 )
 def test_costs_that_do_not_fit_are_refused(costs, message):

@@ -1,0 +1,89 @@
+"""One replica's walk through the model and back as plain numbers: what the bound and the scheduler work on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ldt.plan.action import Action, Kind
+from ldt.plan.costs import Costs
+from ldt.topology import Topology
+
+__all__ = ["Chain"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Seconds per chunk and per hop of one replica, with speeds already divided out.
+
+    ``backward`` is the part that the chunk before waits for: all of it, or the input gradient if the backward
+    is split; ``weight`` is then the other part, else None. Hop c -> c+1 keeps its direction of the link from
+    stage c % P busy for ``occupancy[c]`` and takes ``latency[c]`` more; both are 0 where P = 1.
+    """
+
+    num_stages: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    weight: tuple[float, ...] | None
+    occupancy: tuple[float, ...]
+    latency: tuple[float, ...]
+
+    @classmethod
+    def of(cls, topology: Topology, costs: Costs, replica: int = 0, split: bool = False) -> Chain:
+        """The chain of ``replica``. ``split``: backwards are done as I and W."""
+        nodes = [topology.node_at(chunk, replica) for chunk in range(topology.num_chunks)]
+        forward, backward, weight = (
+            tuple(costs.compute(Action(chunk, kind, 0), node) for chunk, node in enumerate(nodes))
+            for kind in (Kind.F, Kind.I if split else Kind.B, Kind.W)
+        )
+        hops = range(topology.tail)
+        occupancy, latency = (
+            tuple(figure(hop) if topology.crosses(hop) else 0.0 for hop in hops)
+            for figure in (costs.occupancy, costs.delay)
+        )
+        return cls(topology.num_stages, forward, backward, weight if split else None, occupancy, latency)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.forward)
+
+    @property
+    def tail(self) -> int:
+        return len(self.forward) - 1
+
+    def chunks_of(self, stage: int) -> range:
+        """The chunks of ``stage`` in model order."""
+        return range(stage, self.num_chunks, self.num_stages)
+
+    def delay(self, hop: int) -> float:
+        """Seconds from the end of a chunk to the start of the next one on the other side of the hop, at least."""
+        return self.occupancy[hop] + self.latency[hop]
+
+    @cached_property
+    def heads(self) -> tuple[float, ...]:
+        """Per chunk: the time from the step's start to the start of its first forward, at least."""
+        heads = [0.0]
+        for hop in range(self.tail):
+            heads.append(heads[hop] + self.forward[hop] + self.delay(hop))
+        return tuple(heads)
+
+    @cached_property
+    def tails(self) -> tuple[float, ...]:
+        """Per chunk: the time from the end of its backward to the end of the head's for that microbatch, at least."""
+        tails = [0.0]
+        for hop in range(self.tail):
+            tails.append(tails[hop] + self.backward[hop] + self.delay(hop))
+        return tuple(tails)
+
+    @cached_property
+    def round_trips(self) -> tuple[float, ...]:
+        """Per chunk: the time from the end of its forward to the start of its backward, at least."""
+        trips = [0.0]
+        for hop in reversed(range(self.tail)):
+            trips.insert(0, trips[0] + 2 * self.delay(hop) + self.forward[hop + 1] + self.backward[hop + 1])
+        return tuple(trips)
+
+    @property
+    def critical_path(self) -> float:
+        """The time of one microbatch alone, without its W."""
+        return self.heads[-1] + self.forward[-1] + self.backward[-1] + self.tails[-1]

@@ -1,0 +1,79 @@
+"""Memory limits of the planner: what may be live on each stage, and whether any order can keep to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+from ldt.errors import PlanError
+from ldt.plan.costs import Costs
+from ldt.plan.timeline import Timeline
+from ldt.topology import Topology
+
+__all__ = ["MemoryLimit"]
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """Per stage, the most that its nodes may hold; per chunk, what one live microbatch of it weighs.
+
+    ``capacity`` is None if there is no limit.
+    """
+
+    capacity: tuple[float, ...] | None
+    weights: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        topology: Topology,
+        costs: Costs,
+        live: int | Sequence[int] | None,
+        size: float | Sequence[float] | None,
+    ) -> MemoryLimit:
+        """The limit of ``live`` microbatches or of ``size`` bytes, each one number or one per stage.
+
+        Raises PlanError with the smallest limit that works if this one is below it: a microbatch is live in all
+        chunks of its node at once when its backward begins, and that is enough for one microbatch at a time.
+        """
+        chunks = range(topology.num_chunks)
+        if live is not None and size is not None:
+            raise PlanError("give memory_limit (live microbatches) or memory_limit_bytes, not both")
+        if size is None:
+            weights = tuple(1.0 for _ in chunks)
+            name = "memory_limit"
+        else:
+            weights = tuple(float(costs.activation(chunk)) for chunk in chunks)
+            name = "memory_limit_bytes"
+            if not any(weights):
+                raise PlanError("memory_limit_bytes needs costs with activation_bytes, which are all 0")
+        limit = live if size is None else size
+        if limit is None:
+            return cls(None, weights)
+        capacity = _per_stage(name, limit, topology.num_stages)
+        least = tuple(
+            sum(weights[chunk] for chunk in topology.chunks_of(stage)) for stage in range(topology.num_stages)
+        )
+        if any(have < need for have, need in zip(capacity, least, strict=True)):
+            smallest = max(least) if isinstance(limit, Real) else list(least)
+            raise PlanError(
+                f"{name}={limit} is too small for one microbatch at a time: the smallest that works is {smallest} "
+                "(each chunk of a node keeps one)"
+            )
+        return cls(capacity, weights)
+
+    def allows(self, timeline: Timeline, costs: Costs) -> bool:
+        """Whether the peaks of ``timeline`` are within the limit."""
+        if self.capacity is None:
+            return True
+        by_count = all(weight == 1 for weight in self.weights)
+        peaks = timeline.peak_live if by_count else timeline.peak_bytes(costs)
+        return all(peak <= self.capacity[node.stage] for node, peak in peaks.items())
+
+
+def _per_stage(name: str, limit: float | Sequence[float], stages: int) -> tuple[float, ...]:
+    numbers = list(limit) if isinstance(limit, Sequence) else [limit] * stages
+    if len(numbers) != stages or not all(isinstance(n, Real) and not isinstance(n, bool) for n in numbers):
+        raise PlanError(f"{name} must be a number or one for each of the {stages} stages, got {limit!r}")
+    return tuple(float(number) for number in numbers)

@@ -1,0 +1,128 @@
+"""The planner: an order fitted to compute times, links and memory (docs/design.md, section 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action
+from ldt.plan.bound import lower_bound
+from ldt.plan.chain import Chain
+from ldt.plan.costs import Costs
+from ldt.plan.engine import Run
+from ldt.plan.list_scheduler import Schedule
+from ldt.plan.memory_limit import MemoryLimit
+from ldt.plan.passes import add_communication, add_grad_reduction
+from ldt.plan.plan import Plan
+from ldt.plan.rule_search import Limits, search
+from ldt.plan.simulator import timeline_of
+from ldt.plan.u_shape import ushape, ushape_compute
+from ldt.plan.verifier import prove
+from ldt.topology import LanePolicy, Node, Topology
+
+__all__ = ["optimize"]
+
+_TOLERANCE = 1e-9  # relative: rounding of sums of times
+_FIXED_LAPS = (1, 2)  # what ushape has an order for
+_FIXED_BUFFERS = 2  # and the receive buffers it has unless told otherwise
+
+
+def optimize(
+    topology: Topology,
+    num_microbatches: int,
+    costs: Costs,
+    *,
+    memory_limit: int | Sequence[int] | None = None,
+    memory_limit_bytes: float | Sequence[float] | None = None,
+    split_backward: bool = False,
+    lanes: LanePolicy = "dedicated",
+    receive_buffers: int | None = None,
+) -> Plan:
+    """A complete, verified plan whose simulated time with ``costs`` is the shortest found.
+
+    It is never longer than that of ``ushape`` (where that keeps to the memory limit) and the same on every
+    machine. ``memory_limit`` is how many activations a node may keep at once, one per chunk and microbatch as in
+    ``Timeline.peak_live``; ``memory_limit_bytes`` limits ``Timeline.peak_bytes``; each is one number or one
+    per stage. Without a limit the search still prefers the smaller of two equally fast plans. With
+    ``split_backward`` it may do a backward in two parts, I and W, and never gets longer by that.
+    ``receive_buffers`` limits how many messages of a channel may be received ahead of their use; None: as
+    many as the link asks for.
+
+    Raises PlanError for costs that do not fit, for an edge with fewer replicas than the cloud, and for a
+    limit that no plan keeps to, with the smallest that works.
+    """
+    costs.check(topology)
+    if topology.edge_dp != topology.dp:
+        raise PlanError(
+            f"optimize needs as many edge replicas as cloud replicas for now: "
+            f"got edge_dp={topology.edge_dp}, dp={topology.dp}; leave edge_dp out"
+        )
+    memory = MemoryLimit.of(topology, costs, memory_limit, memory_limit_bytes)
+    bound = lower_bound(topology, num_microbatches, costs, split_backward=split_backward)
+    task = _Task(topology, num_microbatches, costs, memory, lanes, receive_buffers)
+    best: _Candidate | None = None
+    for candidate in _candidates(task, split_backward):
+        if best is None or candidate.makespan < best.makespan * (1 - _TOLERANCE):
+            best = candidate
+        if best.makespan <= bound * (1 + _TOLERANCE):
+            break
+    assert best is not None
+    fixed = _better_fixed(task, best.makespan)
+    return best.plan if fixed is None else fixed
+
+
+class _Task(NamedTuple):
+    """What is to be planned."""
+
+    topology: Topology
+    num_microbatches: int
+    costs: Costs
+    memory: MemoryLimit
+    lanes: LanePolicy
+    receive_buffers: int | None
+
+
+class _Candidate(NamedTuple):
+    plan: Plan
+    makespan: float
+
+
+def _candidates(task: _Task, split_backward: bool) -> Iterator[_Candidate]:
+    """Searched plans, proven and timed by the engine."""
+    for split in (True, False) if split_backward else (False,):
+        plan = add_grad_reduction(_searched(task, split))
+        plan = add_communication(plan, task.lanes, task.receive_buffers, task.costs)
+        yield _Candidate(plan, _makespan(prove(plan, task.costs, task.lanes)))
+
+
+def _searched(task: _Task, split: bool) -> Plan:
+    """The compute rows of the best rules for each replica; replicas of equal costs get equal rows."""
+    limits = Limits(task.memory.capacity, task.memory.weights, task.receive_buffers)
+    found: dict[Chain, Schedule] = {}
+    rows: dict[Node, list[Action]] = {}
+    for replica in range(task.topology.dp):
+        chain = Chain.of(task.topology, task.costs, replica, split)
+        if chain not in found:
+            found[chain] = search(chain, task.num_microbatches, limits)
+        for stage, taken in enumerate(found[chain].taken):
+            rows[Node(stage, replica)] = [Action(t.chunk, t.kind, t.microbatch) for t in taken]
+    return Plan(task.topology, task.num_microbatches, rows)
+
+
+def _better_fixed(task: _Task, makespan: float) -> Plan | None:
+    """The plan of ``ushape`` if it is allowed and shorter than ``makespan``."""
+    if task.topology.laps not in _FIXED_LAPS:
+        return None
+    rows = add_grad_reduction(ushape_compute(task.topology, task.num_microbatches))
+    if _makespan(prove(rows, task.costs, None)) >= makespan * (1 - _TOLERANCE):
+        return None  # communication cannot make it shorter
+    buffers = task.receive_buffers or _FIXED_BUFFERS
+    plan = ushape(task.topology, task.num_microbatches, lanes=task.lanes, receive_buffers=buffers)
+    run = prove(plan, task.costs, task.lanes)
+    allowed = task.memory.allows(timeline_of(plan, run), task.costs)
+    return plan if allowed and _makespan(run) < makespan else None
+
+
+def _makespan(run: Run) -> float:
+    return max(computed.end for computed in run.computed)
