@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Sequence
 
 COMMANDS = {
+    "plan": ("ldt.cli.plan", "compare plans for your link and costs, draw and write the best"),
     "doctor": ("ldt.cli.doctor", "show what is installed and built, and what is broken"),
 }
 

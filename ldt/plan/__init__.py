@@ -11,6 +11,7 @@ from ldt.plan.plan import Plan
 from ldt.plan.simulator import simulate
 from ldt.plan.text_drawing import draw_text
 from ldt.plan.timeline import Event, Timeline
+from ldt.plan.torch_csv import from_csv, to_csv
 from ldt.plan.trace import chrome_trace
 from ldt.plan.u_shape import ushape
 from ldt.plan.verifier import verify
@@ -29,10 +30,12 @@ __all__ = [
     "chrome_trace",
     "draw",
     "draw_text",
+    "from_csv",
     "lower_bound",
     "optimize",
     "remove_communication",
     "simulate",
+    "to_csv",
     "ushape",
     "verify",
 ]

@@ -116,6 +116,12 @@ class Costs:
         """Bytes that ``chunk`` keeps of one microbatch."""
         return _pick(self.activation_bytes, chunk)
 
+    @classmethod
+    def measure(cls, pipeline: Any, microbatches: Any = None, steps: int = 3) -> Costs:
+        """The costs of a pipeline on its mesh: see ``ldt.Pipeline.measure_costs``, which every rank calls."""
+        costs: Costs = pipeline.measure_costs(microbatches, steps)
+        return costs
+
     # -- files -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:

@@ -25,7 +25,7 @@ def measured(tp: list[int], laps: int) -> Costs:
         pipeline = build(mesh, chunks)
         step_and_compare(mesh, pipeline, chunks, batch)
         before = [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
-        costs = pipeline.measure_costs(iter(batch) if mesh.is_edge else None, steps=2)
+        costs = Costs.measure(pipeline, iter(batch) if mesh.is_edge else None, steps=2)
         after = [p.grad for p in pipeline.parameters() if p.grad is not None]
         assert len(before) > 0
         assert list(map(torch.equal, before, after)) == [True] * len(before)

@@ -1,0 +1,62 @@
+"""A slow link on one machine: what arrives over a mesh's channels is held back by a latency.
+
+A message starts when it was sent, when its receive was posted and when the one before it on that channel started,
+whichever is last: the rule of the simulator, for a link of unlimited bandwidth. The time it was sent travels with it.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ldt.runtime import Mesh
+from ldt.runtime.endpoints import Endpoint
+
+__all__ = ["delay"]
+
+
+def delay(mesh: Mesh, seconds: float) -> None:
+    """Every message of ``mesh`` takes ``seconds`` longer from now on. To be called on all ranks, between steps."""
+    for channel, end in mesh.endpoints.items():
+        mesh.endpoints[channel] = _DelayedEnd(end, seconds)
+
+
+class _DelayedEnd(Endpoint):
+    def __init__(self, end: Endpoint, seconds: float) -> None:
+        super().__init__(end.channel, end.lane, end.peer, end.sends)
+        self.__dict__.update(end=end, seconds=seconds, last_start=0.0)  # the class is frozen
+
+    def send(self, tensors: list[torch.Tensor], label: str) -> Any:
+        sent = torch.tensor([time.time()], dtype=torch.float64)
+        return super().send([sent, *tensors], label)
+
+    def receive(self, tensors: list[torch.Tensor], label: str) -> Any:
+        sent = torch.zeros(1, dtype=torch.float64)
+        return _DelayedWork(super().receive([sent, *tensors], label), sent, self.__dict__)
+
+
+class _DelayedWork:
+    """As a ``dist.Work``, as far as the runtime uses one."""
+
+    def __init__(self, work: Any, sent: torch.Tensor, link: dict[str, Any]) -> None:
+        self._work, self._sent, self._link = work, sent, link
+        self._posted = time.time()
+        self._arrival: float | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait() if timeout is None else self._work.wait(timeout)
+        time.sleep(max(0.0, self._arrives() - time.time()))
+        return True
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed()) and time.time() >= self._arrives()
+
+    def _arrives(self) -> float:
+        if self._arrival is None:
+            start = max(float(self._sent), self._posted, self._link["last_start"])
+            self._link["last_start"] = start
+            self._arrival = start + self._link["seconds"]
+        return self._arrival

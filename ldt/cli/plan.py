@@ -1,0 +1,207 @@
+"""Plan for the link there is: compare the fixed order with plans fitted to your costs, draw them, write the best."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ldt.cli.units import bandwidth, nbytes, one_or_more, seconds
+from ldt.errors import LdtError
+from ldt.plan import (
+    Costs,
+    Kind,
+    Plan,
+    Timeline,
+    draw,
+    draw_text,
+    from_csv,
+    lower_bound,
+    optimize,
+    simulate,
+    to_csv,
+    ushape,
+)
+from ldt.topology import Topology
+
+_NAMES = ("ushape", "optimize", "optimize, split backward")
+_PER_CHUNK = one_or_more(seconds)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add this command's arguments."""
+    parser.epilog = (
+        "example: python -m ldt plan --stages 1,2,2 --microbatches 32 --latency 20ms --bandwidth 1Gbit "
+        "--bytes 4MiB --forward 3ms,12ms,12ms,3ms"
+    )
+    shape = parser.add_argument_group("topology")
+    shape.add_argument(
+        "--stages", type=_numbers, required=True, metavar="TP,...", help="TP size of each stage"
+    )
+    shape.add_argument("--laps", type=int, default=1)
+    shape.add_argument("--dp", type=int, default=1, help="replicas")
+    shape.add_argument("--microbatches", type=int, required=True)
+    shape.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated")
+    costs = parser.add_argument_group(
+        "costs: one value for all, or one per chunk (per hop: latency, bandwidth, bytes)"
+    )
+    costs.add_argument("--costs", type=Path, metavar="FILE", help="what Costs.measure(...).save(FILE) wrote")
+    costs.add_argument("--forward", type=_PER_CHUNK, metavar="TIME", help="of one microbatch, such as 12ms")
+    costs.add_argument("--backward", type=_PER_CHUNK, metavar="TIME", help="default: twice the forward")
+    costs.add_argument("--latency", type=_PER_CHUNK, metavar="TIME", help="one way, such as 20ms")
+    costs.add_argument(
+        "--bandwidth", type=one_or_more(bandwidth), metavar="RATE", help="such as 1Gbit or 125MB/s"
+    )
+    costs.add_argument(
+        "--bytes", type=one_or_more(nbytes), metavar="SIZE", help="of one message, such as 4MiB"
+    )
+    costs.add_argument(
+        "--activation-bytes",
+        type=one_or_more(nbytes),
+        metavar="SIZE",
+        help="kept of one microbatch by a chunk",
+    )
+    limits = parser.add_argument_group("memory")
+    limits.add_argument(
+        "--memory-limit", type=int, metavar="N", help="microbatches that a node may keep at once"
+    )
+    limits.add_argument(
+        "--memory-limit-bytes", type=nbytes, metavar="SIZE", help="bytes, needs --activation-bytes"
+    )
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--plan", type=Path, default=Path("ldt-plan.txt"), metavar="FILE", help="the fastest plan"
+    )
+    files.add_argument(
+        "--picture",
+        type=Path,
+        default=Path("ldt-plan.png"),
+        metavar="FILE",
+        help="PNG or SVG of the timelines",
+    )
+    files.add_argument(
+        "--from-csv", type=Path, metavar="FILE", help="compare a plan of torch.distributed.pipelining"
+    )
+    files.add_argument("--to-csv", type=Path, metavar="FILE", help="the fastest plan in that form, too")
+    parser.add_argument("--grid", action="store_true", help="print the fastest plan")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison and write the files; 2 with a sentence for what cannot be."""
+    try:
+        topology = Topology(arguments.stages, dp=arguments.dp, laps=arguments.laps)
+        costs = _costs(arguments)
+        timelines, plans = _compare(arguments, topology, costs)
+        bounds = {
+            name: lower_bound(topology, arguments.microbatches, costs, split_backward=_splits(plan))
+            for name, plan in plans.items()
+        }
+    except (LdtError, OSError) as error:
+        print(f"python -m ldt plan: {error}", file=sys.stderr)
+        return 2
+    print(f"{topology.to_text()}, {arguments.microbatches} microbatches, {arguments.lanes} lanes")
+    print(_table(timelines, bounds, costs))
+    best = min(plans, key=lambda name: timelines[name].makespan)
+    _write(arguments, plans[best], timelines)
+    if arguments.grid:
+        print(f"\n{best}\n{draw_text(timelines[best])}")
+    return 0
+
+
+def _costs(arguments: argparse.Namespace) -> Costs:
+    """From the file, the options, or both: an option overrides the file's figure."""
+    names = ("forward", "backward", "latency", "bandwidth", "bytes", "activation_bytes")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if arguments.costs is not None:
+        return replace(Costs.load(arguments.costs), **given)
+    if "forward" not in given:
+        raise LdtError("give --forward, for example --forward 12ms, or a file of measured costs with --costs")
+    given.setdefault("backward", _twice(given["forward"]))
+    return Costs(**given)
+
+
+def _compare(
+    arguments: argparse.Namespace, topology: Topology, costs: Costs
+) -> tuple[dict[str, Timeline], dict[str, Plan]]:
+    number, lanes = arguments.microbatches, arguments.lanes
+    limits = {"memory_limit": arguments.memory_limit, "memory_limit_bytes": arguments.memory_limit_bytes}
+    plans = {}
+    if topology.laps <= 2:
+        plans[_NAMES[0]] = ushape(topology, number, lanes=lanes)
+    if arguments.from_csv is not None:
+        read = from_csv(arguments.from_csv.read_text(encoding="utf-8"), topology, lanes=lanes)
+        if (read.num_microbatches, read.training) != (number, True):
+            raise LdtError(
+                f"{arguments.from_csv} has {read.num_microbatches} microbatches, expected {number} to train"
+            )
+        plans[arguments.from_csv.name] = read
+    for name, split in zip(_NAMES[1:], (False, True), strict=True):
+        plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)
+    return {name: simulate(plan, costs) for name, plan in plans.items()}, plans
+
+
+def _table(timelines: dict[str, Timeline], bounds: dict[str, float], costs: Costs) -> str:
+    head = ("plan", "makespan", "bubble", "kept at most", "lower bound", "over it")
+    rows = [
+        (
+            name,
+            _duration(timeline.makespan),
+            f"{timeline.bubble:.1%}",
+            _kept(timeline, costs),
+            _duration(bounds[name]),
+            f"{timeline.makespan / bounds[name]:.3f}" if bounds[name] else "-",
+        )
+        for name, timeline in timelines.items()
+    ]
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _splits(plan: Plan) -> bool:
+    return any(action.kind is Kind.W for row in plan.rows.values() for action in row)
+
+
+def _kept(timeline: Timeline, costs: Costs) -> str:
+    """The most that a node keeps: microbatches, and bytes where the costs know them."""
+    text = str(max(timeline.peak_live.values()))
+    peak = max(timeline.peak_bytes(costs).values())
+    return f"{text} ({peak / 2**20:.0f} MiB)" if peak else text
+
+
+def _write(arguments: argparse.Namespace, best: Plan, timelines: dict[str, Timeline]) -> None:
+    arguments.plan.write_text(best.to_text(), encoding="utf-8")
+    written = [arguments.plan]
+    if arguments.to_csv is not None:
+        arguments.to_csv.write_text(to_csv(best), encoding="utf-8")
+        written.append(arguments.to_csv)
+    try:
+        written.append(draw(timelines, arguments.picture))
+    except ImportError as error:
+        print(f"no picture: {error}", file=sys.stderr)
+    print(f"wrote {_listed(map(str, written))}")
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _duration(value: float) -> str:
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if value >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value / 1e-6:.4g} µs"
+
+
+def _twice(forward: float | Sequence[float]) -> float | list[float]:
+    return [2 * value for value in forward] if isinstance(forward, Sequence) else 2 * forward
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected TP sizes such as 1,2,2, got {text!r}") from None

@@ -1,0 +1,63 @@
+"""Plans as the CSV files that torch.distributed.pipelining reads and writes: a line of actions for each rank.
+
+Such a file knows neither topology nor microbatches nor lanes, and its ranks are what are stages here.
+"""
+
+from __future__ import annotations
+
+from ldt.errors import PlanError
+from ldt.plan.action import Action, Kind
+from ldt.plan.passes import add_communication, add_grad_reduction
+from ldt.plan.plan import Plan
+from ldt.plan.verifier import verify
+from ldt.topology import LanePolicy, Topology
+
+__all__ = ["from_csv", "to_csv"]
+
+_SHARDING = ("UNSHARD", "RESHARD")  # of parameters, which are the business of whoever sharded them
+
+
+def to_csv(plan: Plan, *, communication: bool = False) -> str:
+    """One line for each stage, of replica 0, as all replicas have the same.
+
+    Without ``communication`` it is what torch calls "compute_only", with it "compute_comms". Reductions are left
+    out, torch places its own.
+    """
+    rows = [row for node, row in plan.rows.items() if node.replica == 0]
+    lines = [
+        ",".join(str(a) for a in row if a.kind.is_compute or (communication and a.kind.is_comm))
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") -> Plan:
+    """The complete, verified plan with the compute order of ``text``, either of torch's forms.
+
+    Communication and reductions are placed anew, for ``lanes``; UNSHARD and RESHARD are passed over. Every replica
+    gets the same rows. Raises PlanError naming the line for what is no action, for a number of lines other than
+    that of stages, and for an order that ``verify`` refuses.
+    """
+    lines = [line for line in text.splitlines() if line.strip(", \t")]
+    if len(lines) != topology.num_stages:
+        raise PlanError(
+            f"expected a line for each of the {topology.num_stages} stages of {topology.to_text()}, got {len(lines)}"
+        )
+    by_stage = [_row(line, number) for number, line in enumerate(lines, start=1)]
+    microbatches = {action.microbatch for row in by_stage for action in row}
+    training = any(action.kind is not Kind.F for row in by_stage for action in row)
+    rows = {node: by_stage[node.stage] for node in topology.nodes}
+    plan = add_grad_reduction(Plan(topology, len(microbatches), rows, lanes=None, training=training))
+    verify(plan)  # before communication is placed, which takes a valid order for granted
+    plan = add_communication(plan, lanes)
+    verify(plan)
+    return plan
+
+
+def _row(line: str, number: int) -> list[Action]:
+    cells = (cell.strip().strip('"') for cell in line.split(","))
+    try:
+        actions = [Action.parse(cell) for cell in cells if cell and not cell.endswith(_SHARDING)]
+    except PlanError as error:
+        raise PlanError(f"line {number}: {error}") from error
+    return [action for action in actions if action.kind.is_compute]

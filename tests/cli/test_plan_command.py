@@ -1,0 +1,104 @@
+"""``python -m ldt plan``: the comparison it prints, the files it writes, one sentence for what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ldt.cli import main
+from ldt.plan import Costs, Plan, from_csv, simulate, verify
+from ldt.topology import Topology
+
+ARGUMENTS = ["plan", "--stages", "1,1,1", "--microbatches", "8", "--forward", "10ms", "--latency", "20ms"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The table, by the name of the plan."""
+    lines = [line.split("  ") for line in output.splitlines() if "  " in line]
+    return {line[0].strip(): [cell.strip() for cell in line[1:] if cell.strip()] for line in lines}
+
+
+def test_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--activation-bytes", "1MiB", "--to-csv", "best.csv"]) == 0
+    table = rows(capsys.readouterr().out)
+    assert list(table) == ["plan", "ushape", "optimize", "optimize, split backward"]
+    assert table["plan"] == ["makespan", "bubble", "kept at most", "lower bound", "over it"]
+    ratios = {name: float(row[4]) for name, row in table.items() if name != "plan"}
+    assert ratios["ushape"] > 1.2
+    assert ratios["optimize"] == 1.0
+    plan = Plan.from_text((folder / "ldt-plan.txt").read_text())
+    verify(plan)
+    costs = Costs(0.01, 0.02, latency=0.02)
+    best = min(float(row[0].split()[0]) for name, row in table.items() if name != "plan")
+    assert simulate(plan, costs).makespan * 1e3 == pytest.approx(best, rel=1e-3)
+    assert "MiB)" in table["optimize"][2]
+    assert from_csv((folder / "best.csv").read_text(), Topology([1, 1, 1])).num_microbatches == 8
+    assert (folder / "ldt-plan.png").stat().st_size > 10_000
+
+
+def test_a_plan_of_another_engine_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([*ARGUMENTS, "--to-csv", "best.csv"])
+    before = rows(capsys.readouterr().out)["optimize"]
+    assert (
+        main([*ARGUMENTS, "--from-csv", "best.csv", "--grid", "--plan", "other.txt", "--picture", "p.svg"])
+        == 0
+    )
+    output = capsys.readouterr().out
+    assert rows(output)["best.csv"][0] == before[0]
+    assert "0.0 | " in output
+    assert (folder / "p.svg").read_text().startswith("<?xml")
+    assert (folder / "other.txt").exists()
+
+
+def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Costs(0.01, 0.02, latency=0.02).save("costs.json")
+    given = ["plan", "--stages", "1,1", "--microbatches", "4", "--costs", "costs.json"]
+    times = []
+    for more in ([], ["--latency", "0"], ["--bandwidth", "1Gbit", "--bytes", "4MiB"], ["--laps", "3"]):
+        assert main([*given, *more]) == 0
+        times.append(rows(capsys.readouterr().out)["optimize"][0])
+    assert len(set(times)) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("--forward 1ms,2ms", "forward needs one number for each of the 4 chunks, got 2"),
+        ("--microbatches 0", "num_microbatches must be an int of at least 1, got 0"),
+        ("--stages 1,0", "tp"),
+        ("--memory-limit 1", "the smallest that works is 2"),
+        ("--from-csv nowhere.csv", "nowhere.csv"),
+        ("--costs nowhere.json", "nowhere.json"),
+        ("--memory-limit-bytes 1MiB", "activation"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, sentence: str
+) -> None:
+    assert main([*ARGUMENTS, *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert not any(folder.iterdir())
+
+
+def test_costs_are_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--stages", "1,1", "--microbatches", "2"]) == 2
+    assert "--forward 12ms" in capsys.readouterr().err
+
+
+def test_no_picture_without_matplotlib(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    assert main(ARGUMENTS) == 0
+    captured = capsys.readouterr()
+    assert "pip install 'ldt-torch[plot]'" in captured.err
+    assert "wrote ldt-plan.txt\n" in captured.out
