@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -11,6 +12,7 @@ __all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "dedicated_l
 
 Direction = Literal["F", "B"]
 LanePolicy = Literal["dedicated", "paired"]
+_NODE = re.compile(r"([0-9]{1,6})\.([0-9]{1,6})")
 
 
 class Node(NamedTuple):
@@ -25,12 +27,12 @@ class Node(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Node:
         """Read what ``str`` writes. Raises TopologyError for anything else."""
-        stage, dot, replica = text.strip().partition(".")
-        if not (dot and stage.isdecimal() and replica.isdecimal()):
+        match = _NODE.fullmatch(text.strip())
+        if match is None:
             raise TopologyError(
-                f"expected a node as 'stage.replica', for example '1.0', got {text.strip()!r}"
+                f"expected a node as 'stage.replica', for example '1.0', got {text.strip()[:80]!r}"
             )
-        return cls(int(stage), int(replica))
+        return cls(int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True, order=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,9 @@ from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated
 from ldt.errors import TopologyError
 
 __all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes"]
+
+_NUMBER = "[0-9]{1,6}"  # nobody has more ranks, and a wrong file must not ask for them
+_TEXT = re.compile(f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})")
 
 
 @dataclass(frozen=True, init=False)
@@ -179,17 +183,13 @@ class Topology:
     @classmethod
     def from_text(cls, text: str) -> Topology:
         """Read what ``to_text`` writes. Raises TopologyError for anything else."""
-        try:
-            fields = dict(field.split("=", 1) for field in text.split())
-            tp = [int(size) for size in fields.pop("tp").split(",")]
-            numbers = {name: int(fields.pop(name)) for name in ("dp", "edge_dp", "laps")}
-        except (KeyError, ValueError):
-            fields = {"": text}
-        if fields:
+        match = _TEXT.fullmatch(text.strip())
+        if match is None:
             raise TopologyError(
-                f"expected a topology as 'tp=1,2,2 dp=1 edge_dp=1 laps=1', got {text.strip()!r}"
+                f"expected a topology as 'tp=1,2,2 dp=1 edge_dp=1 laps=1', got {text.strip()[:80]!r}"
             )
-        return cls(tp, **numbers)
+        dp, edge_dp, laps = map(int, match.groups()[1:])
+        return cls([int(size) for size in match[1].split(",")], dp=dp, edge_dp=edge_dp, laps=laps)
 
     def describe(self) -> str:
         """A small table for people: one line per node with its ranks and chunks."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ldt.errors import PlanError
 
-__all__ = ["Counts", "warmup_counts"]
+__all__ = ["Counts", "check_num_microbatches", "warmup_counts"]
 
 
 class Counts(NamedTuple):
@@ -35,3 +35,9 @@ def _tail_pairs(num_stages: int, laps: int) -> int:
     raise PlanError(
         f"ushape knows one and two laps, got laps={laps}: write the rows by hand or use another planner"
     )
+
+
+def check_num_microbatches(number: object) -> None:
+    """Raise PlanError unless ``number`` is an int of at least 1."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise PlanError(f"num_microbatches must be an int of at least 1, got {number!r}")

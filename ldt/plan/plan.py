@@ -8,6 +8,7 @@ from typing import get_args
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action
+from ldt.plan.counts import check_num_microbatches
 from ldt.plan.text import from_text, to_text
 from ldt.topology import Channel, LanePolicy, Node, Topology
 
@@ -30,8 +31,7 @@ class Plan:
     training: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_microbatches, int) or self.num_microbatches < 1:
-            raise PlanError(f"num_microbatches must be an int of at least 1, got {self.num_microbatches!r}")
+        check_num_microbatches(self.num_microbatches)
         if self.lanes is not None and self.lanes not in get_args(LanePolicy):
             raise PlanError(f"lanes must be 'dedicated', 'paired' or None, got {self.lanes!r}")
         if set(self.rows) != set(self.topology.nodes):

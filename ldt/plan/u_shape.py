@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
-from ldt.plan.counts import Counts, warmup_counts
+from ldt.plan.counts import Counts, check_num_microbatches, warmup_counts
 from ldt.plan.forward_only import forward_only_row
 from ldt.plan.passes import add_communication, add_grad_reduction
 from ldt.plan.plan import Plan
@@ -37,7 +37,7 @@ def ushape(
 
 def ushape_compute(topology: Topology, num_microbatches: int, training: bool = True) -> Plan:
     """The compute actions of the fixed order alone."""
-    _check_microbatches(num_microbatches)
+    check_num_microbatches(num_microbatches)  # before a row is written, which counts down to 0
     if topology.edge_dp != topology.dp:
         raise PlanError(
             f"ushape needs as many edge replicas as cloud replicas for now: "
@@ -46,13 +46,6 @@ def ushape_compute(topology: Topology, num_microbatches: int, training: bool = T
     rows = [_stage_row(topology, num_microbatches, stage, training) for stage in range(topology.num_stages)]
     by_node = {node: rows[node.stage] for node in topology.nodes}
     return Plan(topology, num_microbatches, by_node, lanes=None, training=training)
-
-
-def _check_microbatches(num_microbatches: int) -> None:
-    # Before any row is written: a row counts down to 0, so a negative number would never end.
-    is_number = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool)
-    if not is_number or num_microbatches < 1:
-        raise PlanError(f"num_microbatches must be an int of at least 1, got {num_microbatches!r}")
 
 
 def _stage_row(topology: Topology, num_microbatches: int, stage: int, training: bool) -> list[Action]:

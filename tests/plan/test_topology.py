@@ -146,6 +146,11 @@ def test_what_does_not_exist_is_refused():
         (lambda: Topology([1]).channel(0, "F", 0), "hop 0->1 of replica 0 has no channel"),
         (lambda: lanes(topology, "both"), "'dedicated' or 'paired', got 'both'"),
         (lambda: Node.parse("1"), "expected a node as 'stage.replica'"),
+        (lambda: Node.parse("٣.0"), "expected a node as 'stage.replica'"),
+        (lambda: Node.parse("9" * 5000 + ".0"), "expected a node as 'stage.replica'"),
+        (lambda: Topology.from_text("tp=1_0 dp=1 edge_dp=1 laps=1"), "expected a topology as"),
+        (lambda: Topology.from_text("tp=1 dp=1 dp=1 edge_dp=1 laps=1"), "expected a topology as"),
+        (lambda: Topology.from_text(f"tp={'9' * 5000} dp=1 edge_dp=1 laps=1"), "expected a topology as"),
         (lambda: Topology.from_text("tp=1 dp=1"), "expected a topology as"),
         (lambda: Topology.from_text("tp=1 dp=1 edge_dp=1 laps=1 x=2"), "expected a topology as"),
     ]:
