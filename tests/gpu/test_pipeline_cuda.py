@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ldt
+from ldt.plan import Costs, Plan, optimize
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
@@ -19,7 +20,15 @@ pytestmark = [
 ]
 
 
-def steps(laps: int, policy: LanePolicy) -> float:
+def fitted(pipeline: ldt.Pipeline, microbatches: list[tuple[torch.Tensor, torch.Tensor]]) -> Plan:
+    """A plan with split backwards, made of costs measured here."""
+    mesh = pipeline.mesh
+    costs = Costs.measure(pipeline, microbatches if mesh.is_edge else None)
+    assert all(seconds > 0 for seconds in (*costs.forward, *costs.backward, *costs.latency))  # type: ignore[misc]
+    return optimize(mesh.topology, len(microbatches), costs, split_backward=True, lanes=mesh.lanes)
+
+
+def steps(laps: int, policy: LanePolicy, fit: bool) -> float:
     topology = Topology([1, 1], laps=laps)
     device = torch.device("cuda", torch.distributed.get_rank())
     torch.cuda.set_device(device)
@@ -31,6 +40,9 @@ def steps(laps: int, policy: LanePolicy) -> float:
         side.wait_stream(torch.cuda.default_stream())
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
+        if fit:
+            plan = fitted(pipeline, microbatches)
+            pipeline = ldt.Pipeline(mine, mesh, plan, toy_loss if mesh.is_edge else None)
         for _ in range(3):
             pipeline.eval(microbatches[:2] if mesh.is_edge else None)
             for chunk in chunks:
@@ -49,9 +61,10 @@ def steps(laps: int, policy: LanePolicy) -> float:
     return float(sum(losses))
 
 
+@pytest.mark.parametrize("fit", [False, True])
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
 @pytest.mark.parametrize("laps", [1, 2])
 def test_steps_on_a_side_stream_equal_the_unsplit_model(
-    pool: RankPool, laps: int, policy: LanePolicy
+    pool: RankPool, laps: int, policy: LanePolicy, fit: bool
 ) -> None:
-    assert all(loss > 0 for loss in pool.run(steps, laps, policy, timeout=120))
+    assert all(loss > 0 for loss in pool.run(steps, laps, policy, fit, timeout=120))

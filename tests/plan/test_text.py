@@ -156,10 +156,13 @@ def test_golden_plans(name):
         (lambda text: text.replace(" mode=train", ""), "header of the plan: expected '# microbatches=4"),
         (
             lambda text: text.replace("laps=1", "laps=1 laps=2"),
-            "header of the plan: expected '# topology: tp=",
+            "header of the plan: expected a topology as 'tp=",
         ),
-        (lambda text: text.replace("laps=1", "laps=1 x=2"), "header of the plan: expected '# topology: tp="),
-        (lambda text: text.replace("tp=1,1", "tp=1,1_0"), "header of the plan: expected '# topology: tp="),
+        (
+            lambda text: text.replace("laps=1", "laps=1 x=2"),
+            "header of the plan: expected a topology as 'tp=",
+        ),
+        (lambda text: text.replace("tp=1,1", "tp=1,1_0"), "header of the plan: expected a topology as 'tp="),
         (lambda text: text.replace("lanes=dedicated", "lanes=shared"), "lanes must be .* got 'shared'"),
         (lambda text: text.replace("1F1", "1G1"), "line 5 of the plan: expected an action .* got '1G1'"),
         (lambda text: text.replace("1.0,", "9" * 5000 + ".0,"), "line 5 of the plan: "),
