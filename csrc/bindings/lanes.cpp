@@ -57,7 +57,8 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
   const auto ranks_of = py::module_::import("torch.distributed").attr("get_process_group_ranks");
   try {
     return ranks_of(py::cast(group, py::return_value_policy::reference)).cast<std::vector<int>>();
-  } catch (const py::error_already_set&) {
+  } catch (const py::error_already_set& error) {
+    if (!error.matches(PyExc_KeyError) && !error.matches(PyExc_ValueError)) throw;
     return {};
   }
 }

@@ -3,6 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <limits>
+
 #include "common/timeout.h"
 
 namespace ldt {
@@ -17,7 +19,7 @@ struct Timeout {
 
 template <>
 struct pybind11::detail::type_caster<ldt::Timeout> {
-  PYBIND11_TYPE_CASTER(ldt::Timeout, const_name("datetime.timedelta"));
+  PYBIND11_TYPE_CASTER(ldt::Timeout, const_name("datetime.timedelta | float"));
 
   bool load(handle source, bool /*convert*/) {
     if (hasattr(source, "total_seconds")) source = seconds_ = source.attr("total_seconds")();
@@ -26,7 +28,10 @@ struct pybind11::detail::type_caster<ldt::Timeout> {
       return false;
     }
     value.seconds = PyFloat_AsDouble(source.ptr());
-    if (PyErr_Occurred()) throw error_already_set();  // an int that no float can hold
+    if (PyErr_Occurred()) {  // an int that no float can hold
+      PyErr_Clear();
+      value.seconds = std::numeric_limits<double>::infinity();
+    }
     return true;
   }
   static handle cast(const ldt::Timeout& timeout, return_value_policy, handle) {

@@ -144,7 +144,6 @@ Announcement HostMessage::exchange_announcements() {
   const auto start = Clock::now();
   try {
     wait_for_transfer(hearing_);
-    wait_for_transfer(announcing_);
   } catch (...) {
     if (Clock::now() - start < context_->options.timeout) throw;
     // A lane that does not announce is not heard, however long one waits.
@@ -152,6 +151,7 @@ Announcement HostMessage::exchange_announcements() {
                      "; no announcement came: the peer is late, or its lane has announce off, ",
                      "which must be the same on both ends");
   }
+  wait_for_transfer(announcing_);
   return Announcement::decode(incoming_);
 }
 

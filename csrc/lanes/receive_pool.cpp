@@ -21,10 +21,15 @@ constexpr int64_t kMaxWaste = 2;
 }  // namespace
 
 int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
+  bool is_empty = false;
+  for (const auto size : sizes) {
+    if (size < 0) throw_lane_error("sizes: expected 0 or more each, got ", sizes);
+    is_empty |= size == 0;
+  }
+  if (is_empty) return 0;
   uint64_t bytes = c10::elementSize(dtype);
   bool fits = true;
   for (const auto size : sizes) {
-    if (size < 0) throw_lane_error("sizes: expected 0 or more each, got ", sizes);
     fits = !c10::mul_overflows(bytes, static_cast<uint64_t>(size), &bytes) && fits;
   }
   if (!fits || bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {

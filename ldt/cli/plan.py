@@ -91,6 +91,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the comparison and write the files; 2 with a sentence for what cannot be."""
     try:
+        _check_files(arguments)
         topology = Topology(arguments.stages, dp=arguments.dp, laps=arguments.laps)
         costs = _costs(arguments)
         timelines, plans = _compare(arguments, topology, costs)
@@ -98,16 +99,28 @@ def run(arguments: argparse.Namespace) -> int:
             name: lower_bound(topology, arguments.microbatches, costs, split_backward=_splits(plan))
             for name, plan in plans.items()
         }
-    except (LdtError, OSError) as error:
+        best = min(plans, key=lambda name: timelines[name].makespan)
+        written = _write(arguments, plans[best], timelines)
+    except (LdtError, OSError, UnicodeDecodeError) as error:
         print(f"python -m ldt plan: {error}", file=sys.stderr)
         return 2
     print(f"{topology.to_text()}, {arguments.microbatches} microbatches, {arguments.lanes} lanes")
     print(_table(timelines, bounds, costs))
-    best = min(plans, key=lambda name: timelines[name].makespan)
-    _write(arguments, plans[best], timelines)
+    print(f"wrote {_listed(map(str, written))}")
     if arguments.grid:
         print(f"\n{best}\n{draw_text(timelines[best])}")
     return 0
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Before any work: what is given can be read, and what comes of it written."""
+    if arguments.picture.suffix not in (".png", ".svg"):
+        raise LdtError(f"--picture needs a name that ends in .png or .svg, got {arguments.picture}")
+    for path in filter(None, (arguments.plan, arguments.picture, arguments.to_csv)):
+        if not path.absolute().parent.is_dir():
+            raise LdtError(f"there is no folder {path.parent} to write {path.name} to")
+    for path in filter(None, (arguments.costs, arguments.from_csv)):
+        path.read_text(encoding="utf-8")
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
@@ -136,7 +149,7 @@ def _compare(
             raise LdtError(
                 f"{arguments.from_csv} has {read.num_microbatches} microbatches, expected {number} to train"
             )
-        plans[arguments.from_csv.name] = read
+        plans[str(arguments.from_csv)] = read
     for name, split in zip(_NAMES[1:], (False, True), strict=True):
         plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)
     return {name: simulate(plan, costs) for name, plan in plans.items()}, plans
@@ -171,7 +184,8 @@ def _kept(timeline: Timeline, costs: Costs) -> str:
     return f"{text} ({peak / 2**20:.0f} MiB)" if peak else text
 
 
-def _write(arguments: argparse.Namespace, best: Plan, timelines: dict[str, Timeline]) -> None:
+def _write(arguments: argparse.Namespace, best: Plan, timelines: dict[str, Timeline]) -> list[Path]:
+    """Returns the files that were written."""
     arguments.plan.write_text(best.to_text(), encoding="utf-8")
     written = [arguments.plan]
     if arguments.to_csv is not None:
@@ -181,7 +195,7 @@ def _write(arguments: argparse.Namespace, best: Plan, timelines: dict[str, Timel
         written.append(draw(timelines, arguments.picture))
     except ImportError as error:
         print(f"no picture: {error}", file=sys.stderr)
-    print(f"wrote {_listed(map(str, written))}")
+    return written
 
 
 def _listed(words: Iterable[str]) -> str:

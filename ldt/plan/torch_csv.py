@@ -38,12 +38,12 @@ def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") 
     gets the same rows. Raises PlanError naming the line for what is no action, for a number of lines other than
     that of stages, and for an order that ``verify`` refuses.
     """
-    lines = [line for line in text.splitlines() if line.strip(", \t")]
+    lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip(", \t")}
     if len(lines) != topology.num_stages:
         raise PlanError(
             f"expected a line for each of the {topology.num_stages} stages of {topology.to_text()}, got {len(lines)}"
         )
-    by_stage = [_row(line, number) for number, line in enumerate(lines, start=1)]
+    by_stage = [_row(line, number) for number, line in lines.items()]
     microbatches = {action.microbatch for row in by_stage for action in row}
     training = any(action.kind is not Kind.F for row in by_stage for action in row)
     rows = {node: by_stage[node.stage] for node in topology.nodes}

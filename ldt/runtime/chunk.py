@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ldt.errors import LdtError
+from ldt.runtime.kept import kept_tensors
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs, TensorSpec
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
@@ -23,7 +24,7 @@ Root = Union[torch.Tensor, GradientEdge]  # noqa: UP007 (evaluated): where a bac
 
 
 @dataclass
-class _Graph:
+class _InFlight:
     """What a forward leaves for its backward: the roots, and the gradients of what came in, once they are there."""
 
     roots: list[Root | None]
@@ -45,7 +46,7 @@ class _Entrance(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graph: _Graph, anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, graph: _InFlight, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
@@ -77,7 +78,7 @@ class ChunkRunner:
         self.module = module
         self._device = device
         self._free_outputs = free_outputs
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, _InFlight] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
     def forward(
@@ -124,8 +125,10 @@ class ChunkRunner:
         """The rest: accumulate parameter gradients."""
         graph = self._graphs.pop(microbatch)
         assert graph.weight_part is not None
-        graph.weight_part.run()
-        graph.let_go()
+        try:
+            graph.weight_part.run()
+        finally:
+            graph.let_go()
 
     # -- parts of these ----------------------------------------------------------------------------------------
 
@@ -133,7 +136,7 @@ class ChunkRunner:
         """The tensors to run on, for tensors that came over a hop that carries ``specs``."""
         if not (torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)):
             return list(tensors)
-        graph = _Graph([], specs)
+        graph = _InFlight([], specs)
         self._graphs[microbatch] = graph
         inputs = _enter(graph, self._anchor, *tensors)
         graph.input_edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
@@ -145,7 +148,7 @@ class ChunkRunner:
         A tensor that the module keeps is copied: the next forward may change it while this one is still under way.
         """
         if torch.is_grad_enabled():
-            graph = self._graphs.setdefault(microbatch, _Graph([]))
+            graph = self._graphs.setdefault(microbatch, _InFlight([]))
             graph.roots = [self._root_of(output) for output in outputs]
         return self._apart(outputs)
 
@@ -168,7 +171,7 @@ class ChunkRunner:
         detached = [output.detach() for output in outputs]
         if all(output.grad_fn is not None for output in outputs):
             return detached  # each was computed just now
-        kept = _storages_kept_by(self.module)
+        kept = set(map(_storage, kept_tensors(self.module)))
         return [tensor.clone() if _storage(tensor) in kept else tensor for tensor in detached]
 
     def _root_of(self, output: torch.Tensor) -> Root | None:
@@ -176,7 +179,7 @@ class ChunkRunner:
             return None
         return get_gradient_edge(output) if self._free_outputs else output
 
-    def _input_grads(self, graph: _Graph, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _input_grads(self, graph: _InFlight, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         specs = [spec for spec in graph.input_specs if spec.requires_grad]
         return [
             self._zeros(spec) if grad is None else _finished(grad)
@@ -195,15 +198,6 @@ def _backward(starts: Sequence[Start]) -> None:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _storages_kept_by(module: nn.Module) -> set[int]:
-    """Where the buffers, and the tensors that are plain attributes, of ``module`` and its parts lie."""
-    parts = [values for part in module.modules() for values in (part._buffers, part.__dict__)]
-    kept = [value for values in parts for value in values.values() if type(value) is torch.Tensor]
-    return {
-        _storage(tensor) for tensor in kept if tensor.layout is torch.strided
-    }  # a hop carries no other ones
 
 
 def _finished(grad: torch.Tensor) -> torch.Tensor:

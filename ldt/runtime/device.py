@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["choose_backend", "choose_device", "synchronize"]
+__all__ = ["choose_backend", "choose_device", "synchronize_current_stream"]
 
 _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu"}
 
@@ -43,10 +43,13 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
     return name
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait on the host for all that was launched on ``device``."""
+def synchronize_current_stream(device: torch.device) -> None:
+    """Wait on the host for what was launched on the current stream of ``device``.
+
+    Not for the whole device: a lane's stream may hold a receive that only ends when this rank goes on.
+    """
     if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _default_backends() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ldt.runtime.failure import FailureWatch
 from ldt.runtime.groups import GroupSpec, group_specs, lane_name, stage_name
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["Endpoint", "await_connected", "make_endpoints", "start_connecting"]
+__all__ = ["Endpoint", "await_connected", "await_on_host", "make_endpoints", "start_connecting"]
 
 _POLL_SECONDS = 0.001
 
@@ -102,18 +103,27 @@ def start_connecting(
 
 
 def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline: float) -> None:
-    """Wait for ``work`` on the host, until ``deadline`` (``time.monotonic()``).
+    """``await_on_host``, until ``deadline`` (``time.monotonic()``): then raises LdtError naming ``what``."""
+    if not await_on_host(work, failures, _POLL_SECONDS, deadline):
+        raise LdtError(
+            f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
+            "that the hosts reach each other on all ports and use the same network interface, or give a longer "
+            "timeout"
+        )
+
+
+def await_on_host(
+    work: dist.Work, failures: FailureWatch, poll_seconds: float, deadline: float = math.inf
+) -> bool:
+    """Wait for the end of ``work``; False if it was not there by ``deadline``.
 
     Waiting with a timeout would not do: on a device with streams it only queues a wait there and returns.
-    Raises LdtError naming ``what`` when the time is up, RemoteStageError if another rank failed.
+    Raises RemoteStageError if another rank failed, and what went wrong with ``work``.
     """
     while not work.is_completed():
         failures.check()
         if time.monotonic() > deadline:
-            raise LdtError(
-                f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
-                "that the hosts reach each other on all ports and use the same network interface, or give a longer "
-                "timeout"
-            )
-        time.sleep(_POLL_SECONDS)
-    work.wait()  # raises what went wrong
+            return False
+        time.sleep(poll_seconds)
+    work.wait()
+    return True

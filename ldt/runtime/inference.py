@@ -129,7 +129,8 @@ def _fake_attributes(module: nn.Module, mode: FakeTensorMode) -> None:
                 "_parameters",
                 "_buffers",
             ):  # those are swapped by name
-                value.update({key: fake(entry) for key, entry in value.items()})
+                for key, entry in value.items():
+                    value[key] = fake(entry)
             else:
                 part.__dict__[name] = fake(value)
 

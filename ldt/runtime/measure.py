@@ -4,48 +4,75 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat, tee
+from typing import Any
 
 import torch
 
 from ldt.plan import Costs, Kind
+from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.opening import agree
 from ldt.runtime.probe import probe_links
 from ldt.runtime.result import StepStats
 
 __all__ = ["measure_costs"]
 
+_CALL = "measure_costs()"
 _NO_LINK = 1e18  # bytes per second within a node
 
 
 def measure_costs(
-    mesh: Mesh, step: Callable[[], StepStats], parameters: Iterable[torch.nn.Parameter], repeats: int
+    mesh: Mesh,
+    step: Callable[[Any], StepStats],
+    microbatches: Any,
+    repeats: int,
+    parameters: Iterable[torch.nn.Parameter],
 ) -> Costs:
-    """The costs of ``step``, equal on every rank. A collective call of all ranks.
+    """The costs of ``step(microbatches)``, equal on every rank. A collective call of all ranks.
 
     One step runs uncounted, then ``repeats`` more. Times are medians over microbatches and steps, of the slowest rank
     that runs the chunk; bytes are the mean of a hop's messages forward. Gradients are put back as they were.
     """
+    agree(mesh, _CALL, _refusal(repeats), {"numbers of steps": str(repeats)})
+    once = isinstance(microbatches, Iterator)  # what it raises is to be raised within a step
+    batches = iter(tee(microbatches, repeats + 1)) if once else repeat(microbatches)
     kept = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in kept:
         parameter.grad = None
     try:
-        stats = [step() for _ in range(repeats + 1)][1:]
+        stats = [step(next(batches)) for _ in range(repeats + 1)][1:]
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-    with mesh.calling("measure_costs()"):
-        ranks = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])])
-        sizes = {hop: max(sizes.get(hop, 0) for _, sizes in ranks) for _, found in ranks for hop in found}
-        links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
-    slowest = {key: max(times.get(key, 0.0) for times, _ in ranks) for found, _ in ranks for key in found}
+    with mesh.calling(_CALL):
+        try:
+            times, sizes = map(
+                _largest, zip(*mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])]), strict=True)
+            )
+            links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
+        except BaseException as error:
+            mesh.fail(error, "the probes of measure_costs()")
     hops = range(mesh.topology.tail)
     return Costs(
-        **_by_chunk(slowest, range(mesh.topology.num_chunks)),
+        **_by_chunk(times, range(mesh.topology.num_chunks)),
         latency=[links[hop].latency if hop in links else 0.0 for hop in hops],
         bandwidth=[links[hop].bandwidth if hop in links else _NO_LINK for hop in hops],
         bytes=[sizes.get(str(hop), 0) for hop in hops],
     )
+
+
+def _refusal(repeats: int) -> ValueError | None:
+    if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 1:
+        return None
+    return InputValueError(f"steps must be a number from 1 on, got {repeats!r}")
+
+
+def _largest(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of the figures of all ranks, name by name."""
+    names = {name for found in figures for name in found}
+    return {name: max(found[name] for found in figures if name in found) for name in names}
 
 
 def _times(stats: Sequence[StepStats]) -> dict[str, float]:

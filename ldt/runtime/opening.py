@@ -51,8 +51,8 @@ class Agreement:
     hops: Sequence[Sequence[HopSpecs]]
 
 
-def agree(mesh: Mesh, error: Exception | None, same: Mapping[str, str]) -> None:
-    """Raise on every rank if one could not build its pipeline for an ``error``, or was given other values.
+def agree(mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str]) -> None:
+    """Raise on every rank if one cannot begin ``call`` for an ``error``, or was given other values.
 
     A collective call. ``same`` has what must be equal, by the name it has in texts.
     """
@@ -61,17 +61,17 @@ def agree(mesh: Mesh, error: Exception | None, same: Mapping[str, str]) -> None:
         "error_type": None if error is None else type(error).__name__,
         "same": dict(same),
     }
-    with mesh.calling("Pipeline()"):
+    with mesh.calling(call):
         answers = dict(zip(mesh.ranks, mesh.control.gather(mine), strict=True))
     if error is not None:
         raise error
     for rank, answer in answers.items():
         if answer["error"] is not None:
             raise RemoteStageError(
-                f"rank {rank} could not build its pipeline: {answer['error']}",
+                f"rank {rank} cannot begin {call}: {answer['error']}",
                 rank=rank,
                 stage=mesh.stage_of(rank),
-                place="building its pipeline",
+                place=f"the beginning of {call}",
                 error_type=answer["error_type"],
             )
     for what, value in same.items():
@@ -126,16 +126,14 @@ def _exchange(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> lis
             assert call.microbatches is not None
             own = _describe(shapes, plans, call, call.microbatches)
         except Exception as caught:
-            if not mesh.is_leader:
-                raise
             error, own = caught, {"error": mesh.tell(caught), "error_type": type(caught).__name__}
     leaders = _edge_leaders(mesh)
     messages = [mesh.control.broadcast(own, leader, patient=True) for leader in leaders]
-    if error is not None:
-        raise Refusal(error)
     for leader, message in zip(leaders, messages, strict=True):
         if "error" in message:
-            raise Refusal(_called_off(mesh.ranks[leader], call.mode, message))
+            raise Refusal(error or _called_off(mesh.ranks[leader], call.mode, message))
+    if error is not None:  # of a member alone: the leaders are about to go on
+        raise error
     if own is not None and own != messages[mesh.replica]:
         raise LdtError(
             "the ranks of the edge must be given equal microbatches and plans, under the same autocast and with the "
@@ -159,13 +157,14 @@ def _describe(
 ) -> dict[str, Any]:
     """The step message: only what the head's outputs look like leaves the edge."""
     numbers: dict[HopSpecs, int] = {}
-    heads = [shapes.head_output(m.signature, m.args, m.kwargs, call.training) for m in microbatches]
+    setting = shapes.setting()
+    heads = [shapes.head_output(m.signature, m.args, m.kwargs, call.training, setting) for m in microbatches]
     indices = [numbers.setdefault(head, len(numbers)) for head in heads]
     return {
         "mode": call.mode,
         "serial": call.serial,
         "plan": plans.digest(len(microbatches), call.training),
-        "setting": shapes.setting(),
+        "setting": setting,
         "specs": [[spec.to_json() for spec in head] for head in numbers],
         "microbatches": indices,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import repeat, tee
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
-from ldt.runtime.device import synchronize
+from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
@@ -72,7 +71,7 @@ class Pipeline:
             same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
         except Exception as caught:
             error, same = caught, {}
-        agree(mesh, error, same)
+        agree(mesh, "Pipeline()", error, same)
         self._runners = {
             index: make_runner(mesh.topology, index, module, mesh.device, free_outputs)
             for index, module in modules.items()
@@ -106,8 +105,9 @@ class Pipeline:
         On the edge ``microbatches`` are (inputs, target) pairs; cloud ranks give none. Leaves the gradient of the mean
         in ``.grad``, adding to what is there, and calls no optimizer. Gradients are computed also under ``no_grad``.
 
-        Raises ValueError or TypeError on the edge for bad microbatches, and RemoteStageError on the other ranks; the
-        pipeline stays usable. If anything fails after that, the rank it failed on raises it, all others raise
+        Raises ValueError or TypeError on the edge for bad microbatches, PlanError for a number of them that the given
+        plan is not for, LdtError under ``torch.inference_mode``, and RemoteStageError on the other ranks; the pipeline
+        stays usable. If anything fails after that, the rank it failed on raises it, all others raise
         RemoteStageError saying which and where, and the mesh cannot be used any more. What of an exception on the edge
         they are told is a matter of ``connect(share_edge_errors=...)``.
         """
@@ -134,13 +134,14 @@ class Pipeline:
         device, and probes each link. Gradients stay as they are; buffers and random states move on as in training.
         Compute in seconds per chunk, of the slowest rank that has it; latency (one way), bandwidth and bytes per hop.
         """
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be a number from 1 on, got {steps!r}")
-        once = isinstance(microbatches, Iterator)  # what it raises is to be raised within a step
-        batches = iter(tee(microbatches, steps + 1)) if once else repeat(microbatches)
-        settle = partial(synchronize, self._mesh.device)
+        self._mesh.check_usable()
+        settle = partial(synchronize_current_stream, self._mesh.device)
         return measure_costs(
-            self._mesh, lambda: self._call("step", next(batches), settle).stats, self.parameters(), steps
+            self._mesh,
+            lambda batch: self._call("step", batch, settle).stats,
+            microbatches,
+            steps,
+            self.parameters(),
         )
 
     # -- internal --------------------------------------------------------------------------------------------

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.endpoints import Endpoint, await_on_host
+from ldt.runtime.failure import FailureWatch
 from ldt.runtime.mesh import Mesh
 from ldt.topology import Direction
 
@@ -32,7 +32,7 @@ class LinkFigures:
 def probe_links(mesh: Mesh, nbytes: dict[int, int]) -> dict[int, LinkFigures]:
     """The figures of each hop in ``nbytes``, whose messages have so many bytes. The slowest replica's, on every rank.
 
-    A collective call of all ranks; hops are probed one after the other, each alone on the network.
+    A collective call of all ranks; hops are probed one after the other, each in all replicas at once, as in a step.
     """
     figures = {}
     for hop, size in sorted(nbytes.items()):
@@ -51,9 +51,13 @@ def _probe(mesh: Mesh, hop: int, nbytes: int) -> tuple[float, float] | None:
     there, back = _end(mesh, hop, "F"), _end(mesh, hop, "B")
     if there is None and back is None:
         return None
-    rounds = [[_round(mesh, there, back, size) for _ in range(REPEATS + 1)][1:] for size in (1, nbytes)]
-    starts = there is not None and there.sends
-    return (statistics.median(rounds[0]), statistics.median(rounds[1])) if starts else None
+    answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
+    medians = []
+    for size in (1, nbytes):
+        message = torch.zeros(size, dtype=torch.uint8, device=mesh.device)  # not in the time
+        times = [_round(mesh.failures, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
+        medians.append(statistics.median(times[1:]))
+    return (medians[0], medians[1]) if there is not None and there.sends else None
 
 
 def _end(mesh: Mesh, hop: int, direction: Direction) -> Endpoint | None:
@@ -64,19 +68,11 @@ def _end(mesh: Mesh, hop: int, direction: Direction) -> Endpoint | None:
     return next(ends, None)
 
 
-def _round(mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int) -> float:
+def _round(failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor]) -> float:
+    """Seconds for a message there and one back, as far as this rank takes part."""
     start = time.perf_counter()
-    for end, size in (there, nbytes), (back, 1):
-        if end is None:
-            continue
-        buffer = [torch.zeros(size, dtype=torch.uint8, device=mesh.device)]
-        call = end.send if end.sends else end.receive
-        _await(call(buffer, "probe"))
+    for end, message in ways:
+        if end is not None:
+            call = end.send if end.sends else end.receive
+            await_on_host(call([message], "probe"), failures, _POLL_SECONDS)
     return time.perf_counter() - start
-
-
-def _await(work: dist.Work) -> None:
-    """On the host: on a device with streams ``wait`` alone would only queue a wait there."""
-    while not work.is_completed():
-        time.sleep(_POLL_SECONDS)
-    work.wait()

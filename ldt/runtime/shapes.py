@@ -76,12 +76,12 @@ class ShapeBook:
         self._outputs.clear()
 
     def head_output(
-        self, signature: object, args: Sequence[Any], kwargs: dict[str, Any], training: bool
+        self, signature: object, args: Sequence[Any], kwargs: dict[str, Any], training: bool, setting: str
     ) -> HopSpecs:
         """What hop 0 carries for these arguments of the head. Edge only, local."""
         if not self._topology.crosses(0):
             return ()
-        key = (signature, training, self.setting())
+        key = (signature, training, setting)
         return self._heads.get(
             key, lambda: infer_specs(0, self._chunks[0], args, kwargs, self._mesh.device, training)
         )

@@ -57,7 +57,7 @@ class SleepingChunk(ToyChunk):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is torch.Tensor:  # not while shapes are inferred
             time.sleep(self.seconds)
-        output = super().forward(_Sleep.apply(x, self.half_backward))  # type: ignore[no-untyped-call]
+        output: torch.Tensor = _Sleep.apply(super().forward(x), self.half_backward)  # type: ignore[no-untyped-call]
         late: torch.Tensor = _Sleep.apply(self.norm.weight, self.half_backward)  # type: ignore[no-untyped-call]
         return output + late.sum() * 0
 

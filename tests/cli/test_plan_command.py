@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,12 @@ def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.Cap
     [
         ("--forward 1ms,2ms", "forward needs one number for each of the 4 chunks, got 2"),
         ("--microbatches 0", "num_microbatches must be an int of at least 1, got 0"),
-        ("--stages 1,0", "tp"),
+        ("--stages 1,0", "tp[1] must be"),
+        ("--plan nowhere/plan.txt", "there is no folder nowhere to write plan.txt to"),
+        ("--picture nowhere/a.png", "there is no folder nowhere to write a.png to"),
+        ("--picture a.txt", "--picture needs a name that ends in .png or .svg, got a.txt"),
+        (f"--costs {sys.executable}", "utf-8"),
+        (f"--from-csv {sys.executable}", "utf-8"),
         ("--memory-limit 1", "the smallest that works is 2"),
         ("--from-csv nowhere.csv", "nowhere.csv"),
         ("--costs nowhere.json", "nowhere.json"),
@@ -97,7 +103,7 @@ def test_costs_are_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_no_picture_without_matplotlib(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(ARGUMENTS) == 0
     captured = capsys.readouterr()
     assert "pip install 'ldt-torch[plot]'" in captured.err

@@ -57,7 +57,7 @@ def test_torch_has_actions_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda text: text.replace("2F0", "2X0"), "line 3: "),
+        (lambda text: "\n" + text.replace("2F0", "2X0"), "line 4: "),
         (lambda text: text.replace("1F0,1F1", "(1F0;1B1)OVERLAP_F_B"), "line 2: "),
         (
             lambda text: text + text,

@@ -77,7 +77,9 @@ def test_a_pipeline_that_cannot_be(pool: RankPool, mistake: str, text: str, at: 
     number = len(TOPOLOGY.chunks_of(at))
     for rank, answer in enumerate(answers):
         assert text.format(fewer=number - 1, more=number + 1) in answer
-        assert answer.startswith(f"RemoteStageError: rank {at} could not build") == (rank != at), answer
+        assert answer.startswith(f"RemoteStageError: rank {at} cannot begin Pipeline()") == (rank != at), (
+            answer
+        )
 
 
 @pytest.mark.parametrize("mistake", ["another plan", "no plan at all"])
@@ -138,6 +140,35 @@ def test_bad_microbatches(pool: RankPool, name: str, mode: str) -> None:
     for answer in answers[1:]:
         assert answer.startswith(f"RemoteStageError: rank 0, the edge, called {mode}() off: ")
         assert text in answer
+
+
+def given_badly(at: list[int]) -> tuple[str, bool]:
+    """The edge's ranks ``at`` get bad microbatches."""
+    topology = Topology([2, 1])
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology) as mesh:
+        pipeline = build(mesh, chunks)
+        given = [1, 2] if mesh.rank in at else PAIRS
+        with pytest.raises((TypeError, ldt.LdtError)) as caught:
+            pipeline.step(given if mesh.is_edge else None)
+        if not mesh.failed:
+            step_and_compare(mesh, pipeline, chunks, PAIRS)
+        return describe(caught.value), mesh.failed
+
+
+def test_bad_microbatches_on_an_edge_of_two_ranks(pool: RankPool) -> None:
+    """If the leader refuses, all do, and the mesh is as good as before. One member alone is a failure."""
+    own = "TypeError: microbatch 0 must be a pair"
+    answers = pool.run(given_badly, [0, 1])
+    assert [failed for _, failed in answers] == [False] * 3
+    assert own in answers[0][0]
+    assert own in answers[1][0]
+    assert "called step() off" in answers[2][0]
+    assert [failed for _, failed in pool.run(given_badly, [0])] == [False] * 3
+    answers = pool.run(given_badly, [1])
+    assert [failed for _, failed in answers] == [True] * 3
+    assert own in answers[1][0]
+    assert "rank 1 (stage 0, replica 0) failed first in the beginning of step()" in answers[0][0]
 
 
 def no_loss() -> str:

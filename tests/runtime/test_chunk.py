@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,14 +16,6 @@ from ldt.runtime.work import StepWork
 from ldt.topology import Topology
 
 SPECS = (TensorSpec((4, 16), torch.float32, requires_grad=True),)
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def run_forward(free_outputs: bool) -> tuple[ChunkRunner, Any, torch.Tensor]:

@@ -17,18 +17,20 @@ WORLD_SIZE = 3
 
 
 class Counting(nn.Module):
-    """Returns its buffer, a view of one, or a plain attribute, which the next forward changes."""
+    """Returns its buffer, a view of a plain attribute, or an entry of a list, which the next forward changes."""
 
     def __init__(self, pick: Callable[[Counting], Tensor]) -> None:
         super().__init__()
         self.linear = nn.Linear(16, 16)
         self.register_buffer("seen", torch.zeros(1))
         self.several = torch.zeros(3, 16)
+        self.listed = [torch.zeros(1)]
         self.pick = pick
 
     def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         self.seen.add_(1)
         self.several.add_(1)
+        self.listed[0].add_(1)
         return self.linear(x * scale), self.pick(self)
 
 
@@ -49,7 +51,11 @@ def view(chunk: Counting) -> Tensor:
     return chunk.several[1]
 
 
-PICKS = {"buffer": buffer, "view of an attribute": view}
+def entry(chunk: Counting) -> Tensor:
+    return chunk.listed[0]
+
+
+PICKS = {"buffer": buffer, "view of an attribute": view, "entry of a list": entry}
 
 
 def made(name: str, stages: int) -> list[nn.Module]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 import torch
 from pipeline_jobs import build, step_and_compare
 
 import ldt
 from ldt.plan import Costs
+from ldt.runtime import probe
 from ldt.runtime.probe import LEAST_BYTES
 from ldt.testing import RankPool, SleepingChunk, ToyChunk, toy_microbatches
 from ldt.topology import Topology
@@ -34,23 +38,55 @@ def measured(tp: list[int], laps: int) -> Costs:
         return costs
 
 
-def mistaken() -> str:
-    """The edge's loader fails; then it is given a bad number of steps."""
+def failing_probe() -> str:
+    """The cloud's rank fails between two messages and lives on."""
+    with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
+        pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
+        if not mesh.is_edge:
+            patch.setattr(probe, "_round", lambda *_: 1 / 0)
+        start = time.monotonic()
+        with pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught:
+            pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None)
+        assert time.monotonic() - start < 5
+        assert mesh.failed
+        return str(caught.value)
+
+
+def test_a_failing_probe_is_told_to_all(pool: RankPool) -> None:
+    at_edge, _ = pool.run(failing_probe, ranks=[0, 1])
+    assert (
+        "rank 1 (stage 1, replica 0) failed first in the probes of measure_costs(): ZeroDivisionError"
+        in at_edge
+    )
+
+
+def mistaken(steps: list[Any]) -> tuple[str, str]:
+    """The edge's loader fails; then ranks give bad, or different, numbers of steps."""
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=[0, 1]) as mesh:
         pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
         with pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught:
             pipeline.measure_costs((1 / 0 for _ in range(2)) if mesh.is_edge else None)
-        with pytest.raises(ValueError, match="steps must be a number from 1 on, got 0"):
-            pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None, steps=0)
+        with pytest.raises((ValueError, ldt.LdtError)) as refused:
+            pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None, steps=steps[mesh.rank])
         pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None, steps=1)
-        return str(caught.value)
+        return str(caught.value), str(refused.value)
 
 
-def test_mistakes_are_told_to_all(pool: RankPool) -> None:
-    at_edge, at_cloud = pool.run(mistaken, ranks=[0, 1])
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ([1, 0], "steps must be a number from 1 on, got 0"),
+        ([True, 1], "steps must be a number from 1 on, got True"),
+        ([1, 2], "have other numbers of steps than this rank"),
+    ],
+)
+def test_mistakes_are_told_to_all(pool: RankPool, steps: list[Any], sentence: str) -> None:
+    (at_edge, refused), (at_cloud, refused_too) = pool.run(mistaken, steps, ranks=[0, 1])
     assert at_edge == "division by zero"
     assert "the edge, called step() off" in at_cloud
+    assert sentence in refused
+    assert sentence in refused_too
 
 
 @pytest.mark.parametrize(("tp", "laps"), [([1, 1, 1], 1), ([1, 2], 2), ([1], 1)])

@@ -93,13 +93,14 @@ def test_a_given_plan_that_does_not_fit(pool: RankPool, factory: Callable[..., P
         assert WRONG[factory] in text
 
 
-def other_sizes(with_factory: bool) -> list[str]:
+def other_sizes(tp: list[int], with_factory: bool) -> list[str]:
     """Steps of 4, 2 and 4 microbatches under a plan for 4, read from its text, and evals of other sizes."""
-    chunks = toy_chunks(TOPOLOGY)
-    plan = Plan.from_text(ldt.plan.ushape(TOPOLOGY, 4).to_text())
+    topology = Topology(tp)
+    chunks = toy_chunks(topology)
+    plan = Plan.from_text(ldt.plan.ushape(topology, 4).to_text())
     factory = (lambda *args: ldt.plan.ushape(args[0], args[1], training=args[2])) if with_factory else None
     texts = []
-    with ldt.connect(TOPOLOGY) as mesh:
+    with ldt.connect(topology) as mesh:
         pipeline = build(mesh, chunks, plan=plan, plan_factory=factory)
         assert pipeline.plan(4) == plan
         for number in (4, 2, 4):
@@ -111,9 +112,10 @@ def other_sizes(with_factory: bool) -> list[str]:
     return texts
 
 
-def test_a_given_plan_is_for_its_number_of_microbatches(pool: RankPool) -> None:
+@pytest.mark.parametrize("tp", [[1, 1, 1], [2, 1]])
+def test_a_given_plan_is_for_its_number_of_microbatches(pool: RankPool, tp: list[int]) -> None:
     """Another is refused before anything is sent; with a factory it is no matter."""
-    for texts in pool.run(other_sizes, False):
+    for texts in pool.run(other_sizes, tp, False):
         assert len(texts) == 1
         assert "the plan given to Pipeline is for 4 microbatches, step() got 2" in texts[0]
-    assert pool.run(other_sizes, True) == [[]] * 3
+    assert pool.run(other_sizes, tp, True) == [[]] * 3

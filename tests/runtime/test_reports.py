@@ -70,7 +70,7 @@ def test_a_remote_error_has_the_facts_as_attributes(pool: RankPool) -> None:
     at_edge, at_cloud = pool.run(facts, "no microbatches", ranks=[3, 1])
     assert at_cloud == [(3, 0, "the beginning of step()", "InputValueError")] * 2
     at_edge, at_cloud = pool.run(facts, "building", ranks=[3, 1])
-    assert at_edge == [(1, 1, "building its pipeline", "InputValueError")]
+    assert at_edge == [(1, 1, "the beginning of Pipeline()", "InputValueError")]
 
 
 # -- global ranks ------------------------------------------------------------------------------------------------

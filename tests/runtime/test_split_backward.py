@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -107,9 +108,9 @@ class Custom(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self, reentrant: bool = False, block: nn.Module | None = None) -> None:
         super().__init__()
-        self.block, self.reentrant = Block(), reentrant
+        self.block, self.reentrant = block or Block(), reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
@@ -133,6 +134,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "input not used": lambda: Ignoring(16, 16),
     "own function": Custom,
     "checkpoint": Checkpointed,
+    "tied under checkpoint": lambda: Checkpointed(block=nn.Sequential(Tied(), nn.Linear(16, 16), Tied())),
     "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(16, 16)),
     "weight norm": lambda: parametrizations.weight_norm(nn.Linear(16, 16)),
     "frozen": frozen,
@@ -181,6 +183,26 @@ def test_gradients_are_those_of_a_whole_backward(name: str, free_outputs: bool) 
         assert mine.grad is None or torch.equal(mine.grad, theirs.grad), parameter  # type: ignore[arg-type]
 
 
+class Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.checkpoint, "GraphExecGroup"), reason="torch 2.11 has no such groups"
+)
+def test_a_checkpoint_is_recomputed_once_in_each_part() -> None:
+    layers = [Counted(16, 16) for _ in range(8)]
+    runner = ChunkRunner(1, Checkpointed(block=nn.Sequential(*layers)), torch.device("cpu"), True)
+    run(runner, True, True)
+    assert [layer.calls for layer in layers] == [2 * (1 + 2)] * 8, (
+        "two microbatches, one forward, two recomputed"
+    )
+
+
 def compiled() -> nn.Module:
     return torch.compile(nn.Sequential(nn.Linear(16, 16), nn.GELU()), backend="aot_eager")  # type: ignore[return-value]
 
@@ -197,6 +219,7 @@ def test_what_cannot_be_split_says_so(make: Callable[[], nn.Module]) -> None:
     assert CANNOT[make] in str(caught.value)
 
 
+@pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("end", ["run", "drop"])
 def test_the_graph_goes_with_its_second_part(end: str) -> None:
     runner = ChunkRunner(1, nn.Sequential(Block(), nn.Linear(16, 16)), torch.device("cpu"), True)
