@@ -48,17 +48,22 @@ def run(
     kind: type[Row],
     arguments: argparse.Namespace,
     context: str,
+    backend: str = "gloo",
 ) -> int:
-    """Run ``measure(arguments)`` on gloo ranks, print rank 0's rows of ``kind``, and return the exit code."""
+    """Run ``measure(arguments)`` on ranks, print rank 0's rows of ``kind``, and return the exit code.
+
+    With "nccl" each rank has the GPU of its number.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "rows"
-        inputs = (ranks, f"file://{folder}/store", str(result), measure, arguments)
+        inputs = (ranks, f"file://{folder}/store", str(result), measure, arguments, backend)
         mp.start_processes(_rank, inputs, nprocs=ranks, start_method="spawn")  # type: ignore
         rows = [kind(**row) for row in json.loads(result.read_text())]
     notes = [
         f"# {context}",
         f"# ldt {ldt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}), {ranks} processes, gloo",
+        f"{os.cpu_count()} cores ({platform.machine()}), {ranks} processes, {backend}"
+        + (f", {torch.cuda.get_device_name()}" if backend == "nccl" else ""),
     ]
     sys.stdout.write("\n".join([*notes, *_table(kind, rows)]) + "\n")
     if arguments.json:
@@ -79,11 +84,20 @@ def _table(kind: type[Row], rows: Sequence[Row]) -> list[str]:
 
 
 def _rank(
-    rank: int, ranks: int, store: str, result: str, measure: Callable[[Any], Sequence[Row]], arguments: Any
+    rank: int,
+    ranks: int,
+    store: str,
+    result: str,
+    measure: Callable[[Any], Sequence[Row]],
+    arguments: Any,
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"  # figures are compared over gloo
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     rows = measure(arguments)
     if rank == 0:
