@@ -84,7 +84,8 @@ def _buffers_filled(ideal: Run) -> dict[Channel, int]:
     users: dict[tuple[int, str, int, int | None], float] = {}
     for node, action, _, end in ideal.computed:
         if (source := message_into(action)) is not None:
-            users[(*source, node.replica, action.microbatch)] = end
+            hop, direction = source
+            users[hop, direction, node.replica, action.microbatch] = end
     for (channel, microbatch), start, _ in ideal.transferred:
         used = users[channel.hop, channel.direction, channel.replica, microbatch]
         moments[channel] += [(start, 1), (used, -1)]
