@@ -21,6 +21,7 @@ __all__ = ["Limits", "search"]
 
 _BUDGET = 120_000  # actions to be played in a search
 _LEAST_TRIALS, _MOST_TRIALS = 6, 300
+_PATIENT = 50  # trials from which on other orders are tried for the sake of memory, too
 _TOLERANCE = 1e-9  # relative: makespans that are closer are equal
 
 Priorities = tuple[tuple[int, Kind], ...]
@@ -166,7 +167,8 @@ class _Search:
     def __init__(self, chain: Chain, microbatches: int, limits: Limits) -> None:
         self.chain, self.microbatches, self.limits = chain, microbatches, limits
         actions = chain.num_chunks * microbatches * (2 if chain.weight is None else 3)
-        self.trials = max(_LEAST_TRIALS, min(_MOST_TRIALS, _BUDGET // actions))
+        self.all_trials = max(_LEAST_TRIALS, min(_MOST_TRIALS, _BUDGET // actions))
+        self.trials = self.all_trials  # left
         self.goal = chain_bound(chain, microbatches) * (1 + _TOLERANCE)
         self.knobs = _Knobs(steps=(0,) * chain.num_chunks)
         self.seen: set[Rules] = set()
@@ -207,22 +209,30 @@ class _Search:
 
     def save_memory(self) -> None:
         """The least capacity, the same for all stages and then for the edge, that costs no time."""
-        stages = self.chain.num_stages
-        self.trials = _LEAST_TRIALS if self.trials <= 0 else self.trials + 2 * _LEAST_TRIALS
-        peaks = self.best.peaks
-        for capped in (range(stages), range(1)):
-            low, high = len(self.chain.chunks_of(0)), max(peaks[stage] for stage in capped)
+        stages = range(self.chain.num_stages)
+        patient = self.all_trials >= _PATIENT
+        self.trials = self.all_trials // 2 if patient else 2 * _LEAST_TRIALS
+        for capped in (stages, range(1)):
+            low, high = len(self.chain.chunks_of(0)), max(self.best.peaks[stage] for stage in capped)
             while low < high and self.trials > 0:
                 middle = (low + high) // 2
-                capacity = [float(self.best.peaks[stage]) for stage in range(stages)]
-                for stage in capped:
-                    capacity[stage] = min(capacity[stage], float(middle))
-                before = self.best
-                self._try(self.knobs, self.limits._replace(capacity=tuple(capacity)))
-                if self.best is not before:
+                peaks = self.best.peaks
+                capacity = tuple(float(min(peaks[s], middle) if s in capped else peaks[s]) for s in stages)
+                if self._keeps_time(self.limits._replace(capacity=capacity), patient):
                     high = middle
                 else:
                     low = middle + 1
+
+    def _keeps_time(self, limits: Limits, patient: bool) -> bool:
+        """Whether the best knobs, or them with another order on the edge, are as fast within ``limits``."""
+        others = [replace(self.knobs, edge_order=order) for order in range(len(_ORDERS) if patient else 0)]
+        before = self.best
+        for knobs in (self.knobs, *others):
+            if self.trials > 0:
+                self._try(knobs, limits)
+            if self.best is not before:
+                return True
+        return False
 
     def _try(self, knobs: _Knobs, limits: Limits | None = None) -> float:
         """The makespan of ``knobs``; infinite if they were tried before."""
