@@ -11,10 +11,11 @@ from ldt.plan.bound import lower_bound
 from ldt.plan.chain import Chain
 from ldt.plan.costs import Costs
 from ldt.plan.engine import Run
+from ldt.plan.list_scheduler import Limits
 from ldt.plan.memory_limit import MemoryLimit
-from ldt.plan.passes import add_communication, add_grad_reduction
+from ldt.plan.passes import add_communication, add_grad_reduction, check_buffers
 from ldt.plan.plan import Plan
-from ldt.plan.rule_search import Limits, search
+from ldt.plan.rule_search import search
 from ldt.plan.simulator import timeline_of
 from ldt.plan.u_shape import ushape, ushape_compute
 from ldt.plan.verifier import prove
@@ -57,6 +58,7 @@ def optimize(
             f"optimize needs as many edge replicas as cloud replicas for now: "
             f"got edge_dp={topology.edge_dp}, dp={topology.dp}; leave edge_dp out"
         )
+    check_buffers(receive_buffers)
     memory = MemoryLimit.of(topology, costs, memory_limit, memory_limit_bytes)
     bound = lower_bound(topology, num_microbatches, costs, split_backward=split_backward)
     task = _Task(topology, num_microbatches, costs, memory, lanes, receive_buffers)

@@ -8,7 +8,7 @@ from ldt.errors import PlanError
 from ldt.plan import Costs, Kind, lower_bound, optimize, simulate, ushape
 from ldt.plan.bound import chain_bound
 from ldt.plan.chain import Chain
-from ldt.plan.list_scheduler import Rules, schedule
+from ldt.plan.list_scheduler import Limits, Rules, schedule
 from ldt.topology import Topology
 
 
@@ -68,7 +68,7 @@ def rules_of(draw, chain, microbatches):
     )
     windows = tuple(draw(st.integers(1, microbatches)) for _ in range(chain.num_chunks))
     buffers = draw(st.none() | st.integers(1, 3))
-    return Rules(windows, (False,) * chain.num_chunks, priorities, buffers=buffers)
+    return Rules(windows, (False,) * chain.num_chunks, priorities, Limits(buffers=buffers))
 
 
 @settings(max_examples=300)
