@@ -72,6 +72,7 @@ class Knobs:
     scale: float = 1.0  # of the windows that the round trip asks for
     last: int = 0  # microbatches more in the windows of the last lap
     earlier: int = 0  # and of the laps before
+    open_edge: bool = True  # the edge has no windows: it takes what is ready
     weight_early: bool = False  # with a split backward: W before forwards
     steps: tuple[int, ...] = ()  # per chunk, microbatches more in its window
 
@@ -83,6 +84,7 @@ class Knobs:
             yield replace(self, edge_order=order)
             if laps > 1:  # else a node of the cloud has one chunk
                 yield replace(self, order=order)
+        yield replace(self, open_edge=not self.open_edge)
         if split:
             yield replace(self, weight_early=not self.weight_early)
         for step in (-1, 1, -2, 2, 4, 8):
@@ -107,13 +109,12 @@ class Knobs:
         )
         strict_from = chain.tail - self.strict * chain.num_stages
         strict = tuple(c >= strict_from and c % chain.num_stages != 0 for c in range(chain.num_chunks))
-        return Rules(self._windows(chain, microbatches), strict, priorities, limits)
+        return Rules(self.windows(chain, microbatches), strict, priorities, limits)
 
-    def _windows(self, chain: Chain, microbatches: int) -> tuple[int, ...]:
+    def windows(self, chain: Chain, microbatches: int) -> tuple[int, ...]:
         """One for now, and one for each that comes while its round trip lasts.
 
-        Later windows are no larger than earlier ones, or strict ones could wait for each other. The edge's
-        windows are open: it takes what is ready.
+        Later windows are no larger than earlier ones, or strict ones could wait for each other.
         """
         pace = max(*chain.forward, *chain.occupancy, chain.critical_path * _ROUNDING)
         last_lap = chain.tail - chain.num_stages
@@ -122,7 +123,7 @@ class Knobs:
             more = self.last if chunk >= last_lap else self.earlier
             window = 1 + math.ceil(self.scale * trip / pace - _ROUNDING) + more + self.steps[chunk]
             windows.append(max(1, min(microbatches, window, *(windows[-1:] if chunk > 1 else ()))))
-        for chunk in range(0, chain.num_chunks, chain.num_stages):
+        for chunk in range(0, chain.num_chunks if self.open_edge else 0, chain.num_stages):
             windows[chunk] = microbatches
         return tuple(windows)
 

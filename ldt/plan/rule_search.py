@@ -19,6 +19,7 @@ __all__ = ["search"]
 _BUDGET = 120_000  # actions to be played in a search
 _LEAST_TRIALS, _MOST_TRIALS = 6, 300
 _PATIENT = 50  # trials from which on other orders are tried for the sake of memory, too
+_TINY = 0.01  # a scale of windows that leaves one or two microbatches in each
 _TOLERANCE = 1e-9  # relative: makespans that are closer are equal
 
 
@@ -46,13 +47,36 @@ class _Search:
         """From each pair of an order and a strictness, the best first, go to better neighbours while there are."""
         laps = self.chain.tail // self.chain.num_stages
         starts = [
-            replace(self.knobs, order=order, edge_order=order, strict=strict)
+            replace(
+                self.knobs, order=order, edge_order=order, strict=strict, scale=scale, open_edge=scale == 1
+            )
+            for scale in self._scales()
             for order in range(len(ORDERS))
             for strict in range(laps, -1, -1)
         ]
         tried = [(self._try(knobs), index) for index, knobs in enumerate(starts) if self._goes_on()]
         for makespan, index in sorted(tried):
             self._descend(starts[index], makespan)
+
+    def _scales(self) -> list[float]:
+        """1, and what windows must shrink by to be within every stage's capacity together.
+
+        Without windows the edge would give all its room to forwards of the head, and none to later chunks.
+        """
+        if self.limits.capacity is None:
+            return [1.0]
+        scale = 1.0
+        while not self._fits(scale) and scale > _TINY:
+            scale *= 0.9
+        return [scale, 1.0] if scale < 1 else [1.0]
+
+    def _fits(self, scale: float) -> bool:
+        knobs = replace(self.knobs, scale=scale, open_edge=False)
+        windows, (capacity, weights, _) = knobs.windows(self.chain, self.microbatches), self.limits
+        asked = [0.0] * self.chain.num_stages
+        for chunk, window in enumerate(windows):
+            asked[chunk % self.chain.num_stages] += window * (1.0 if weights is None else weights[chunk])
+        return capacity is None or all(a <= have for a, have in zip(asked, capacity, strict=True))
 
     def _descend(self, knobs: Knobs, makespan: float) -> None:
         better: tuple[float, Knobs] | None = (makespan, knobs)
