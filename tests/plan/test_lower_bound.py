@@ -3,12 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import costs_of, rules_of
 
 from ldt.errors import PlanError
-from ldt.plan import Costs, Kind, lower_bound, optimize, simulate, ushape
+from ldt.plan import Costs, lower_bound, optimize, simulate, ushape
 from ldt.plan.bound import chain_bound
 from ldt.plan.chain import Chain
-from ldt.plan.list_scheduler import Limits, Rules, schedule
+from ldt.plan.list_scheduler import schedule
 from ldt.topology import Topology
 
 
@@ -47,28 +48,6 @@ def test_what_cannot_be_bounded_is_refused():
         lower_bound(Topology([1, 1]), 0, Costs(forward=1, backward=2))
     with pytest.raises(PlanError, match="forward needs one number for each of the 3 chunks"):
         lower_bound(Topology([1, 1]), 1, Costs(forward=[1], backward=2))
-
-
-@st.composite
-def costs_of(draw, topology):
-    times = st.one_of(st.just(0.0), st.floats(0.01, 3))
-    chunks, hops = topology.num_chunks, topology.num_chunks - 1
-    forward, backward = (draw(st.lists(times, min_size=chunks, max_size=chunks)) for _ in range(2))
-    latency, size = (draw(st.lists(times, min_size=hops, max_size=hops)) for _ in range(2))
-    return Costs(forward, backward, latency=latency, bandwidth=draw(st.sampled_from([None, 1.0])), bytes=size)
-
-
-@st.composite
-def rules_of(draw, chain, microbatches):
-    """Any priorities and windows, none of them strict: such rules always come to an end."""
-    kinds = [Kind.F, Kind.B] if chain.weight is None else [Kind.F, Kind.I, Kind.W]
-    priorities = tuple(
-        tuple(draw(st.permutations([(c, kind) for c in chain.chunks_of(stage) for kind in kinds])))
-        for stage in range(chain.num_stages)
-    )
-    windows = tuple(draw(st.integers(1, microbatches)) for _ in range(chain.num_chunks))
-    buffers = draw(st.none() | st.integers(1, 3))
-    return Rules(windows, (False,) * chain.num_chunks, priorities, Limits(buffers=buffers))
 
 
 @settings(max_examples=300)
