@@ -1,8 +1,9 @@
 """Orders made by playing the step: a node that is free takes the first action of its list that is ready and allowed.
 
 The clock, the links and the receive buffers are those of ``ldt.plan.engine`` with a lane for each channel, so the
-times are the simulated ones; only the order is free. Microbatches go through each chunk in their order, so counters
-are all the state there is, and that is what makes it fast enough to try many rules.
+times are the simulated ones, but for which of two messages of one moment takes a link first. Microbatches go through
+each chunk in their order, so counters are all the state there is, and that is what makes it fast enough to try many
+rules.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """The scheduler's own clock: what it plays is what the engine runs."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,8 @@ def plan_of(topology, microbatches, played):
 def test_its_times_are_the_simulated_ones(data, stages, laps, microbatches, split):
     topology = Topology([1] * stages, laps=laps)
     costs = data.draw(costs_of(topology))
+    if laps > 1 or stages == 2:  # channels share links: messages of one moment may take them in another order
+        costs = replace(costs, bandwidth=None)
     chain = Chain.of(topology, costs, split=split)
     rules = data.draw(rules_of(chain, microbatches, st.none()))
     played = schedule(chain, microbatches, rules)
@@ -34,8 +38,7 @@ def test_its_times_are_the_simulated_ones(data, stages, laps, microbatches, spli
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 8), st.integers(1, 3))
 def test_receive_buffers_are_those_of_dedicated_lanes(data, stages, laps, microbatches, buffers):
     topology = Topology([1] * stages, laps=laps)
-    drawn = data.draw(costs_of(topology))
-    costs = Costs(drawn.forward, drawn.backward, latency=drawn.latency)
+    costs = replace(data.draw(costs_of(topology)), bandwidth=None)
     chain = Chain.of(topology, costs)
     rules = data.draw(rules_of(chain, microbatches, st.just(buffers)))
     played = schedule(chain, microbatches, rules)
