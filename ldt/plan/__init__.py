@@ -4,6 +4,7 @@ from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.bound import lower_bound
 from ldt.plan.costs import Costs
+from ldt.plan.critical_path import critical_path
 from ldt.plan.figure import draw
 from ldt.plan.optimizer import optimize
 from ldt.plan.passes import add_communication, add_grad_reduction, buffers_needed, remove_communication
@@ -28,6 +29,7 @@ __all__ = [
     "add_grad_reduction",
     "buffers_needed",
     "chrome_trace",
+    "critical_path",
     "draw",
     "draw_text",
     "from_csv",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ldt.plan.action import Action, Kind
@@ -42,6 +42,17 @@ class Chain:
             for figure in (costs.occupancy, costs.delay)
         )
         return cls(topology.num_stages, forward, backward, weight if split else None, occupancy, latency)
+
+    @classmethod
+    def slowest(cls, topology: Topology, costs: Costs, split: bool = False) -> Chain:
+        """The chain that takes for each chunk as long as the slowest replica does."""
+        chains = [cls.of(topology, costs, replica, split) for replica in range(topology.dp)]
+        weights = [chain.weight for chain in chains if chain.weight is not None]
+        forward, backward, weight = (
+            tuple(max(figures) for figures in zip(*times, strict=True))
+            for times in ([c.forward for c in chains], [c.backward for c in chains], weights)
+        )
+        return replace(chains[0], forward=forward, backward=backward, weight=weight or None)
 
     @property
     def num_chunks(self) -> int:

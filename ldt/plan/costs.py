@@ -161,7 +161,7 @@ class Costs:
 
 
 def _pick(figure: PerItem, index: int) -> float:
-    return figure[index] if isinstance(figure, Sequence) else figure
+    return figure[index] if isinstance(figure, tuple) else figure  # type: ignore[return-value]
 
 
 def _frozen(name: str, figure: Any) -> Any:

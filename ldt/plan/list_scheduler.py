@@ -1,8 +1,9 @@
 """Orders made by playing the step: a node that is free takes the first action of its list that is ready and allowed.
 
 The clock, the links and the receive buffers are those of ``ldt.plan.engine`` with a lane for each channel, so the
-times are the simulated ones; only the order is free. Microbatches go through each chunk in their order, so counters
-are all the state there is, and that is what makes it fast enough to try many rules.
+times are the simulated ones, but for which of two messages of one moment takes a link first. Microbatches go through
+each chunk in their order, so counters are all the state there is, and that is what makes it fast enough to try many
+rules.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from ldt.plan.action import Kind
 from ldt.plan.chain import Chain
 
-__all__ = ["Rules", "Schedule", "Taken", "schedule"]
+__all__ = ["Limits", "Rules", "Schedule", "Taken", "schedule"]
 
 _RESOLUTION = 1e-9  # of the critical path: events that are closer are at one time, whatever the rounding
 
@@ -30,23 +31,35 @@ class Taken(NamedTuple):
     microbatch: int
 
 
+class Limits(NamedTuple):
+    """What does not depend on the order that is tried.
+
+    ``capacity``: per stage, how much its live activations may weigh together (None: any), with ``weights`` per
+    chunk (None: 1 each). ``buffers``: how many messages of a channel may be received ahead of their use (None:
+    any).
+    """
+
+    capacity: tuple[float, ...] | None = None
+    weights: tuple[float, ...] | None = None
+    buffers: int | None = None
+
+
+_NO_LIMITS = Limits()
+
+
 @dataclass(frozen=True)
 class Rules:
     """What a node may take and what it prefers.
 
     ``windows``: per chunk, how many of its microbatches may be live. ``strict``: per chunk, whether a backward
     must wait until the window is full (or no forward is left or allowed), which is one-forward-one-backward.
-    ``priorities``: per stage, its chunks' (chunk, kind) pairs, the most urgent first. ``capacity``: per stage,
-    how much its live activations may weigh together (None: any), with ``weights`` per chunk. ``buffers``: how
-    many messages of a channel may be received ahead of their use (None: any).
+    ``priorities``: per stage, its chunks' (chunk, kind) pairs, the most urgent first.
     """
 
     windows: tuple[int, ...]
     strict: tuple[bool, ...]
     priorities: tuple[tuple[tuple[int, Kind], ...], ...]
-    capacity: tuple[float, ...] | None = None
-    weights: tuple[float, ...] | None = None
-    buffers: int | None = None
+    limits: Limits = _NO_LIMITS
 
 
 @dataclass
@@ -86,13 +99,13 @@ class _Play:
         self.inputs[0] = num_microbatches
         self.load = [sum(self._weight(chunk) for chunk in chain.chunks_of(s)) for s in range(stages)]
         self.live, self.peaks = [0] * stages, [0] * stages
-        self.buffers = num_microbatches if rules.buffers is None else rules.buffers
+        self.buffers = num_microbatches if rules.limits.buffers is None else rules.limits.buffers
         self.up, self.down = self._queues()
         self.heap: list[tuple[float, int, Kind, int]] = []
         self.sequence = 0
 
     def _weight(self, chunk: int) -> float:
-        return 1.0 if self.rules.weights is None else self.rules.weights[chunk]
+        return 1.0 if self.rules.limits.weights is None else self.rules.limits.weights[chunk]
 
     def _queues(self) -> tuple[list[_Queue], list[_Queue]]:
         """Per hop, its channel upwards and downwards."""
@@ -169,10 +182,10 @@ class _Play:
         live = self.forwards[chunk] - self.ended[chunk]
         if live >= self.rules.windows[chunk]:
             return False
-        if self.rules.capacity is None or live == 0:
+        if self.rules.limits.capacity is None or live == 0:
             return True
         stage = chunk % self.chain.num_stages
-        return self.load[stage] + self._weight(chunk) <= self.rules.capacity[stage]
+        return self.load[stage] + self._weight(chunk) <= self.rules.limits.capacity[stage]
 
     def _held(self, chunk: int) -> bool:
         """Whether a backward waits for a forward, to have the full window live between the two."""

@@ -11,15 +11,15 @@ from ldt.plan.bound import lower_bound
 from ldt.plan.chain import Chain
 from ldt.plan.costs import Costs
 from ldt.plan.engine import Run
-from ldt.plan.list_scheduler import Schedule
+from ldt.plan.list_scheduler import Limits
 from ldt.plan.memory_limit import MemoryLimit
-from ldt.plan.passes import add_communication, add_grad_reduction
+from ldt.plan.passes import add_communication, add_grad_reduction, check_buffers
 from ldt.plan.plan import Plan
-from ldt.plan.rule_search import Limits, search
+from ldt.plan.rule_search import search
 from ldt.plan.simulator import timeline_of
 from ldt.plan.u_shape import ushape, ushape_compute
 from ldt.plan.verifier import prove
-from ldt.topology import LanePolicy, Node, Topology
+from ldt.topology import LanePolicy, Topology
 
 __all__ = ["optimize"]
 
@@ -58,6 +58,7 @@ def optimize(
             f"optimize needs as many edge replicas as cloud replicas for now: "
             f"got edge_dp={topology.edge_dp}, dp={topology.dp}; leave edge_dp out"
         )
+    check_buffers(receive_buffers)
     memory = MemoryLimit.of(topology, costs, memory_limit, memory_limit_bytes)
     bound = lower_bound(topology, num_microbatches, costs, split_backward=split_backward)
     task = _Task(topology, num_microbatches, costs, memory, lanes, receive_buffers)
@@ -68,6 +69,8 @@ def optimize(
         if best.makespan <= bound * (1 + _TOLERANCE):
             break
     assert best is not None
+    if best.makespan <= bound * (1 + _TOLERANCE):
+        return best.plan
     fixed = _better_fixed(task, best.makespan)
     return best.plan if fixed is None else fixed
 
@@ -97,17 +100,12 @@ def _candidates(task: _Task, split_backward: bool) -> Iterator[_Candidate]:
 
 
 def _searched(task: _Task, split: bool) -> Plan:
-    """The compute rows of the best rules for each replica; replicas of equal costs get equal rows."""
+    """The compute rows of the best rules found, the same for all replicas since they reduce in one order."""
     limits = Limits(task.memory.capacity, task.memory.weights, task.receive_buffers)
-    found: dict[Chain, Schedule] = {}
-    rows: dict[Node, list[Action]] = {}
-    for replica in range(task.topology.dp):
-        chain = Chain.of(task.topology, task.costs, replica, split)
-        if chain not in found:
-            found[chain] = search(chain, task.num_microbatches, limits)
-        for stage, taken in enumerate(found[chain].taken):
-            rows[Node(stage, replica)] = [Action(t.chunk, t.kind, t.microbatch) for t in taken]
-    return Plan(task.topology, task.num_microbatches, rows)
+    found = search(Chain.slowest(task.topology, task.costs, split), task.num_microbatches, limits)
+    rows = [[Action(t.chunk, t.kind, t.microbatch) for t in taken] for taken in found.taken]
+    by_node = {node: rows[node.stage] for node in task.topology.nodes}
+    return Plan(task.topology, task.num_microbatches, by_node)
 
 
 def _better_fixed(task: _Task, makespan: float) -> Plan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
@@ -15,7 +15,13 @@ from ldt.plan.plan import Plan
 from ldt.plan.verifier import prove
 from ldt.topology import Channel, LanePolicy, Node, lanes
 
-__all__ = ["add_communication", "add_grad_reduction", "buffers_needed", "remove_communication"]
+__all__ = [
+    "add_communication",
+    "add_grad_reduction",
+    "buffers_needed",
+    "check_buffers",
+    "remove_communication",
+]
 
 
 def add_communication(
@@ -32,20 +38,29 @@ def add_communication(
     2. Receives are moved up as far as ``receive_buffers`` messages per channel allow: item i to right after
        the action that uses item i - receive_buffers, never past another receive of its lane. An earlier post
        with the same order in every queue cannot make anything later. Where 1 needs more buffers than that, it
-       gets them. With ``receive_buffers=None`` each channel has as many as it takes for no message of that
-       run to wait for one: over a slow link, all that are under way at once.
+       gets them, except on a dedicated lane whose messages are used in the order in which they are sent: there
+       the receive moves down to that place. Only the use of item i and what follows it wait for that, and they
+       come behind the use of item i - receive_buffers in any case, so it makes no deadlock either. With
+       ``receive_buffers=None`` each channel has as many as it takes for no message of that run to wait for one:
+       over a slow link, all that are under way at once.
 
     Raises PlanError if the compute rows alone are not a valid plan.
     """
-    if receive_buffers is not None and receive_buffers < 1:
-        raise PlanError(f"receive_buffers must be at least 1, got {receive_buffers}")
+    check_buffers(receive_buffers)
     plan = remove_communication(plan)
     ideal = prove(plan, costs, None)
     fixed = dict.fromkeys(plan.topology.channels, receive_buffers or 1)
     placement = _Placement(plan, policy, fixed if receive_buffers else fixed | _buffers_filled(ideal))
+    placement.see_users(ideal.computed)
     for computed in ideal.computed:
         placement.add(computed)
     return plan.with_rows({node: list(placement.row(node)) for node in plan.rows}, policy)
+
+
+def check_buffers(receive_buffers: int | None) -> None:
+    """Raise PlanError for a number of buffers with which no message could be received."""
+    if receive_buffers is not None and receive_buffers < 1:
+        raise PlanError(f"receive_buffers must be at least 1, got {receive_buffers}")
 
 
 def remove_communication(plan: Plan) -> Plan:
@@ -84,7 +99,8 @@ def _buffers_filled(ideal: Run) -> dict[Channel, int]:
     users: dict[tuple[int, str, int, int | None], float] = {}
     for node, action, _, end in ideal.computed:
         if (source := message_into(action)) is not None:
-            users[(*source, node.replica, action.microbatch)] = end
+            hop, direction = source
+            users[hop, direction, node.replica, action.microbatch] = end
     for (channel, microbatch), start, _ in ideal.transferred:
         used = users[channel.hop, channel.direction, channel.replica, microbatch]
         moments[channel] += [(start, 1), (used, -1)]
@@ -110,6 +126,7 @@ class _Placement:
     def __init__(self, plan: Plan, policy: LanePolicy, receive_buffers: Mapping[Channel, int]) -> None:
         self._plan, self._receive_buffers = plan, receive_buffers
         self._lane_of = lanes(plan.topology, policy)
+        self._free_to_wait = set(plan.topology.channels) if policy == "dedicated" else set()
         self._channels = {(c.hop, c.direction, c.replica): c for c in plan.topology.channels}
         self._index = {node: {action: i for i, action in enumerate(row)} for node, row in plan.rows.items()}
         self._ended = dict.fromkeys(plan.rows, 0)  # the gap behind what has ended of the row
@@ -122,12 +139,28 @@ class _Placement:
         self._sends: dict[tuple[Node, int], list[Action]] = defaultdict(list)
         self._receives: dict[tuple[Node, int], list[Action]] = defaultdict(list)
 
+    def see_users(self, order: Iterable[Computed]) -> None:
+        """Find the channels that have a lane of their own and are used in the order of their sends."""
+        last: dict[Channel, int] = {}
+        for computed in order:
+            channel = self._channel_out_of(computed)
+            if channel is None:
+                continue
+            send = Action.send_of(channel.hop, channel.direction, computed.action.microbatch)
+            user = self._index[channel.target][self._user(channel.target, send.counterpart)]
+            if user < last.get(channel, 0):
+                self._free_to_wait.discard(channel)
+            last[channel] = user
+
+    def _channel_out_of(self, computed: Computed) -> Channel | None:
+        target = message_out_of(computed.action)
+        return self._channels.get((*target, computed.node.replica)) if target else None
+
     def add(self, computed: Computed) -> None:
         """Place the transfer of the result of the next action in the total order."""
         node, action = computed.node, computed.action
         gap = self._ended[node] = self._index[node][action] + 1
-        target = message_out_of(action)
-        channel = self._channels.get((*target, node.replica)) if target else None
+        channel = self._channel_out_of(computed)
         if channel is None:
             return
         send = Action.send_of(channel.hop, channel.direction, action.microbatch)
@@ -140,7 +173,8 @@ class _Placement:
         free = users[-buffers] if len(users) >= buffers else 0
         users.append(self._index[node][self._user(node, send.counterpart)] + 1)
         key = (self._lane_of[channel], node)
-        self._last[key] = min(self._ended[node], max(free, self._last[key]))
+        latest = free if channel in self._free_to_wait else self._ended[node]
+        self._last[key] = min(latest, max(free, self._last[key]))
         return self._last[key]
 
     def _user(self, node: Node, receive: Action) -> Action:

@@ -137,10 +137,11 @@ class Timeline:
         training = any(event.action.kind is not Kind.F for event in self.compute)
         ends = self._ends_of_backward() if training else self._ends_of_use()
         changes: dict[Node, list[tuple[float, float]]] = defaultdict(list)
+        last = self.end
         for event in self.compute:
             if event.action.kind is Kind.F:
                 key = (event.node, event.action.chunk, event.action.microbatch)
-                end = ends.get(key, self.end if training else event.end)
+                end = ends.get(key, last if training else event.end)
                 weight = size(event.action.chunk)
                 changes[event.node] += [(event.start, weight), (end, -weight)]
         return {node: highest_level(changes[node]) for node in self.topology.nodes}

@@ -1,0 +1,172 @@
+"""How good the planner's orders are: makespan over the lower bound, against the fixed order, by link and memory.
+
+All times are simulated, so the table is the same on every machine; only ``--growth`` measures time. A forward of a
+cloud chunk takes 1, its backward 2; chunks on the edge take ``edge`` of that; ``latency`` is one way. Every number
+but the bubble is a makespan divided by ``ldt.plan.lower_bound``. No torch is needed.
+
+    python benchmarks/plan_quality.py                      the table
+    python benchmarks/plan_quality.py --memory             also under memory limits, in terms of ushape's own peak
+    python benchmarks/plan_quality.py --growth growth.png  time to plan by size, as a picture
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from ldt.plan import Costs, Timeline, lower_bound, optimize, simulate, ushape
+from ldt.topology import Topology
+
+STAGES = (2, 3, 4, 8)
+EDGES = (0.25, 0.5)
+LATENCIES = (0.0, 0.5, 1.0, 2.0, 4.0)
+MEMORY = (1.0, 1.5, 2.0)  # times the peak that ushape has at each stage
+
+
+class Setting(NamedTuple):
+    """One row of the table."""
+
+    laps: int
+    microbatches: int
+    stages: int
+    edge: float
+    latency: float
+
+    @property
+    def topology(self) -> Topology:
+        return Topology([1] * self.stages, laps=self.laps)
+
+    @property
+    def costs(self) -> Costs:
+        topology = self.topology
+        shares = [self.edge if topology.stage_of(c) == 0 else 1.0 for c in range(topology.num_chunks)]
+        return Costs([1 * s for s in shares], [2 * s for s in shares], latency=self.latency)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Ratios to the bound, and the most live activations on any node."""
+
+    setting: Setting
+    ushape: float
+    optimize: float
+    split: float
+    ushape_peak: int
+    optimize_peak: int
+
+
+def settings(laps: int, microbatches: int) -> Iterator[Setting]:
+    """The forty settings of a table."""
+    for stages, edge, latency in itertools.product(STAGES, EDGES, LATENCIES):
+        yield Setting(laps, microbatches, stages, edge, latency)
+
+
+def fixed(setting: Setting) -> Timeline:
+    """The fixed order, simulated."""
+    return simulate(ushape(setting.topology, setting.microbatches), setting.costs)
+
+
+def planned(
+    setting: Setting, memory_limit: list[int] | None = None, split_backward: bool = False
+) -> Timeline:
+    """The planned order, simulated."""
+    topology, costs = setting.topology, setting.costs
+    plan = optimize(
+        topology, setting.microbatches, costs, memory_limit=memory_limit, split_backward=split_backward
+    )
+    return simulate(plan, costs)
+
+
+def bound(setting: Setting, split_backward: bool = False) -> float:
+    return lower_bound(setting.topology, setting.microbatches, setting.costs, split_backward=split_backward)
+
+
+def row(setting: Setting) -> Row:
+    """What one line of the table says."""
+    order, plan, split = fixed(setting), planned(setting), planned(setting, split_backward=True)
+    return Row(
+        setting,
+        order.makespan / bound(setting),
+        plan.makespan / bound(setting),
+        split.makespan / bound(setting, split_backward=True),
+        max(order.peak_live.values()),
+        max(plan.peak_live.values()),
+    )
+
+
+def limited(setting: Setting, times: float) -> float:
+    """Ratio to the bound with each stage's memory limited to ``times`` the peak of the fixed order there."""
+    peaks = fixed(setting).peak_live.values()
+    return planned(setting, [math.floor(times * peak) for peak in peaks]).makespan / bound(setting)
+
+
+def growth() -> Iterator[tuple[int, int, float]]:
+    """Stages, microbatches and seconds to plan one lap."""
+    for stages, microbatches in ((2, 32), (4, 32), (8, 64), (16, 128), (32, 256), (32, 512), (64, 1024)):
+        setting = Setting(1, microbatches, stages, 0.5, 1.0)
+        start = time.perf_counter()
+        optimize(setting.topology, microbatches, setting.costs)
+        yield stages, microbatches, time.perf_counter() - start
+
+
+def print_table(laps: int, microbatches: int, memory: bool) -> None:
+    limits = MEMORY if memory else ()
+    head = ["P", "edge", "latency", "ushape", "optimize", "split", "peak_u", "peak_o"]
+    head += [f"mem x{times:g}" for times in limits]
+    print(f"# laps={laps} microbatches={microbatches}")
+    print("  ".join(f"{name:>8}" for name in head))
+    columns: list[list[float]] = []
+    for setting in settings(laps, microbatches):
+        line = row(setting)
+        columns.append(
+            [line.ushape, line.optimize, line.split, line.ushape_peak, line.optimize_peak]
+            + [limited(setting, times) for times in limits]
+        )
+        cells = [f"{setting.stages:>8}", f"{setting.edge:>8}", f"{setting.latency:>8}"]
+        print("  ".join(cells + [_cell(number) for number in columns[-1]]))
+    for name, function in (("max", max), ("mean", statistics.fmean)):
+        print(f"{name:>28}  " + "  ".join(_cell(function(column)) for column in zip(*columns, strict=True)))
+
+
+def _cell(number: float) -> str:
+    return f"{number:>8}" if isinstance(number, int) else f"{number:>8.3f}"
+
+
+def draw_growth(path: Path) -> None:
+    from matplotlib.figure import Figure  # only this option needs it
+
+    points = list(growth())
+    actions = [2 * (stages + 1) * microbatches for stages, microbatches, _ in points]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.loglog(actions, [seconds for _, _, seconds in points], "o-")
+    for (stages, microbatches, seconds), count in zip(points, actions, strict=True):
+        print(f"P={stages:<3} M={microbatches:<5} {count:>7} compute actions  {seconds:8.3f} s")
+        axes.annotate(f"{stages} × {microbatches}", (count, seconds), fontsize=8)
+    axes.set(xlabel="compute actions (P × M beside the points)", ylabel="seconds to plan", title="optimize")
+    figure.savefig(path)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description="Quality of planned orders, simulated")
+    options.add_argument("--memory", action="store_true", help="also plan under memory limits")
+    options.add_argument("--laps", type=int, nargs="+", default=[1, 2])
+    options.add_argument("--microbatches", type=int, nargs="+", default=[32, 8])
+    options.add_argument("--growth", type=Path, metavar="PICTURE", help="time to plan by size instead")
+    arguments = options.parse_args()
+    if arguments.growth:
+        draw_growth(arguments.growth)
+        return
+    for laps, microbatches in itertools.product(arguments.laps, arguments.microbatches):
+        print_table(laps, microbatches, arguments.memory)
+
+
+if __name__ == "__main__":
+    main()

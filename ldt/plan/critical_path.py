@@ -1,0 +1,91 @@
+"""The chain of events that a timeline's end hangs on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from ldt.plan.action import Kind
+from ldt.plan.message import message_into
+from ldt.plan.timeline import Event, Timeline
+
+__all__ = ["critical_path"]
+
+
+def critical_path(timeline: Timeline) -> tuple[Event, ...]:
+    """The events, in time, of which each waited for the one before, from the start to the end of the step.
+
+    What an event waited for is the last to be over of: for a compute action its message, the action before it
+    on its node and, behind a reduction, those of the other replicas; for a transfer its producer, the message
+    before it on its direction of the link, and the use of an earlier message that made a receive buffer free.
+    Time that the path does not cover is between two events: latencies are in their transfers.
+    """
+    if not timeline.events:
+        return ()
+    causes = _Causes(timeline)
+    path = [max(timeline.events, key=lambda event: (event.end, event.start))]
+    seen = {path[0]}
+    while (before := causes.of(path[-1])) is not None and before not in seen:
+        path.append(before)
+        seen.add(before)
+    return tuple(reversed(path))
+
+
+class _Causes:
+    def __init__(self, timeline: Timeline) -> None:
+        self._tolerance = 1e-9 * max(abs(timeline.start), abs(timeline.end))
+        self._producers: dict[object, Event] = {}  # by what they are: node, chunk, direction, microbatch
+        self._messages: dict[object, Event] = {}  # by their receive: node, chunk, direction, microbatch
+        self._before: dict[Event, Event] = {}  # the one before on the node, or on the direction of the link
+        self._of_stage: dict[int, list[Event]] = defaultdict(list)  # compute events of all replicas
+        self._uses: dict[object, list[Event]] = defaultdict(list)  # by channel
+        self._replicas = [timeline.topology.replicas(s) for s in range(timeline.topology.num_stages)]
+        last: dict[object, Event] = {}
+        channels = {(c.hop, c.direction, c.replica): c for c in timeline.topology.channels}
+        for event in timeline.events:
+            node, (chunk, kind, microbatch) = event.node, event.action
+            place: object = node
+            if event.channel is not None:
+                place = event.channel.source, event.channel.target
+                receive = event.action.counterpart
+                key = event.channel.target, receive.chunk, event.channel.direction, microbatch
+                self._messages[key] = event
+            elif kind.is_compute:
+                direction = "F" if kind is Kind.F else "B"
+                if kind is not Kind.W:
+                    self._producers[node, chunk, direction, microbatch] = event
+                self._of_stage[node.stage].append(event)
+                source = message_into(event.action)
+                channel = channels.get((*source, node.replica)) if source else None
+                if channel is not None:
+                    self._uses[channel].append(event)
+            else:
+                continue
+            if place in last:
+                self._before[event] = last[place]
+            last[place] = event
+
+    def of(self, event: Event) -> Event | None:
+        """The event that ``event`` waited for; None for the first."""
+        own, others = self._of_compute(event) if event.channel is None else self._of_transfer(event)
+        for cause in (*own, *others):
+            if abs(cause.end - event.start) <= self._tolerance:
+                return cause
+        if event.channel is not None and event in self._before:
+            return self._before[event]  # the link was taken
+        return max(own, key=lambda cause: cause.end, default=None)
+
+    def _of_compute(self, event: Event) -> tuple[list[Event], list[Event]]:
+        """Its message and the action before; what it can have waited for in a reduction."""
+        chunk, kind, microbatch = event.action
+        message = self._messages.get((event.node, chunk, "F" if kind is Kind.F else "B", microbatch))
+        own = [message] if message is not None and kind is not Kind.W else []
+        if event in self._before:
+            own.append(self._before[event])
+        alone = self._replicas[event.node.stage] == 1
+        return own, [] if alone else self._of_stage[event.node.stage]
+
+    def _of_transfer(self, event: Event) -> tuple[list[Event], list[Event]]:
+        """Its producer; what can have made a receive buffer free for it."""
+        assert event.channel is not None
+        key = event.node, event.action.chunk, event.channel.direction, event.action.microbatch
+        return [self._producers[key]] if key in self._producers else [], self._uses[event.channel]

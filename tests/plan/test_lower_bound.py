@@ -1,0 +1,126 @@
+"""The bound: by hand, below every plan that any rules give, and met by a solver's optimum or below it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import costs_of, rules_of
+
+from ldt.errors import PlanError
+from ldt.plan import Costs, lower_bound, optimize, simulate, ushape
+from ldt.plan.bound import chain_bound
+from ldt.plan.chain import Chain
+from ldt.plan.list_scheduler import schedule
+from ldt.topology import Topology
+
+
+def test_one_microbatch_is_the_critical_path():
+    costs = Costs(forward=[1, 2, 3], backward=[4, 5, 6], latency=10)
+    assert lower_bound(Topology([1, 1]), 1, costs) == 61
+
+
+def test_the_busiest_node_by_hand():
+    """Node 1 starts at 0.25 + 4, works 32 times 3, and the head's last backward ends 4 + 0.5 later."""
+    costs = Costs(forward=[0.25, 1, 0.25], backward=[0.5, 2, 0.5], latency=4)
+    assert lower_bound(Topology([1, 1]), 32, costs) == pytest.approx(4.25 + 96 + 4.5)
+
+
+def test_a_split_backward_leaves_no_tail_behind_weights():
+    costs = Costs(forward=[0.5, 1, 1, 0.25], backward=[1, 2, 2, 0.5], latency=5)
+    topology = Topology([1, 1, 1])
+    assert lower_bound(topology, 64, costs, split_backward=True) < lower_bound(topology, 64, costs)
+
+
+def test_a_slow_link_bounds_the_step():
+    """Two directions of the link, each with 16 messages of 3 s of activations or gradients per hop."""
+    costs = Costs(forward=0.01, backward=0.01, bandwidth=1, bytes=3)
+    assert lower_bound(Topology([1, 1]), 16, costs) > 2 * 16 * 3
+
+
+def test_a_slow_replica_bounds_the_step():
+    slow = Costs(forward=1, backward=2, speed={"1.1": 0.5})
+    topology = Topology([1, 1], dp=2)
+    assert lower_bound(topology, 8, slow) >= 8 * 6
+    assert lower_bound(topology, 8, Costs(forward=1, backward=2)) < 8 * 6 + 10
+
+
+def test_what_cannot_be_bounded_is_refused():
+    with pytest.raises(PlanError, match="num_microbatches must be an int of at least 1, got 0"):
+        lower_bound(Topology([1, 1]), 0, Costs(forward=1, backward=2))
+    with pytest.raises(PlanError, match="forward needs one number for each of the 3 chunks"):
+        lower_bound(Topology([1, 1]), 1, Costs(forward=[1], backward=2))
+
+
+@settings(max_examples=300)
+@given(st.data(), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.booleans())
+def test_no_order_is_below_the_bound(data, stages, laps, microbatches, split):
+    topology = Topology([1] * stages, laps=laps)
+    chain = Chain.of(topology, data.draw(costs_of(topology)), split=split)
+    makespan = schedule(chain, microbatches, data.draw(rules_of(chain, microbatches))).makespan
+    assert makespan < float("inf")
+    assert chain_bound(chain, microbatches) <= makespan * (1 + 1e-9) + 1e-12
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 5), st.integers(1, 2), st.integers(1, 9))
+def test_the_fixed_order_is_not_below_the_bound(data, stages, laps, microbatches):
+    topology = Topology([1] * stages, laps=laps)
+    costs = data.draw(costs_of(topology))
+    timeline = simulate(ushape(topology, microbatches), costs)
+    assert lower_bound(topology, microbatches, costs) <= (timeline.end + 1e-12) * (1 + 1e-9)
+
+
+def solved(topology, microbatches, costs, seconds):
+    """(least possible, found) makespan by a constraint solver; whole numbers only."""
+    cp_model = pytest.importorskip("ortools.sat.python.cp_model")
+    model = cp_model.CpModel()
+    chain = Chain.of(topology, costs)
+    horizon = int(microbatches * (sum(chain.forward) + sum(chain.backward)) + 2 * sum(chain.latency))
+    on_stage = [[] for _ in range(topology.num_stages)]
+
+    def task(chunk, duration):
+        start = model.new_int_var(0, horizon, "")
+        interval = model.new_fixed_size_interval_var(start, int(duration), "")
+        on_stage[chunk % topology.num_stages].append(interval)
+        return start
+
+    chunks, end = range(topology.num_chunks), model.new_int_var(0, horizon, "")
+    before = None
+    for _ in range(microbatches):
+        forward = [task(c, chain.forward[c]) for c in chunks]
+        backward = [task(c, chain.backward[c]) for c in chunks]
+        for hop in range(topology.tail):
+            delay = int(chain.latency[hop])
+            model.add(forward[hop + 1] >= forward[hop] + int(chain.forward[hop]) + delay)
+            model.add(backward[hop] >= backward[hop + 1] + int(chain.backward[hop + 1]) + delay)
+        model.add(backward[-1] >= forward[-1] + int(chain.forward[-1]))
+        model.add(end >= backward[0] + int(chain.backward[0]))
+        for earlier, later in zip(before or [], forward + backward, strict=False):
+            model.add(earlier <= later)  # microbatches are alike
+        before = forward + backward
+    for intervals in on_stage:
+        model.add_no_overlap(intervals)
+    model.minimize(end)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = 0
+    solver.parameters.max_time_in_seconds = seconds
+    assert solver.solve(model) in (cp_model.OPTIMAL, cp_model.FEASIBLE)
+    return solver.best_objective_bound, solver.objective_value
+
+
+@pytest.mark.parametrize(
+    ("laps", "microbatches", "forward", "backward", "latency"),
+    [
+        (1, 5, [1, 3, 1], [2, 7, 2], 5),
+        (1, 6, [2, 3, 4, 2], [4, 5, 7, 3], [3, 0, 9]),
+        (2, 4, [1, 4, 2, 3, 1], [2, 6, 3, 8, 3], 4),
+        (2, 3, [2, 5, 5, 1, 4, 6, 2], [3, 9, 8, 2, 9, 11, 4], [6, 1, 6, 6, 1, 6]),
+    ],
+)
+def test_against_a_solver(laps, microbatches, forward, backward, latency):
+    """The bound is not above the optimum, and the planner is within 1 % of it."""
+    topology = Topology([1] * ((len(forward) - 1) // laps), laps=laps)
+    costs = Costs(forward, backward, latency=latency)
+    _, found = solved(topology, microbatches, costs, seconds=8)
+    assert lower_bound(topology, microbatches, costs) <= found
+    assert simulate(optimize(topology, microbatches, costs), costs).makespan <= 1.01 * found

@@ -1,0 +1,205 @@
+"""The planner: every plan is proven, never longer than the fixed order, within its memory, and the same each time."""
+
+import itertools
+
+import pytest
+from brute_force import works
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ldt.errors import PlanError
+from ldt.plan import (
+    Costs,
+    Kind,
+    Plan,
+    buffers_needed,
+    critical_path,
+    lower_bound,
+    optimize,
+    simulate,
+    ushape,
+    verify,
+)
+from ldt.topology import Node, Topology
+
+
+@st.composite
+def tasks(draw, max_laps=3, max_dp=1):
+    """A topology, a number of microbatches, and costs in which every chunk, hop and node differs."""
+    stages, laps, dp = draw(st.integers(1, 5)), draw(st.integers(1, max_laps)), draw(st.integers(1, max_dp))
+    topology = Topology([1] * stages, dp=dp, laps=laps)
+
+    def figures(count, least, most):
+        return draw(st.lists(st.floats(least, most), min_size=count, max_size=count))
+
+    chunks, hops = topology.num_chunks, topology.num_chunks - 1
+    costs = Costs(
+        figures(chunks, 0.1, 2),
+        figures(chunks, 0.1, 4),
+        latency=figures(hops, 0, 4),
+        bandwidth=draw(st.sampled_from([None, 1.0])),
+        bytes=figures(hops, 0, 1),
+        speed=dict(zip(topology.nodes, figures(len(topology.nodes), 0.8, 1.2), strict=True)),
+        activation_bytes=figures(chunks, 1, 9),
+    )
+    return topology, draw(st.integers(1, 12)), costs
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "lanes": st.sampled_from(["dedicated", "paired"]),
+        "receive_buffers": st.sampled_from([None, 1, 2, 4]),
+        "split_backward": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(tasks(max_dp=2), OPTIONS)
+def test_every_plan_is_proven_and_round_trips(task, options):
+    plan = optimize(*task, **options)
+    verify(plan)
+    assert Plan.from_text(plan.to_text()) == plan
+    topology, microbatches, costs = task
+    bound = lower_bound(topology, microbatches, costs, split_backward=options["split_backward"])
+    assert bound <= simulate(plan, costs).makespan * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(tasks(), OPTIONS)
+def test_a_second_judge_agrees(task, options):
+    plan = optimize(*task, **(options | {"split_backward": False}))
+    assert works(plan, options["lanes"])
+
+
+@settings(max_examples=40)
+@given(tasks(max_laps=2, max_dp=2), OPTIONS)
+def test_never_longer_than_the_fixed_order(task, options):
+    topology, microbatches, costs = task
+    buffers = options["receive_buffers"] or 2
+    fixed = ushape(topology, microbatches, lanes=options["lanes"], receive_buffers=buffers)
+    planned = simulate(optimize(*task, **options), costs).makespan
+    assert planned <= simulate(fixed, costs).makespan * (1 + 1e-9)
+
+
+@settings(max_examples=20)
+@given(tasks(), OPTIONS)
+def test_splitting_never_makes_it_longer(task, options):
+    whole, split = (
+        simulate(optimize(*task, **(options | {"split_backward": split})), task[2]).makespan
+        for split in (False, True)
+    )
+    assert split <= whole * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(tasks(), OPTIONS, st.integers(0, 4))
+def test_live_microbatches_stay_within_their_limit(task, options, more):
+    topology, _, costs = task
+    limit = [len(topology.chunks_of(stage)) + more for stage in range(topology.num_stages)]
+    plan = optimize(*task, memory_limit=limit, **options)
+    for node, peak in simulate(plan, costs).peak_live.items():
+        assert peak <= limit[node.stage]
+
+
+@settings(max_examples=25)
+@given(tasks(), OPTIONS, st.floats(1, 3))
+def test_bytes_stay_within_their_limit(task, options, times):
+    topology, _, costs = task
+    least = [sum(map(costs.activation, topology.chunks_of(s))) for s in range(topology.num_stages)]
+    limit = [times * number for number in least]
+    plan = optimize(*task, memory_limit_bytes=limit, **options)
+    for node, peak in simulate(plan, costs).peak_bytes(costs).items():
+        assert peak <= limit[node.stage] * (1 + 1e-9)
+
+
+@settings(max_examples=20)
+@given(tasks(), OPTIONS)
+def test_the_same_each_time(task, options):
+    assert optimize(*task, **options) == optimize(*task, **options)
+
+
+@settings(max_examples=25)
+@given(tasks(max_dp=2), st.booleans())
+def test_a_critical_path_leads_from_start_to_end(task, split):
+    timeline = simulate(optimize(*task, split_backward=split), task[2])
+    path = critical_path(timeline)
+    assert path[0].start == pytest.approx(timeline.start)
+    assert path[-1].end == timeline.end
+    for one, other in itertools.pairwise(path):
+        assert one.start <= other.start
+        same_link = one.channel is not None and other.channel is not None
+        assert same_link or one.end == pytest.approx(other.start)
+
+
+def test_a_critical_path_by_hand():
+    topology = Topology([1, 1])
+    timeline = simulate(ushape(topology, 2), Costs(forward=[1, 5, 1], backward=[2, 1, 2], latency=1))
+    path = "0F0 0SEND_F0 1F0 1F1 1SEND_F1 2F1 2B1 2SEND_B1 1B1 1SEND_B1 0B1"
+    assert " ".join(str(event.action) for event in critical_path(timeline)) == path
+
+
+LINKED = Costs(forward=1, backward=2, latency=2, activation_bytes=100)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit": 2}, "memory_limit=2 is too small for one microbatch at a time: .* works is 3"),
+        ({"memory_limit": [3, 1]}, r"the smallest that works is \[3\.?0?, 2\.?0?\]"),
+        (
+            {"memory_limit_bytes": 250},
+            "memory_limit_bytes=250 is too small .* the smallest that works is 300",
+        ),
+        ({"memory_limit": [3, 2, 2]}, "memory_limit must be a number or one for each of the 2 stages"),
+        ({"memory_limit": "3"}, "memory_limit must be a number or one for each of the 2 stages, got '3'"),
+        ({"memory_limit": 3, "memory_limit_bytes": 300}, "not both"),
+        ({"receive_buffers": 0}, "receive_buffers must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(options, message):
+    with pytest.raises(PlanError, match=message):
+        optimize(Topology([1, 1], laps=2), 4, LINKED, **options)
+
+
+def test_the_smallest_limits_work():
+    topology = Topology([1, 1], laps=2)
+    one_at_a_time = lower_bound(topology, 1, LINKED)
+    for options in ({"memory_limit": 3}, {"memory_limit": [3, 2]}, {"memory_limit_bytes": 300}):
+        timeline = simulate(optimize(topology, 4, LINKED, **options), LINKED)
+        assert timeline.peak_live[Node(0, 0)] == 3
+        assert timeline.makespan <= 4 * one_at_a_time
+
+
+def test_bytes_need_costs_in_bytes():
+    with pytest.raises(PlanError, match="needs costs with activation_bytes"):
+        optimize(Topology([1, 1]), 2, Costs(forward=1, backward=2), memory_limit_bytes=10)
+
+
+def test_an_edge_that_serves_several_replicas_is_refused():
+    with pytest.raises(PlanError, match="got edge_dp=1, dp=2; leave edge_dp out"):
+        optimize(Topology([1, 1], dp=2, edge_dp=1), 2, LINKED)
+
+
+def test_a_slow_link_gets_the_buffers_it_asks_for():
+    topology = Topology([1, 1, 1])
+    slow = Costs(forward=[0.25, 1, 1, 0.25], backward=[0.5, 2, 2, 0.5], latency=4)
+    free, two = (optimize(topology, 32, slow, receive_buffers=buffers) for buffers in (None, 2))
+    assert max(buffers_needed(free).values()) > 2 >= max(buffers_needed(two).values())
+    assert simulate(free, slow).makespan < simulate(two, slow).makespan
+
+
+def test_weights_come_apart_only_if_asked_for():
+    topology, kinds = Topology([1, 1]), {}
+    for split in (False, True):
+        plan = optimize(topology, 4, LINKED, split_backward=split)
+        kinds[split] = {action.kind for row in plan.rows.values() for action in row}
+    assert Kind.B in kinds[False]
+    assert {Kind.I, Kind.W} <= kinds[True]
+
+
+def test_three_laps_reach_the_bound():
+    costs = Costs(forward=[0.25, 1, 1] * 3 + [0.25], backward=[0.5, 2, 2] * 3 + [0.5], latency=1)
+    topology = Topology([1, 1, 1], laps=3)
+    plan = optimize(topology, 16, costs)
+    assert simulate(plan, costs).makespan <= 1.01 * lower_bound(topology, 16, costs)

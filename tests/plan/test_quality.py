@@ -1,0 +1,74 @@
+"""The figures of docs/planner.md. Simulated times are the same on every machine, so they can be asserted."""
+
+import importlib.util
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ldt.plan import optimize, simulate
+from ldt.topology import Topology
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "plan_quality.py"
+_SPEC = importlib.util.spec_from_file_location("plan_quality", _FILE)
+quality = sys.modules["plan_quality"] = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(quality)
+
+EXACT = 1 + 1e-9  # rounding
+
+
+@pytest.mark.parametrize("microbatches", [8, 32])
+@pytest.mark.parametrize("laps", [1, 2])
+def test_every_setting_reaches_the_bound(laps, microbatches):
+    """The bound is below every plan, so these are optimal."""
+    for setting in quality.settings(laps, microbatches):
+        ratio = quality.planned(setting).makespan / quality.bound(setting)
+        assert 1 / EXACT <= ratio <= EXACT, setting
+
+
+def test_what_the_fixed_order_loses():
+    """At a latency of one forward, with three stages and more."""
+    for setting in quality.settings(1, 32):
+        if setting.latency == 1 and setting.stages > 2:
+            assert 1.1 < quality.fixed(setting).makespan / quality.bound(setting) < 1.45
+
+
+@pytest.mark.parametrize("stages", [4, 8])
+@pytest.mark.parametrize("microbatches", [8, 32])
+def test_a_split_backward_idles_a_third(stages, microbatches):
+    """Without latency, edge and cloud with equal work: idle time per node, against the fixed order's."""
+    setting = quality.Setting(1, microbatches, stages, 0.5, 0.0)
+    fixed, split = quality.fixed(setting), quality.planned(setting, split_backward=True)
+    assert split.bubble * split.makespan <= fixed.bubble * fixed.makespan / 3
+    assert split.makespan <= EXACT * quality.bound(setting, split_backward=True)
+
+
+@pytest.mark.parametrize("laps", [1, 2])
+def test_a_split_backward_is_near_its_bound(laps):
+    ratios = [
+        quality.planned(setting, split_backward=True).makespan / quality.bound(setting, split_backward=True)
+        for setting in quality.settings(laps, 8)
+    ]
+    assert max(ratios) <= 1.05
+    assert statistics.fmean(ratios) <= 1.01
+
+
+@pytest.mark.parametrize("laps", [1, 2])
+def test_memory_buys_time(laps):
+    """With the fixed order's own peak it is no slower, and each further half of it makes it no slower."""
+    for stages in (3, 4):
+        setting = quality.Setting(laps, 32, stages, 0.5, 2.0)
+        fixed = quality.fixed(setting).makespan / quality.bound(setting)
+        ratios = [quality.limited(setting, times) for times in (1, 1.5, 2, 6)]
+        assert sorted([fixed, *ratios], reverse=True) == [fixed, *ratios]
+        assert ratios[-1] <= EXACT
+
+
+def test_time_to_plan():
+    """A generous limit: it is there to catch growth, not to measure."""
+    setting = quality.Setting(1, 64, 8, 0.5, 1.0)
+    start = time.perf_counter()
+    simulate(optimize(Topology([1] * 8), 64, setting.costs), setting.costs)
+    assert time.perf_counter() - start < 5
