@@ -99,13 +99,18 @@ def run(arguments: argparse.Namespace) -> int:
             name: lower_bound(topology, arguments.microbatches, costs, split_backward=_splits(plan))
             for name, plan in plans.items()
         }
-        best = min(plans, key=lambda name: timelines[name].makespan)
+        within = [
+            name for name, timeline in timelines.items() if _keeps_to_limits(arguments, timeline, costs)
+        ]
+        best = min(within, key=lambda name: timelines[name].makespan)
         written = _write(arguments, plans[best], timelines)
-    except (LdtError, OSError, UnicodeDecodeError) as error:
+    except (LdtError, OSError) as error:
         print(f"python -m ldt plan: {error}", file=sys.stderr)
         return 2
     print(f"{topology.to_text()}, {arguments.microbatches} microbatches, {arguments.lanes} lanes")
     print(_table(timelines, bounds, costs))
+    for name in timelines.keys() - within:
+        print(f"{name} does not keep to the memory limit")
     print(f"wrote {_listed(map(str, written))}")
     if arguments.grid:
         print(f"\n{best}\n{draw_text(timelines[best])}")
@@ -120,7 +125,10 @@ def _check_files(arguments: argparse.Namespace) -> None:
         if not path.absolute().parent.is_dir():
             raise LdtError(f"there is no folder {path.parent} to write {path.name} to")
     for path in filter(None, (arguments.costs, arguments.from_csv)):
-        path.read_text(encoding="utf-8")
+        try:
+            path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise LdtError(f"{path} is not a text file: {error}") from error
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
@@ -171,6 +179,12 @@ def _table(timelines: dict[str, Timeline], bounds: dict[str, float], costs: Cost
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
     lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _keeps_to_limits(arguments: argparse.Namespace, timeline: Timeline, costs: Costs) -> bool:
+    live, kept = max(timeline.peak_live.values()), max(timeline.peak_bytes(costs).values())
+    limits = ((arguments.memory_limit, live), (arguments.memory_limit_bytes, kept))
+    return all(limit is None or used <= limit for limit, used in limits)
 
 
 def _splits(plan: Plan) -> bool:

@@ -54,6 +54,12 @@ class Attendance:
             with self._lock:
                 self._current = None
 
+    @property
+    def current(self) -> str:
+        """The call that this rank is in, empty for none. Equal on ranks that make the same calls."""
+        with self._lock:
+            return "" if self._current is None else f"{self._current.name} (call {self._current.number})"
+
     def compare(self, store: Any) -> str | None:
         """What is wrong if another rank makes another call than this one, which has lasted for a while."""
         with self._lock:

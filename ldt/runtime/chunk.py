@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ldt.errors import LdtError
-from ldt.runtime.kept import kept_tensors
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs, TensorSpec
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
@@ -145,12 +144,15 @@ class ChunkRunner:
     def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it.
 
-        A tensor that the module keeps is copied: the next forward may change it while this one is still under way.
+        A tensor without a graph may be one that the module keeps, and changes in its next forward while this one is
+        still under way: it is copied.
         """
         if torch.is_grad_enabled():
             graph = self._graphs.setdefault(microbatch, _InFlight([]))
             graph.roots = [self._root_of(output) for output in outputs]
-        return self._apart(outputs)
+        return [
+            output.detach() if output.grad_fn is not None else output.detach().clone() for output in outputs
+        ]
 
     def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         """Where the backward begins, and with what."""
@@ -166,13 +168,6 @@ class ChunkRunner:
         for graph in self._graphs.values():
             graph.let_go()
         self._graphs.clear()
-
-    def _apart(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        detached = [output.detach() for output in outputs]
-        if all(output.grad_fn is not None for output in outputs):
-            return detached  # each was computed just now
-        kept = set(map(_storage, kept_tensors(self.module)))
-        return [tensor.clone() if _storage(tensor) in kept else tensor for tensor in detached]
 
     def _root_of(self, output: torch.Tensor) -> Root | None:
         if not output.requires_grad:
@@ -194,10 +189,6 @@ def _backward(starts: Sequence[Start]) -> None:
     if starts:
         roots: Any = [root for root, _ in starts]  # torch's annotation allows tensors or edges, not both
         torch.autograd.backward(roots, [grad for _, grad in starts])
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _finished(grad: torch.Tensor) -> torch.Tensor:

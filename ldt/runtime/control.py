@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -68,7 +68,8 @@ class ControlPlane:
     """Collective calls on a gloo group of all ranks; every rank makes the same ones in the same order.
 
     Messages are JSON, length-checked, never unpickled. ``rank`` is this rank's number in the topology and in the
-    group, ``ranks[rank]`` the global one, which texts name. Without a group (one rank) nothing is sent.
+    group, ``ranks[rank]`` the global one, which texts name. Without a group (one rank) nothing is sent. ``call`` names
+    the call that a rank is in; it travels with each message, so that none is taken for one of another call.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class ControlPlane:
         ranks: Sequence[int],
         failures: FailureWatch,
         seconds: float,
+        call: Callable[[], str] = lambda: "",
     ) -> None:
+        self._call = call
         self._group = group
         self._rank = rank
         self._ranks = ranks
@@ -93,7 +96,7 @@ class ControlPlane:
         if self._group is None:
             return message
         limit = None if patient else self._seconds
-        data = _encode(message) if self._rank == source else b""
+        data = _encode([self._call(), message]) if self._rank == source else b""
         buffer = torch.zeros(_LENGTH_BYTES + _INLINE_BYTES, dtype=torch.uint8)
         if self._rank == source:
             buffer[:_LENGTH_BYTES] = _as_tensor(len(data).to_bytes(_LENGTH_BYTES, "little"))
@@ -109,7 +112,7 @@ class ControlPlane:
         if length > _INLINE_BYTES:
             payload = _as_tensor(data) if self._rank == source else torch.empty(length, dtype=torch.uint8)
             self._broadcast(payload, source, self._seconds)
-        return _decode(_as_bytes(payload), self._ranks[source])
+        return self._opened(_decode(_as_bytes(payload), self._ranks[source]), source)
 
     def gather(self, message: Any) -> list[Any]:
         """Every rank's ``message``, by rank of the topology, on every rank."""
@@ -130,6 +133,22 @@ class ControlPlane:
     def close(self) -> None:
         """Let go of the group."""
         self._group = None
+
+    def _opened(self, envelope: Any, source: int) -> Any:
+        """The message in ``envelope``, if it belongs to the call that this rank is in."""
+        match envelope:
+            case [str(theirs), message] if theirs == self._call():
+                return message
+            case [str(theirs), _]:
+                self._failures.wait(1.0)  # another rank may have found out before
+                self._failures.check()
+                raise LdtError(
+                    f"rank {self._ranks[source]} is in {theirs or 'no call'}, rank {self._ranks[self._rank]} is in "
+                    f"{self._call() or 'no call'}: every rank must make the same calls in the same order"
+                )
+        raise LdtError(
+            f"rank {self._ranks[source]} sent a control message of another form: {str(envelope)[:80]}"
+        )
 
     def _broadcast(self, tensor: torch.Tensor, source: int, seconds: float | None) -> None:
         assert self._group is not None

@@ -167,6 +167,10 @@ class Executor:
     def _check(self, tensors: tuple[torch.Tensor, ...], chunk: int, microbatch: int) -> None:
         """Raise before anything is sent that the receiver does not expect."""
         specs = specs_of(tensors)
+        if (
+            not self._work.plan.training
+        ):  # where a parameter that is passed on requires a gradient all the same
+            specs = tuple(spec.without_grad() for spec in specs)
         if not self._topology.crosses(chunk):
             self._local[microbatch, chunk] = specs
             return

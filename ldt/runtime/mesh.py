@@ -222,6 +222,7 @@ class Mesh:
             self.ranks,
             self.failures,
             transfer_timeout.total_seconds(),
+            lambda: self._attendance.current,
         )
         self._endpoints = make_endpoints(
             self.topology, self.lanes, self.rank, self._groups, self.device, transfer_timeout

@@ -97,6 +97,12 @@ def open_step(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> Agr
     counts = [len(message["microbatches"]) for message in messages]
     if len(set(counts)) > 1:
         raise LdtError(f"the replicas of the edge must have equally many microbatches, they have {counts}")
+    others = [message["autocast"] for message in messages if message["autocast"] != shapes.autocast()]
+    if others:
+        raise LdtError(
+            f"autocast must be the same on all ranks: here it is {shapes.autocast() or 'off'}, on the edge "
+            f"{others[0] or 'off'}"
+        )
     plan = plans.get(counts[0], call.training)
     digest = plans.digest(counts[0], call.training)
     for leader, message in zip(_edge_leaders(mesh), messages, strict=True):
@@ -165,6 +171,7 @@ def _describe(
         "serial": call.serial,
         "plan": plans.digest(len(microbatches), call.training),
         "setting": setting,
+        "autocast": shapes.autocast(),
         "specs": [[spec.to_json() for spec in head] for head in numbers],
         "microbatches": indices,
     }

@@ -31,7 +31,8 @@ class PlanBook:
         self._digests: dict[tuple[int, bool], str] = {}
         self._given = plan
         if plan is not None:
-            self._plans[plan.num_microbatches, plan.training] = self._completed(plan)
+            self._given = self._completed(plan)
+            self._plans[plan.num_microbatches, plan.training] = self._given
 
     def get(self, num_microbatches: int, training: bool) -> Plan:
         """Raises PlanError if the given plan does not fit and there is no factory, or its plan is refused."""
@@ -63,7 +64,7 @@ class PlanBook:
                 f"{num_microbatches}: for batches of several sizes give it plan_factory=, a function of (topology, "
                 "num_microbatches, training) that makes their plans"
             )
-        if (plan.num_microbatches, plan.training) != (num_microbatches, training):
+        if isinstance(plan, Plan) and (plan.num_microbatches, plan.training) != (num_microbatches, training):
             raise PlanError(
                 f"plan_factory was asked for {num_microbatches} microbatches of {_mode(training)}, it gave a plan of "
                 f"{plan.num_microbatches} of {_mode(plan.training)}"
@@ -71,13 +72,18 @@ class PlanBook:
         return plan
 
     def _completed(self, plan: Plan) -> Plan:
+        if not isinstance(plan, Plan):
+            raise PlanError(
+                f"expected an ldt.plan.Plan, got {type(plan).__name__}: read a text with Plan.from_text, and let "
+                "plan_factory return a plan"
+            )
         if plan.topology != self._topology:
             raise PlanError(
                 f"the plan is for topology {plan.topology.to_text()}, the mesh was connected for "
                 f"{self._topology.to_text()}: make the plan from mesh.topology"
             )
         if plan.lanes is None:
-            plan = add_grad_reduction(add_communication(plan, self._lanes))
+            plan = add_communication(add_grad_reduction(plan), self._lanes)
         if plan.lanes != self._lanes:
             raise PlanError(
                 f"the plan is for {plan.lanes!r} lanes, the mesh was connected with lanes={self._lanes!r}: "

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from ldt.errors import LdtError
 from ldt.runtime.control import wait_or_fail
 from ldt.runtime.mesh import Mesh
 
@@ -30,6 +31,10 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what
 def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
     group = mesh.dp_group
     assert group is not None, f"{what}: there are no replicas"
+    if any(p.grad is not None and p.grad.layout is not torch.strided for p in bucket):
+        raise LdtError(
+            f"{what} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
+        )
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
     flags = torch.tensor([p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device)
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), flags])

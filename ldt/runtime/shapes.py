@@ -60,15 +60,18 @@ class ShapeBook:
         self._heads: _Recent[HopSpecs] = _Recent(256)
         self._outputs: _Recent[HopSpecs] = _Recent(1024)
 
+    def autocast(self) -> str | None:
+        """The dtype that autocast casts to on this rank's device, None where it is off."""
+        kind = self._mesh.device.type
+        return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+
     def setting(self) -> str:
-        """What may give one input other shapes: autocast on this rank's device, and which modules are in train mode.
+        """What may give one input other shapes: autocast, and which modules are in train mode.
 
         The edge's stands for that of all ranks, as both are switched everywhere between the same two steps.
         """
-        kind = self._mesh.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         modes = bytes(part.training for chunk in self._chunks.values() for part in chunk.modules())
-        return f"autocast={autocast} modes={hashlib.sha256(modes).hexdigest()[:16]}"
+        return f"autocast={self.autocast()} modes={hashlib.sha256(modes).hexdigest()[:16]}"
 
     def forget(self) -> None:
         """Infer everything anew from the next step on. To be called on all ranks between the same two steps."""

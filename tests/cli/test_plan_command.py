@@ -44,6 +44,14 @@ def test_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (folder / "ldt-plan.png").stat().st_size > 10_000
 
 
+def test_the_best_plan_keeps_to_the_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["plan", "--stages", "1,1", "--microbatches", "8", "--forward", "1ms", "--latency", "10ms"]
+    assert main([*given, "--memory-limit", "2"]) == 0
+    assert "ushape does not keep to the memory limit" in capsys.readouterr().out
+    plan = Plan.from_text((folder / "ldt-plan.txt").read_text())
+    assert max(simulate(plan, Costs(0.001, 0.002, latency=0.01)).peak_live.values()) == 2
+
+
 def test_a_plan_of_another_engine_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*ARGUMENTS, "--to-csv", "best.csv"])
     before = rows(capsys.readouterr().out)["optimize"]
@@ -77,8 +85,8 @@ def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.Cap
         ("--plan nowhere/plan.txt", "there is no folder nowhere to write plan.txt to"),
         ("--picture nowhere/a.png", "there is no folder nowhere to write a.png to"),
         ("--picture a.txt", "--picture needs a name that ends in .png or .svg, got a.txt"),
-        (f"--costs {sys.executable}", "utf-8"),
-        (f"--from-csv {sys.executable}", "utf-8"),
+        (f"--costs {sys.executable}", f"{sys.executable} is not a text file"),
+        (f"--from-csv {sys.executable}", f"{sys.executable} is not a text file"),
         ("--memory-limit 1", "the smallest that works is 2"),
         ("--from-csv nowhere.csv", "nowhere.csv"),
         ("--costs nowhere.json", "nowhere.json"),

@@ -44,6 +44,31 @@ def test_some_ranks_clip_and_the_others_step(pool: RankPool, who: list[int]) -> 
         assert answer.endswith("every rank must make the same calls in the same order")
 
 
+def other_call(edge: str) -> tuple[str, bool]:
+    """The edge alone makes another call, the others step. Messages of one are not taken for those of the other."""
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, chunks)
+        result = pipeline.step(BATCH if mesh.is_edge else None)
+        start = time.monotonic()
+        with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
+            if mesh.is_edge and edge == "gather_stats()":
+                pipeline.gather_stats(result)
+            elif mesh.is_edge:
+                build(mesh, chunks)
+            pipeline.step(BATCH if mesh.is_edge else None)
+        assert time.monotonic() - start < SECONDS
+        return str(caught.value), mesh.failed
+
+
+@pytest.mark.parametrize("edge", ["gather_stats()", "Pipeline()"])
+def test_a_call_of_the_edge_alone(pool: RankPool, edge: str) -> None:
+    for text, failed in pool.run(other_call, edge):
+        assert failed
+        assert f"is in {edge} (call 3)" in text
+        assert "is in step() (call 3)" in text
+
+
 def stopping_early(who: int, late: float) -> str | None:
     """Rank ``who`` closes its mesh after two steps, the others make a third, ``late`` seconds later or earlier."""
     chunks = toy_chunks(TOPOLOGY)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +27,17 @@ class Counting(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
         self.several = torch.zeros(3, 16)
         self.listed = [torch.zeros(1)]
+        self.frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.hidden: Any = SimpleNamespace(tensor=torch.zeros(1))
         self.pick = pick
 
     def forward(self, x: Tensor, scale: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         self.seen.add_(1)
         self.several.add_(1)
         self.listed[0].add_(1)
+        self.frozen.add_(1)
+        if type(x) is Tensor:  # not while shapes are inferred, as nothing looks into objects
+            self.hidden.tensor.add_(1)
         return self.linear(x * scale), self.pick(self)
 
 
@@ -51,11 +58,25 @@ def view(chunk: Counting) -> Tensor:
     return chunk.several[1]
 
 
+def parameter(chunk: Counting) -> Tensor:
+    return chunk.frozen
+
+
 def entry(chunk: Counting) -> Tensor:
     return chunk.listed[0]
 
 
-PICKS = {"buffer": buffer, "view of an attribute": view, "entry of a list": entry}
+def hidden(chunk: Counting) -> Tensor:
+    return chunk.hidden.tensor  # type: ignore[no-any-return]
+
+
+PICKS = {
+    "buffer": buffer,
+    "view of an attribute": view,
+    "entry of a list": entry,
+    "parameter": parameter,
+    "of an object": hidden,
+}
 
 
 def made(name: str, stages: int) -> list[nn.Module]:

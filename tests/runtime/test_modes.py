@@ -103,6 +103,40 @@ def test_train_and_eval_mode_between_calls(pool: RankPool) -> None:
         assert "the mode of modules (train or eval) must be the same on all ranks" in text
 
 
+class Tying(ToyChunk):
+    """Passes its weight on to the tail."""
+
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x), self.first.weight
+
+
+class Tied(ToyChunk):
+    def forward(self, x: Tensor, weight: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x) @ weight
+
+
+class Passing(ToyChunk):
+    def forward(self, x: Tensor, weight: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(x), weight
+
+
+def weight_on_a_hop() -> None:
+    torch.manual_seed(0)
+    chunks: list[nn.Module] = [Tying(16), Passing(16), Passing(16), Tied(16)]
+    batch = toy_microbatches(3)
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, chunks)
+        for _ in range(2):
+            step_and_compare(mesh, pipeline, chunks, batch)
+            losses, _ = unsplit_step(chunks, batch, toy_loss)
+            result = pipeline.eval(batch if mesh.is_edge else None)
+            assert result.losses is None or all(map(torch.equal, result.losses, losses))
+
+
+def test_a_chunk_may_pass_its_weight_on(pool: RankPool) -> None:
+    pool.run(weight_on_a_hop)
+
+
 def eval_without_targets() -> None:
     chunks = toy_chunks(TOPOLOGY)
     batch = toy_microbatches(3)

@@ -62,7 +62,12 @@ def test_a_factory_that_gives_ranks_different_plans(pool: RankPool, mode: str) -
         assert "plan_factory must give equal plans on all ranks" in text
 
 
+def nothing(topology: Topology, num_microbatches: int, training: bool) -> Plan:
+    return None  # type: ignore[return-value]
+
+
 WRONG = {
+    nothing: "expected an ldt.plan.Plan, got NoneType: read a text with Plan.from_text, and let plan_factory return",
     of_another_topology: "the plan is for topology tp=1,1 ",
     of_other_lanes: "the plan is for 'paired' lanes",
     of_fewer_microbatches: "plan_factory was asked for 4 microbatches of step(), it gave a plan of 3 of step()",
@@ -91,6 +96,21 @@ def test_a_given_plan_that_does_not_fit(pool: RankPool, factory: Callable[..., P
     for kind, text in pool.run(given, factory):
         assert kind == "PlanError"
         assert WRONG[factory] in text
+
+
+def bare() -> None:
+    """A plan of compute actions only, for two replicas: sends, receives and reductions are put in."""
+    topology = Topology([1], dp=2)
+    plan = ldt.plan.ushape(topology, 3)
+    rows = {node: [a for a in row if a.kind.is_compute] for node, row in plan.rows.items()}
+    with ldt.connect(topology, ranks=[0, 1]) as mesh:
+        pipeline = build(mesh, toy_chunks(topology), plan=plan.with_rows(rows, None))
+        pipeline.step(toy_microbatches(3, seed=mesh.replica))
+        assert pipeline.plan(3) == plan
+
+
+def test_a_bare_plan_is_completed(pool: RankPool) -> None:
+    pool.run(bare, ranks=[0, 1])
 
 
 def other_sizes(tp: list[int], with_factory: bool) -> list[str]:
