@@ -116,7 +116,9 @@ class Knobs:
 
         Later windows are no larger than earlier ones, or strict ones could wait for each other.
         """
-        pace = max(*chain.forward, *chain.occupancy, chain.critical_path * _ROUNDING)
+        pace = (
+            max(*chain.forward, *chain.occupancy, chain.critical_path * _ROUNDING) or 1.0
+        )  # if nothing takes time
         last_lap = chain.tail - chain.num_stages
         windows: list[int] = []
         for chunk, trip in enumerate(chain.round_trips):

@@ -74,6 +74,10 @@ class MemoryLimit:
 
 def _per_stage(name: str, limit: float | Sequence[float], stages: int) -> tuple[float, ...]:
     numbers = list(limit) if isinstance(limit, Sequence) else [limit] * stages
-    if len(numbers) != stages or not all(isinstance(n, Real) and not isinstance(n, bool) for n in numbers):
-        raise PlanError(f"{name} must be a number or one for each of the {stages} stages, got {limit!r}")
+    if len(numbers) != stages or not all(
+        isinstance(n, Real) and not isinstance(n, bool) and n >= 0 for n in numbers
+    ):
+        raise PlanError(
+            f"{name} must be a number from 0 on, or one for each of the {stages} stages, got {limit!r}"
+        )
     return tuple(float(number) for number in numbers)

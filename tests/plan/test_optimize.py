@@ -151,8 +151,15 @@ LINKED = Costs(forward=1, backward=2, latency=2, activation_bytes=100)
             {"memory_limit_bytes": 250},
             "memory_limit_bytes=250 is too small .* the smallest that works is 300",
         ),
-        ({"memory_limit": [3, 2, 2]}, "memory_limit must be a number or one for each of the 2 stages"),
-        ({"memory_limit": "3"}, "memory_limit must be a number or one for each of the 2 stages, got '3'"),
+        (
+            {"memory_limit": [3, 2, 2]},
+            "memory_limit must be a number from 0 on, or one for each of the 2 stages",
+        ),
+        ({"memory_limit": float("nan")}, "memory_limit must be a number from 0 on"),
+        (
+            {"memory_limit": "3"},
+            "memory_limit must be a number from 0 on, or one for each of the 2 stages, got '3'",
+        ),
         ({"memory_limit": 3, "memory_limit_bytes": 300}, "not both"),
         ({"receive_buffers": 0}, "receive_buffers must be at least 1, got 0"),
     ],
@@ -203,3 +210,10 @@ def test_three_laps_reach_the_bound():
     topology = Topology([1, 1, 1], laps=3)
     plan = optimize(topology, 16, costs)
     assert simulate(plan, costs).makespan <= 1.01 * lower_bound(topology, 16, costs)
+
+
+def test_costs_of_nothing_have_a_plan():
+    topology = Topology([1, 1, 1])
+    plan = optimize(topology, 3, Costs(0, 0))
+    verify(plan)
+    assert simulate(plan, Costs(0, 0)).makespan == 0
