@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +26,7 @@ __all__ = [
     "model_groups",
     "stage_name",
     "tp_name",
+    "unique_dim",
 ]
 
 CONTROL = "control"
@@ -121,6 +123,20 @@ def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta
     if backend == GLOO:
         group.set_timeout(_NO_LIMIT)
     return group
+
+
+_dims: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
+
+def unique_dim(dim: str, ranks: Sequence[int]) -> str:
+    """``dim`` at first, then ``dim_2`` and so on for the same ranks.
+
+    torch takes two device meshes of equal ranks and names for one, and remembers in DTensor's caches the groups of the
+    one that it met first, which may have been destroyed.
+    """
+    _dims[dim, tuple(ranks)] += 1
+    count = _dims[dim, tuple(ranks)]
+    return dim if count == 1 else f"{dim}_{count}"
 
 
 def drop_groups(groups: dict[str, dist.ProcessGroup], *, broken: bool) -> None:

@@ -97,13 +97,27 @@ class Mesh:
         return self.topology.leader_of(Node(0, replica))
 
     @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The global ranks of this node."""
+        return tuple(self.ranks[rank] for rank in self.topology.ranks_of(self.node))
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The global ranks at this rank's place in all replicas of its stage."""
+        nodes = (Node(self.stage, replica) for replica in range(self.topology.replicas(self.stage)))
+        return tuple(self.ranks[self.topology.ranks_of(node)[self.tp_rank]] for node in nodes)
+
+    @property
     def tp_mesh(self) -> DeviceMesh:
-        """The ranks of this node, which share its layers: for ``parallelize_module``."""
+        """The ranks of this node, which share its layers: for ``parallelize_module``.
+
+        Its dimension is "tp"; for ranks that this process had in a mesh before, "tp_2" and so on.
+        """
         return self._device_mesh(naming.tp_name(*self.node), "tp")
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same weights in other replicas: for DDP or ``fully_shard``."""
+        """The ranks that hold the same weights in other replicas: for DDP or ``fully_shard``. Its dimension is "dp"."""
         return self._device_mesh(naming.dp_name(self.stage, self.tp_rank), "dp")
 
     @property
@@ -252,9 +266,9 @@ class Mesh:
 
     def _device_mesh(self, name: str, dim: str) -> DeviceMesh:
         if name not in self._meshes:
-            self._meshes[name] = DeviceMesh.from_group(
-                self._group_of(name), self.device.type, mesh_dim_names=(dim,)
-            )
+            group = self._group_of(name)
+            dims = (naming.unique_dim(dim, dist.get_process_group_ranks(group)),)
+            self._meshes[name] = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=dims)
         return self._meshes[name]
 
     def _group_of(self, name: str) -> dist.ProcessGroup:

@@ -1,13 +1,12 @@
-"""The norm of all gradients of a model whose parameters are spread over stages."""
+"""The norm of all gradients of a model whose parameters are spread over stages, ranks and replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ldt.errors import LdtError
 from ldt.runtime.mesh import Mesh
 
 __all__ = ["clip_grad_norm_"]
@@ -23,30 +22,61 @@ def clip_grad_norm_(
 
     ``parameters`` are this rank's. A collective call of all ranks, to be made after ``Pipeline.step``, when replicas
     have equal gradients; one small message over the control plane, and one wait for the device.
-    For layers that all ranks of a stage hold alike, which count once. Sharded ones (DTensor, as ``parallelize_module``
-    and ``fully_shard`` make them) are not supported yet: LdtError on every rank, and no gradient is changed.
+    Every element counts once: plain tensors, which all ranks of a stage and all replicas hold alike, on one rank;
+    shards (DTensor, as ``parallelize_module`` and ``fully_shard`` make them over ``mesh.tp_mesh`` and
+    ``mesh.dp_mesh``) on the ranks that hold them.
     Returns the norm before clipping, the same on every rank: that of ``torch.nn.utils.clip_grad_norm_``
     on the unsplit model but for the order of the sum, which is made in double precision.
     """
     mesh.check_usable()
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-    sharded = sum(isinstance(tensor, DTensor) or isinstance(tensor.grad, DTensor) for tensor in tensors)
-    counts = mesh.is_leader and mesh.replica == 0
-    squares = _sum_of_squares(grads) if counts and not sharded else 0.0
+    whole = [_without_partial(grad) for grad in grads]  # a collective of the ranks of each: on all of them
+    squares = _sum_of_squares([_local(grad) for grad in whole if _counts_here(grad, mesh)])
     with mesh.calling("clip_grad_norm_()"):
-        total, sharded_anywhere = mesh.control.sum([squares, sharded])
-    if sharded_anywhere:
-        raise LdtError(
-            f"clip_grad_norm_ cannot handle sharded parameters (DTensor) yet: {sharded} on this rank, "
-            f"{sharded_anywhere:g} on all ranks; clip with a norm of your own over mesh.tp_mesh and mesh.control"
-        )
+        (total,) = mesh.control.sum([squares])
     norm = total**0.5
     scale = max_norm / (norm + _EPSILON)
     if not scale >= 1.0:  # also when the norm is not finite, as in torch
         for grad in grads:
             grad.mul_(scale)
     return torch.tensor(norm, device=mesh.device)
+
+
+def _counts_here(grad: torch.Tensor, mesh: Mesh) -> bool:
+    """True on the one rank, or one for each shard, whose elements of ``grad`` are counted."""
+    first = True
+    covered: set[int] = set()
+    if isinstance(grad, DTensor):
+        covered = set(grad.device_mesh.mesh.flatten().tolist())
+        place = grad.device_mesh.get_coordinate() or ()
+        first = all(
+            coordinate == 0
+            for coordinate, placement in zip(place, grad.placements, strict=True)
+            if isinstance(placement, Replicate)
+        )
+    # Over the other ranks of the node, and over replicas, that the shards know nothing of, it is the same everywhere.
+    in_node = not _spans(covered, mesh.node_ranks, mesh) and mesh.tp_rank > 0
+    in_replicas = not _spans(covered, mesh.replica_ranks, mesh) and mesh.replica > 0
+    return first and not in_node and not in_replicas
+
+
+def _spans(covered: set[int], ranks: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether a device mesh of the global ranks ``covered`` has others of ``ranks`` than this one."""
+    return any(rank in covered for rank in ranks if rank != mesh.ranks[mesh.rank])
+
+
+def _without_partial(grad: torch.Tensor) -> torch.Tensor:
+    """With the sums made that are still to be made over its device mesh."""
+    if not isinstance(grad, DTensor) or not any(isinstance(p, Partial) for p in grad.placements):
+        return grad
+    return grad.redistribute(
+        placements=[Replicate() if isinstance(p, Partial) else p for p in grad.placements]
+    )
+
+
+def _local(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def _sum_of_squares(grads: list[torch.Tensor]) -> float:

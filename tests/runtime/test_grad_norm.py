@@ -8,7 +8,8 @@ import pytest
 import torch
 from pipeline_jobs import build
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ldt
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
@@ -42,30 +43,47 @@ def test_norm_of_the_whole_model(pool: RankPool, tp: list[int], dp: int, max_nor
     assert norms[0] > 1e-2
 
 
-def sharded() -> str:
-    """Rank 1 has a parameter of the kind that parallelize_module makes; then all clip without it."""
-    topology = Topology([1, 1])
-    chunks = toy_chunks(topology)
-    with ldt.connect(topology, ranks=[0, 1]) as mesh:
-        pipeline = build(mesh, chunks)
-        pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
-        parameters = list(pipeline.parameters())
-        before = [p.grad.clone() for p in parameters if p.grad is not None]
-        odd = []
-        if mesh.rank == 1:
-            odd = [nn.Parameter(DTensor.from_local(torch.ones(4), mesh.tp_mesh, [Shard(0)]))]
-            odd[0].grad = DTensor.from_local(torch.ones(4), mesh.tp_mesh, [Shard(0)])
-        with pytest.raises(ldt.LdtError) as caught:
-            ldt.clip_grad_norm_(parameters + odd, 1e-3, mesh)
-        assert all(map(torch.equal, before, (p.grad for p in parameters if p.grad is not None)))
-        ldt.clip_grad_norm_(parameters, 1e-3, mesh)
-        return str(caught.value)
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 36), nn.Linear(36, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def test_sharded_parameters_are_refused(pool: RankPool) -> None:
-    answers = pool.run(sharded, ranks=[0, 1])
-    assert "sharded parameters (DTensor) yet: 0 on this rank, 1 on all ranks" in answers[0]
-    assert "sharded parameters (DTensor) yet: 1 on this rank, 1 on all ranks" in answers[1]
+def sharded(tp: list[int], dp: int) -> list[float]:
+    """Layers split over the ranks of a stage, beside one that is whole on each."""
+    topology = Topology(tp, dp=dp)
+    torch.manual_seed(0)
+    chunks = [TwoLayers() for _ in range(topology.num_chunks)]
+    batch = toy_microbatches(3)
+    _, reference = unsplit_step(chunks, batch, toy_loss)
+    expected = nn.utils.clip_grad_norm_([p for chunk in reference for p in chunk.parameters()], 1e-2)
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        for chunk in mine:
+            shard(chunk, mesh)
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        pipeline.step(batch if mesh.is_edge else None)
+        norm = ldt.clip_grad_norm_(pipeline.parameters(), 1e-2, mesh)
+        for index, chunk in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+            for parameter, theirs in zip(chunk.parameters(), reference[index].parameters(), strict=True):
+                grad = parameter.grad
+                whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                torch.testing.assert_close(whole, theirs.grad)
+        return [norm.item(), expected.item()]
+
+
+def shard(chunk: nn.Module, mesh: ldt.Mesh) -> None:
+    if mesh.tp_mesh.size() > 1:
+        parallelize_module(chunk, mesh.tp_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+@pytest.mark.parametrize(("tp", "dp"), [([1, 2], 1), ([2, 1], 1), ([1, 3], 1), ([1, 2, 1], 1)])
+def test_shards_count_where_they_are(pool: RankPool, tp: list[int], dp: int) -> None:
+    for norm, expected in pool.run(sharded, tp, dp, ranks=range(sum(tp) * dp)):
+        assert norm == pytest.approx(expected, rel=1e-5)
 
 
 def not_finite(value: float) -> Any:
