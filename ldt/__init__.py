@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ldt.runtime import connect as connect
     from ldt.topology import Node as Node
     from ldt.topology import Topology as Topology
+    from ldt.train import GradScaler as GradScaler
     from ldt.train import clip_grad_norm_ as clip_grad_norm_
 
     __version__: str
@@ -37,6 +38,7 @@ _PURE = {
     "Topology": "ldt.topology",
 }
 _NEEDS_TORCH = {
+    "GradScaler": "ldt.train",
     "LaneError": "ldt._C",
     "Mesh": "ldt.runtime",
     "Pipeline": "ldt.runtime",

@@ -30,10 +30,17 @@ class StepLoss:
     "mean": ``loss_fn`` gives a microbatch's mean; each backward starts at that divided by the number of microbatches,
     so that gradients are those of ``for mb: (loss_fn(model(x), y) / M).backward()``, bit for bit.
     "token": it gives (sum, count); backwards start at the sums, and at the end of the step all gradients are divided
-    by the count of the whole step.
+    by the count of the whole step. Where a backward starts goes through ``scale``; losses that are reported do not.
     """
 
-    def __init__(self, loss_fn: LossFn, reduction: LossReduction, num_microbatches: int) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        reduction: LossReduction,
+        num_microbatches: int,
+        scale: Callable[[torch.Tensor], Any] = lambda loss: loss,
+    ) -> None:
+        self._scale = scale
         self._loss_fn = loss_fn
         self._reduction = reduction
         self._num_microbatches = num_microbatches
@@ -51,7 +58,8 @@ class StepLoss:
         self._read = None
         if torch.is_grad_enabled():
             _check_attached(loss, output, microbatch)
-            self._roots[microbatch] = loss / self._num_microbatches if self._reduction == "mean" else loss
+            root = loss / self._num_microbatches if self._reduction == "mean" else loss
+            self._roots[microbatch] = self._scale(root)
 
     def take_root(self, microbatch: int) -> torch.Tensor:
         """Where the backward of ``microbatch`` starts."""

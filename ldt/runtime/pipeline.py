@@ -42,6 +42,7 @@ class Pipeline:
     then have different ones. Without it they are ``ldt.plan.ushape``'s: for eval, and if no plan is given.
     ``loss_fn(output, target)`` is needed on the edge and used only there: with ``loss_reduction="mean"`` it gives the
     microbatch's mean, with "token" its sum and its number of tokens.
+    ``grad_scaler``, an ``ldt.GradScaler``, is needed on the edge: it scales what backwards start from.
     ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph.
 
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
@@ -57,11 +58,13 @@ class Pipeline:
         loss_reduction: LossReduction = "mean",
         free_outputs: bool = True,
         plan_factory: PlanFactory | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         mesh.check_usable()
         self._mesh = mesh
         self._loss_fn = loss_fn
         self._reduction: LossReduction = loss_reduction
+        self._scaler = grad_scaler
         self._serial = 0
         error: Exception | None = None
         try:
@@ -204,7 +207,8 @@ class Pipeline:
     def _loss_of(self, num_microbatches: int) -> StepLoss | None:
         if self._loss_fn is None:
             return None
-        return StepLoss(self._loss_fn, self._reduction, num_microbatches)
+        options = {} if self._scaler is None else {"scale": self._scaler.scale}
+        return StepLoss(self._loss_fn, self._reduction, num_microbatches, **options)
 
     def _execute(self, executor: Executor, work: StepWork) -> None:
         training = work.plan.training

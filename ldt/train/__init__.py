@@ -1,5 +1,6 @@
-"""What a training loop needs around the pipeline: so far the gradient norm over all stages."""
+"""What a training loop needs around the pipeline: gradient norm and loss scaling over all stages."""
 
 from ldt.train.grad_norm import clip_grad_norm_
+from ldt.train.grad_scaler import GradScaler
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["GradScaler", "clip_grad_norm_"]

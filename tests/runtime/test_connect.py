@@ -29,7 +29,9 @@ def places(policy: Any) -> tuple[Any, ...]:
         assert [mesh.topology, mesh.lanes, mesh.ranks] == [topology, policy, (0, 1, 2, 3)]
         assert mesh.tp_mesh.size() == topology.tp[mesh.stage]
         assert mesh.tp_mesh.get_local_rank() == mesh.tp_rank
-        assert mesh.tp_mesh.mesh_dim_names in (("tp",), ("tp_2",)), "the second if these ranks were in a mesh before"
+        assert mesh.tp_mesh.mesh_dim_names in (("tp",), ("tp_2",)), (
+            "the second if these ranks were in a mesh before"
+        )
         assert mesh.dp_mesh.size() == 1
         ones = torch.ones(1)
         dist.all_reduce(ones, group=mesh.tp_mesh.get_group())

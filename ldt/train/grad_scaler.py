@@ -1,0 +1,38 @@
+"""Loss scaling over all stages: an infinite gradient on one of them skips the step on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ldt.runtime.mesh import Mesh
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a mesh; its other arguments are keywords, the same on every rank.
+
+    Give it to ``Pipeline(grad_scaler=...)``, which scales the loss, and call ``unscale_`` (before clipping),
+    ``step`` and ``update`` on every rank as in one process. ``unscale_``, or ``step`` where it was not called, is a
+    collective call of all ranks, once per optimizer; each rank has as many optimizers as the others.
+    """
+
+    def __init__(self, mesh: Mesh, **options: Any) -> None:
+        super().__init__(mesh.device.type, **options)
+        self._mesh = mesh
+        self.scale(torch.zeros((), device=mesh.device))  # makes the scale also where no loss is ever scaled
+
+    def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
+        """Both ways on which torch looks for infinite gradients come through here."""
+        found = super()._unscale_grads_(*args, **options)
+        device = self._mesh.device
+        found.setdefault(
+            device, torch.zeros(1, device=device)
+        )  # torch asks for one, also if all is frozen here
+        with self._mesh.calling("GradScaler.unscale_()"):
+            (anywhere,) = self._mesh.control.sum([max(float(tensor) for tensor in found.values())])
+        for tensor in found.values():
+            tensor.fill_(anywhere > 0)
+        return found

@@ -1,0 +1,75 @@
+"""Loss scaling over stages equals torch's on the unsplit model; what is infinite on one stage skips the step on all."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build
+from torch import nn
+
+import ldt
+from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+OPTIONS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
+
+
+def train_unsplit(
+    chunks: list[nn.Module], batch: list[Any], bad: int | None
+) -> tuple[list[nn.Module], float]:
+    """Four steps; in the step ``bad`` a gradient of chunk 1 is infinite."""
+    model = copy.deepcopy(nn.ModuleList(chunks))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", **OPTIONS)
+    for step in range(4):
+        optimizer.zero_grad()
+        for inputs, target in batch:
+            scaler.scale(toy_loss(nn.Sequential(*model)(inputs), target) / len(batch)).backward()
+        finish(step, bad, list(model)[1], optimizer, scaler)
+    return list(model), scaler.get_scale()
+
+
+def finish(step: int, bad: int | None, chunk: nn.Module | None, optimizer: Any, scaler: Any) -> None:
+    if step == bad and chunk is not None:
+        next(chunk.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def scaled(tp: list[int], frozen: bool, bad: int | None) -> float:
+    topology = Topology(tp)
+    chunks = toy_chunks(topology)
+    if frozen:
+        chunks[2].requires_grad_(False)  # stage 2 has no gradient at all
+    batch = toy_microbatches(3)
+    reference, expected = train_unsplit(chunks, batch, bad)
+    with ldt.connect(topology) as mesh:
+        scaler = ldt.GradScaler(mesh, **OPTIONS)
+        pipeline = build(mesh, chunks, grad_scaler=scaler)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            result = pipeline.step(batch if mesh.is_edge else None)
+            finish(step, bad, chunks[1] if mesh.stage == 1 else None, optimizer, scaler)
+            assert result.loss is None or result.loss < 10, "the loss that is reported is not scaled"
+        assert scaler.get_scale() == expected
+        for index in topology.chunks_of(mesh.stage):
+            for mine, theirs in zip(chunks[index].parameters(), reference[index].parameters(), strict=True):
+                assert torch.equal(mine, theirs)
+        return scaler.get_scale()
+
+
+@pytest.mark.parametrize(("frozen", "bad"), [(False, None), (False, 1), (True, None), (True, 3)])
+def test_steps_equal_those_of_one_process(pool: RankPool, frozen: bool, bad: int | None) -> None:
+    scales = pool.run(scaled, [1, 1, 1], frozen, bad)
+    assert len(set(scales)) == 1
+    assert scales[0] == {None: 4096.0, 1: 1024.0, 3: 1024.0}[bad]
+
+
+def test_ranks_of_a_stage_agree(pool: RankPool) -> None:
+    assert len(set(pool.run(scaled, [1, 2], False, 1))) == 1
