@@ -51,7 +51,6 @@ def connect(
     Raises ValueError for arguments that cannot be (the same on every rank), LdtError naming the ranks that did not
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
-    _check_edge_dp(topology)
     lanes_of(topology, lanes)
     ranks = _check_ranks(topology, ranks)
     if dist.is_initialized():
@@ -77,14 +76,6 @@ def connect(
             mesh.close()
     logger.info("connected as %s", mesh)
     return mesh
-
-
-def _check_edge_dp(topology: Topology) -> None:
-    if topology.edge_dp != topology.dp:
-        raise ValueError(
-            f"edge_dp={topology.edge_dp} with dp={topology.dp}: the runtime needs as many edge replicas as cloud "
-            "replicas for now; leave edge_dp out"
-        )
 
 
 def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, ...]:

@@ -157,7 +157,7 @@ class TokenScale:
         self._pending = self._control.start_sum([count])
 
     def finish(self, replicas: int) -> None:
-        """Turn sums (averaged over ``replicas``) into the mean over all tokens of all replicas."""
+        """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
         assert self._pending is not None
         (count,) = self._pending.wait()
         for parameter, before in zip(self._parameters, self._before, strict=True):

@@ -92,8 +92,13 @@ class Mesh:
         """The stage of a rank of this mesh."""
         return self.topology.node_of(self.ranks.index(global_rank)).stage
 
+    @property
+    def edge_replica(self) -> int:
+        """The replica of the edge that this rank is of, or works for."""
+        return self.replica % self.topology.edge_dp
+
     def edge_leader(self, replica: int) -> int:
-        """Rank (in the topology) of the edge leader that serves ``replica``."""
+        """Rank (in the topology) of the leader of a replica of the edge."""
         return self.topology.leader_of(Node(0, replica))
 
     @property

@@ -45,7 +45,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Agreement:
-    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m of this rank's replica."""
+    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m of this rank's edge replica."""
 
     plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
@@ -113,7 +113,7 @@ def open_step(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> Agr
                 "plans on all ranks, so it may not depend on the rank, on measurements or on random numbers"
             )
     hops = [_hops(shapes, message, replica, call.training) for replica, message in enumerate(messages)]
-    return Agreement(plan, hops[mesh.replica])
+    return Agreement(plan, hops[mesh.edge_replica])
 
 
 def _edge_leaders(mesh: Mesh) -> list[int]:
@@ -140,7 +140,7 @@ def _exchange(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> lis
             raise Refusal(error or _called_off(mesh.ranks[leader], call.mode, message))
     if error is not None:  # of a member alone: the leaders are about to go on
         raise error
-    if own is not None and own != messages[mesh.replica]:
+    if own is not None and own != messages[mesh.edge_replica]:
         raise LdtError(
             "the ranks of the edge must be given equal microbatches and plans, under the same autocast and with the "
             "same modules in train mode: this rank's differ from its leader's in number, shape, dtype, plan or mode"

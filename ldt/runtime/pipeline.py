@@ -222,7 +222,7 @@ class Pipeline:
                     scale.start(0.0)
             executor.run()
             if scale is not None:
-                scale.finish(self._mesh.topology.dp)
+                scale.finish(self._mesh.topology.edge_dp)
 
     def _result(self, work: StepWork, stats: StepStats) -> StepResult:
         result = StepResult(stats)

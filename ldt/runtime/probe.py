@@ -32,23 +32,25 @@ class LinkFigures:
 def probe_links(mesh: Mesh, nbytes: dict[int, int]) -> dict[int, LinkFigures]:
     """The figures of each hop in ``nbytes``, whose messages have so many bytes. The slowest replica's, on every rank.
 
-    A collective call of all ranks; hops are probed one after the other, each in all replicas at once, as in a step.
+    A collective call of all ranks; hops are probed one after the other, and of each one replica after the other.
     """
     figures = {}
     for hop, size in sorted(nbytes.items()):
-        mine = _probe(mesh, hop, max(size, LEAST_BYTES))
-        answers = [answer for answer in mesh.control.gather(mine) if answer is not None]
+        answers = []
+        for replica in range(mesh.topology.dp):
+            mine = _probe(mesh, hop, replica, max(size, LEAST_BYTES))
+            answers += [answer for answer in mesh.control.gather(mine) if answer is not None]
         empty, long = (max(times) for times in zip(*answers, strict=True))
         figures[hop] = LinkFigures(empty / 2, max(size, LEAST_BYTES) / max(long - empty, _LEAST_SECONDS))
     return figures
 
 
-def _probe(mesh: Mesh, hop: int, nbytes: int) -> tuple[float, float] | None:
+def _probe(mesh: Mesh, hop: int, replica: int, nbytes: int) -> tuple[float, float] | None:
     """Seconds there and back of an empty message and of one of ``nbytes``; None on ranks that do not start them.
 
     Medians, after one round that is not counted. The answer is always a short one.
     """
-    there, back = _end(mesh, hop, "F"), _end(mesh, hop, "B")
+    there, back = _end(mesh, hop, "F", replica), _end(mesh, hop, "B", replica)
     if there is None and back is None:
         return None
     answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
@@ -60,12 +62,9 @@ def _probe(mesh: Mesh, hop: int, nbytes: int) -> tuple[float, float] | None:
     return (medians[0], medians[1]) if there is not None and there.sends else None
 
 
-def _end(mesh: Mesh, hop: int, direction: Direction) -> Endpoint | None:
-    """This rank's end of a hop's channel. A member has none of a channel on which its node sends."""
-    ends = (
-        end for channel, end in mesh.endpoints.items() if (channel.hop, channel.direction) == (hop, direction)
-    )
-    return next(ends, None)
+def _end(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint | None:
+    """This rank's end of a channel. A member has none of a channel on which its node sends."""
+    return mesh.endpoints.get(mesh.topology.channel(hop, direction, replica))
 
 
 def _round(failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor]) -> float:

@@ -15,8 +15,10 @@ __all__ = ["average_gradients"]
 
 
 def average_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
-    """Replace each ``.grad`` by the mean over the replicas, where one without a gradient counts as zero.
+    """Replace each ``.grad`` by the mean over the replicas of the edge, where one without a gradient counts as zero.
 
+    Of cloud replicas that one edge replica serves the sum is taken: each has gradients of a part of its microbatches,
+    divided by the number of all of them.
     A parameter that has no gradient on any replica keeps none: a flag per parameter travels with its gradients, and
     is read, which waits for the device, only where a gradient is missing. ``what`` names it all in errors.
     """
@@ -44,7 +46,7 @@ def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
     else:
         work.wait()
     *sums, flags = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
-    size = mesh.topology.dp
+    size = mesh.topology.edge_dp
     missing = any(parameter.grad is None for parameter in bucket)
     anywhere = flags.tolist() if missing else [1.0] * len(bucket)
     for parameter, total, present in zip(bucket, sums, anywhere, strict=True):

@@ -264,7 +264,6 @@ def failing_arguments(arguments: list[tuple[Any, dict[str, Any]]]) -> str:
         (Topology([1, 1]), {"ranks": [0, 0]}, "needs 2 different ranks of 0 to 3, got ranks=[0, 0]"),
         (Topology([1, 1]), {"ranks": [0, 4]}, "got ranks=[0, 4]"),
         (Topology([1, 1]), {"ranks": [0, 1, 2]}, "got ranks=[0, 1, 2]"),
-        (Topology([2, 1], dp=2, edge_dp=1), {}, "edge_dp=1 with dp=2"),
         (
             Topology([1, 1, 1, 1]),
             {"lanes": "pair"},
