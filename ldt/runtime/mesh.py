@@ -112,6 +112,17 @@ class Mesh:
         nodes = (Node(self.stage, replica) for replica in range(self.topology.replicas(self.stage)))
         return tuple(self.ranks[self.topology.ranks_of(node)[self.tp_rank]] for node in nodes)
 
+    def spans_node(self, other: DeviceMesh) -> bool:
+        """Whether ``other``, a device mesh of this rank, goes over other ranks of its node."""
+        return self._spans(other, self.node_ranks)
+
+    def spans_replicas(self, other: DeviceMesh) -> bool:
+        """Whether ``other``, a device mesh of this rank, goes over this rank's place in other replicas."""
+        return self._spans(other, self.replica_ranks)
+
+    def _spans(self, other: DeviceMesh, ranks: tuple[int, ...]) -> bool:
+        return bool((set(other.mesh.flatten().tolist()) & set(ranks)) - {self.ranks[self.rank]})
+
     @property
     def tp_mesh(self) -> DeviceMesh:
         """The ranks of this node, which share its layers: for ``parallelize_module``.

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from ldt.errors import LdtError
 from ldt.runtime.control import wait_or_fail
@@ -24,10 +25,15 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what
     """
     buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
     for parameter in parameters:
-        if parameter.requires_grad:
+        if parameter.requires_grad and not _is_reduced_elsewhere(parameter, mesh):
             buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for bucket in buckets.values():
         _average(bucket, mesh, what)
+
+
+def _is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
+    """True for one that is spread over the replicas (``fully_shard``): whoever did that reduces its gradient."""
+    return isinstance(parameter, DTensor) and mesh.spans_replicas(parameter.device_mesh)
 
 
 def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
@@ -37,7 +43,7 @@ def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
         raise LdtError(
             f"{what} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
         )
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    grads = [_shard(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
     flags = torch.tensor([p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device)
     flat = torch.cat([*(grad.reshape(-1) for grad in grads), flags])
     work = dist.all_reduce(flat, group=group, async_op=True)
@@ -46,10 +52,16 @@ def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
     else:
         work.wait()
     *sums, flags = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
-    size = mesh.topology.edge_dp
     missing = any(parameter.grad is None for parameter in bucket)
     anywhere = flags.tolist() if missing else [1.0] * len(bucket)
     for parameter, total, present in zip(bucket, sums, anywhere, strict=True):
         if present:
-            mean = total.view_as(parameter) / size
-            parameter.grad = mean if parameter.grad is None else parameter.grad.copy_(mean)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            shard = _shard(parameter.grad)
+            shard.copy_(total.view_as(shard) / mesh.topology.edge_dp)
+
+
+def _shard(grad: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, to be changed in place: all replicas split it alike over the ranks of a node."""
+    return grad.to_local() if isinstance(grad, DTensor) else grad

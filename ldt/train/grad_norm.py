@@ -45,25 +45,14 @@ def clip_grad_norm_(
 
 def _counts_here(grad: torch.Tensor, mesh: Mesh) -> bool:
     """True on the one rank, or one for each shard, whose elements of ``grad`` are counted."""
-    first = True
-    covered: set[int] = set()
-    if isinstance(grad, DTensor):
-        covered = set(grad.device_mesh.mesh.flatten().tolist())
-        place = grad.device_mesh.get_coordinate() or ()
-        first = all(
-            coordinate == 0
-            for coordinate, placement in zip(place, grad.placements, strict=True)
-            if isinstance(placement, Replicate)
-        )
-    # Over the other ranks of the node, and over replicas, that the shards know nothing of, it is the same everywhere.
-    in_node = not _spans(covered, mesh.node_ranks, mesh) and mesh.tp_rank > 0
-    in_replicas = not _spans(covered, mesh.replica_ranks, mesh) and mesh.replica > 0
-    return first and not in_node and not in_replicas
-
-
-def _spans(covered: set[int], ranks: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether a device mesh of the global ranks ``covered`` has others of ``ranks`` than this one."""
-    return any(rank in covered for rank in ranks if rank != mesh.ranks[mesh.rank])
+    first_in_node, first_replica = mesh.tp_rank == 0, mesh.replica == 0
+    if not isinstance(grad, DTensor):
+        return first_in_node and first_replica
+    place = zip(grad.device_mesh.get_coordinate() or (), grad.placements, strict=True)
+    first = all(coordinate == 0 for coordinate, placement in place if isinstance(placement, Replicate))
+    # Where its device mesh does not go, over the node or over replicas, it is the same everywhere.
+    in_node = first_in_node or mesh.spans_node(grad.device_mesh)
+    return first and in_node and (first_replica or mesh.spans_replicas(grad.device_mesh))
 
 
 def _without_partial(grad: torch.Tensor) -> torch.Tensor:
