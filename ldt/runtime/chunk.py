@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ldt.errors import LdtError
+from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs, TensorSpec
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
@@ -72,8 +73,11 @@ class ChunkRunner:
     returned tensors decides how long they live.
     """
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device, free_outputs: bool) -> None:
+    def __init__(
+        self, index: int, module: nn.Module, device: torch.device, free_outputs: bool, edge_replicas: int = 1
+    ) -> None:
         self.index = index
+        self.sync = GradientSync(module, edge_replicas)
         self.module = module
         self._device = device
         self._free_outputs = free_outputs

@@ -47,10 +47,12 @@ class Executor:
         self.recorder = recorder or Recorder()
         self.place = "the start of the row"
         self._index = 0
+        self._last: dict[int, Action] = {}  # the last whole backward of each chunk
 
     def run(self) -> None:
         """Run the whole row. What a lane or a chunk raises passes through; ``place`` says where."""
         row = self._work.plan.rows[self._mesh.node]
+        self._last = {action.chunk: action for action in row if action.kind is Kind.B}
         try:
             for self._index, action in enumerate(row):
                 self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
@@ -82,6 +84,7 @@ class Executor:
         self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, runner.leave(microbatch, tensors))
 
     def _backward(self, action: Action, entry: Entry) -> None:
+        self._runners[action.chunk].sync.set_last(action == self._last[action.chunk])
         self._run_backward(action, entry, self._runners[action.chunk].backward)
 
     def _backward_input(self, action: Action, entry: Entry) -> None:

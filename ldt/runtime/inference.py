@@ -14,6 +14,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ldt.errors import LdtError
+from ldt.runtime.data_parallel import needs_declared_shapes
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
 from ldt.runtime.outputs import as_tensors, refuse_wrappers
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe, specs_of
@@ -61,6 +63,10 @@ def infer_specs(
             specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
             if not all(isinstance(spec, TensorSpec) for spec in specs):
                 raise TypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
+        elif needs_declared_shapes(module):
+            raise LdtError(
+                "modules of fully_shard cannot be run on fake tensors" + _ADVICE[_ADVICE.index(":") :]
+            )
         else:
             specs = _run_on_fakes(chunk, module, args, kwargs, device, training)
     except Exception as error:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
+from ldt.runtime.data_parallel import unwrapped
 from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
@@ -254,4 +255,4 @@ def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
     for index, module in zip(wanted, modules, strict=True):
         if not isinstance(module, nn.Module):
             raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
-    return dict(zip(wanted, modules, strict=True))
+    return dict(zip(wanted, map(unwrapped, modules), strict=True))

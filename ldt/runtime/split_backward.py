@@ -28,6 +28,7 @@ Start = tuple[torch.Tensor | GradientEdge, torch.Tensor]  # where a backward sta
 # Nodes, by the beginning of their names, whose backward is one piece that does not run under autograd.grad.
 _WHOLE = {
     "CompiledFunction": "a compiled function",
+    "RegisterPostBackwardFunction": "fully_shard",
     "CheckpointFunction": "torch.utils.checkpoint with use_reentrant=True",
 }
 _Grads = tuple[torch.Tensor | None, ...]  # what flows into a node, one for each of its outputs

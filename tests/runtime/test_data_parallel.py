@@ -1,0 +1,99 @@
+"""Chunks in fully_shard and DistributedDataParallel: the right mean, and one reduction for each step (cases A14, A17)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ldt
+from ldt.runtime import TensorSpec
+from ldt.testing import RankPool, ToyChunk, toy_loss, toy_microbatches, unsplit_step
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+
+
+class Declared(ToyChunk):
+    def output_spec(self, inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec(inputs.shape, inputs.dtype, requires_grad=True)
+
+
+class Reductions(TorchDispatchMode):
+    """Counts collectives that reduce."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += any(name in str(function) for name in ("reduce_scatter", "allreduce", "all_reduce"))
+        return function(*args, **(kwargs or {}))
+
+
+def wrapped(module: nn.Module, mesh: ldt.Mesh, way: str) -> nn.Module:
+    if mesh.dp_mesh.size() == 1 or way == "plain":
+        return module
+    if way == "ddp":
+        return DistributedDataParallel(module, process_group=mesh.dp_mesh.get_group())
+    fully_shard(module, mesh=mesh.dp_mesh)
+    return module
+
+
+def replicas(way: str, edge_dp: int) -> int:
+    topology = Topology([1, 1], dp=2, edge_dp=edge_dp)
+    torch.manual_seed(0)
+    chunks = [Declared(16) for _ in range(topology.num_chunks)]
+    batches = [toy_microbatches(4, seed=seed) for seed in range(edge_dp)]
+    unsplit = [unsplit_step(chunks, batch, toy_loss) for batch in batches]
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        mine = [wrapped(copy.deepcopy(chunks[c]), mesh, way) for c in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        for _ in range(2):
+            for module in mine:
+                module.zero_grad()
+            with Reductions() as reductions:
+                pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
+            for chunk, module in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+                same = zip(*(reference[chunk].parameters() for _, reference in unsplit), strict=True)
+                for parameter, theirs in zip(module.parameters(), same, strict=True):
+                    grad = parameter.grad
+                    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+                    expected = sum(p.grad for p in theirs) / edge_dp  # type: ignore[misc]
+                    torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
+        return reductions.number
+
+
+@pytest.mark.parametrize("edge_dp", [2, 1])
+@pytest.mark.parametrize("way", ["plain", "ddp", "fully_shard"])
+def test_one_reduction_for_each_chunk_and_step(pool: RankPool, way: str, edge_dp: int) -> None:
+    counts = pool.run(replicas, way, edge_dp, ranks=range(edge_dp + 2))
+    on_edge = 2 if edge_dp == 2 else 0  # head and tail
+    assert counts == [on_edge] * edge_dp + [1, 1]
+
+
+def undeclared() -> str:
+    topology = Topology([1, 1], dp=2)
+    with ldt.connect(topology) as mesh:
+        mine: list[nn.Module] = [ToyChunk(16) for _ in topology.chunks_of(mesh.stage)]
+        for module in mine:
+            fully_shard(module, mesh=mesh.dp_mesh)
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        with pytest.raises(ldt.LdtError) as caught:
+            pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+        dist.barrier()
+        return str(caught.value)
+
+
+def test_shapes_of_sharded_chunks_are_to_be_declared(pool: RankPool) -> None:
+    for text in pool.run(undeclared):
+        assert "modules of fully_shard cannot be run on fake tensors" in text
+        assert "output_spec(*input_specs)" in text
