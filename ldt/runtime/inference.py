@@ -64,9 +64,7 @@ def infer_specs(
             if not all(isinstance(spec, TensorSpec) for spec in specs):
                 raise TypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
         elif needs_declared_shapes(module):
-            raise LdtError(
-                "modules of fully_shard cannot be run on fake tensors" + _ADVICE[_ADVICE.index(":") :]
-            )
+            raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
             specs = _run_on_fakes(chunk, module, args, kwargs, device, training)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import traceback
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate
 import ldt
 import ldt.plan
 from ldt.runtime.inference import infer_specs
-from ldt.runtime.plans import PlanBook
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 
@@ -229,27 +227,3 @@ def default_backends() -> str:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are devices for it")
 def test_a_default_group_for_both_uses_what_is_there(pool: RankPool) -> None:
     assert pool.run(default_backends) == ["cpu", "cpu"]
-
-
-@pytest.mark.parametrize(
-    ("training", "asked", "expected"),
-    [
-        (True, (4, True), ""),
-        (True, (2, False), ""),
-        (True, (2, True), "4 microbatches of step(); 2 microbatches of step() run a plan of ldt.plan.ushape"),
-        (
-            False,
-            (4, True),
-            "4 microbatches of eval(); 4 microbatches of step() run a plan of ldt.plan.ushape",
-        ),
-    ],
-)
-def test_a_plan_that_does_not_run_is_logged_once(
-    caplog: pytest.LogCaptureFixture, training: bool, asked: tuple[int, bool], expected: str
-) -> None:
-    plans = PlanBook(TOPOLOGY, "dedicated", ldt.plan.ushape(TOPOLOGY, 4, training=training), None)
-    with caplog.at_level(logging.INFO, "ldt"):
-        for _ in range(2):
-            plans.get(*asked)
-    assert len(caplog.records) == bool(expected)
-    assert expected in caplog.text
