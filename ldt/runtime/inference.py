@@ -30,10 +30,11 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
 )
 _SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
-_ADVICE = (
-    ". If its forward is right but depends on values, declare the result: give the module a method "
-    "output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per output"
+_DECLARE = (
+    "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per "
+    "output"
 )
+_ADVICE = f". If its forward is right but depends on values, {_DECLARE}"
 
 
 def _needs_values(error: Exception) -> bool:
