@@ -31,8 +31,8 @@ _NEEDS_VALUES = (
 )
 _SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
 _DECLARE = (
-    "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec per "
-    "output"
+    "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec "
+    "per output"
 )
 _ADVICE = f". If its forward is right but depends on values, {_DECLARE}"
 
