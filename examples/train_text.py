@@ -13,7 +13,7 @@ from text.data import Corpus
 from text.generate import continue_text
 from text.launch import one_sentence_errors, one_sentence_errors_together, process_group, quiet_interrupt
 from text.measure import Meter
-from text.model import ByteModel, mean_loss, token_loss
+from text.model import ByteModel, mean_loss, split_over, token_loss
 from text.options import Options, parse_options
 from text.recipe import MAX_NORM, Recipe
 from text.report import print_report, write_files
@@ -26,16 +26,17 @@ import ldt.plan
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(1)  # a core for each process
-    with quiet_interrupt(), process_group(sum(options.stages)):
+    with one_sentence_errors():
+        topology = ldt.Topology(options.stages, dp=options.dp, edge_dp=options.edge_dp, laps=options.laps)
+    with quiet_interrupt(), process_group(topology.world_size):
         with one_sentence_errors():
-            topology = ldt.Topology(options.stages, laps=options.laps)
             model = ByteModel.of(options, topology)
             mesh = ldt.connect(topology, lanes=options.lanes)
         with mesh:
             with one_sentence_errors_together(mesh):
                 corpus = Corpus.load(options) if mesh.is_edge else None
             pipeline = build_pipeline(options, mesh, model)
-            checker = Checker(options, pipeline, model) if options.check else None
+            checker = Checker(options, pipeline, model, corpus) if options.check else None
             meter = train(options, pipeline, corpus, checker)
             finish(options, pipeline, corpus, meter)
 
@@ -43,6 +44,8 @@ def main() -> None:
 def build_pipeline(options: Options, mesh: ldt.Mesh, model: ByteModel) -> ldt.Pipeline:
     """This rank's chunks, and the plan that all ranks follow."""
     chunks = [model.chunk(index) for index in mesh.topology.chunks_of(mesh.stage)]
+    for chunk in chunks:
+        split_over(mesh.tp_mesh, chunk)
     plan = ldt.plan.ushape(mesh.topology, options.microbatches, lanes=mesh.lanes)
     loss_fn = token_loss if options.loss_reduction == "token" else mean_loss
     return ldt.Pipeline(chunks, mesh, plan, loss_fn=loss_fn, loss_reduction=options.loss_reduction)
@@ -53,13 +56,13 @@ def train(options: Options, pipeline: ldt.Pipeline, corpus: Corpus | None, check
     mesh = pipeline.mesh
     recipe = Recipe(pipeline.parameters(), options.lr, options.steps)
     meter = Meter(mesh)
-    tokens = options.microbatches * options.batch * options.sequence
+    tokens = mesh.topology.edge_dp * options.microbatches * options.batch * options.sequence
     with tqdm(total=options.steps * tokens, unit=" tokens", unit_scale=True, disable=mesh.rank != 0) as bar:
         for step in range(options.steps):
-            microbatches = corpus.training(step, options.microbatches) if corpus else None
+            microbatches = corpus.training(step, options.microbatches, mesh.replica) if corpus else None
             result = pipeline.step(microbatches)
             if checker is not None:
-                checker.check(step, result, microbatches)
+                checker.check(step, result)
             ldt.clip_grad_norm_(pipeline.parameters(), MAX_NORM, mesh)
             recipe.update()
             meter.add(result)
@@ -74,7 +77,7 @@ def finish(options: Options, pipeline: ldt.Pipeline, corpus: Corpus | None, mete
     held_out = pipeline.eval(corpus.held_out(options.microbatches) if corpus else None)
     text = continue_text(pipeline, options)
     measurement = meter.gather(pipeline, pipeline.plan(options.microbatches))
-    if measurement is not None and pipeline.mesh.is_leader:
+    if measurement is not None and pipeline.mesh.rank == 0:
         print_report(measurement, held_out, options.prompt, text)
         for path in write_files(measurement, options.output):
             print(f"wrote {path}")

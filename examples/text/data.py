@@ -37,9 +37,13 @@ class Corpus:
         text = _documentation() if options.text is None else options.text.read_bytes()
         return cls(text, options.batch, options.sequence, options.seed)
 
-    def training(self, step: int, number: int) -> list[Microbatch]:
-        """The ``number`` microbatches of a training step: random places, the same whenever one asks again."""
-        return [self._draw(self._learned, self._seed + 1_000_003 * step + index) for index in range(number)]
+    def training(self, step: int, number: int, replica: int = 0) -> list[Microbatch]:
+        """The ``number`` microbatches of a training step: random places, the same whenever one asks again.
+
+        Each ``replica`` of the edge has its own; those of several are the first replica's for as many in all.
+        """
+        indices = range(replica * number, (replica + 1) * number)
+        return [self._draw(self._learned, self._seed + 1_000_003 * step + index) for index in indices]
 
     def held_out(self, number: int) -> list[Microbatch]:
         """Microbatches of text that no training step sees."""

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn import functional
 
 from ldt import Topology
 from text.options import Options
 
-__all__ = ["ByteModel", "deal", "mean_loss", "token_loss"]
+__all__ = ["ByteModel", "deal", "mean_loss", "split_over", "token_loss"]
 
 BYTES = 256
 HEAD_WIDTH = 32
@@ -54,6 +61,17 @@ class ByteModel:
             if number <= self._layers:
                 return Layer(self._width, self._layers, self._sequence)
             return Output(self._width)
+
+
+def split_over(mesh: DeviceMesh, chunk: nn.Sequential) -> None:
+    """Split the layers of ``chunk`` over the ranks of a stage: the perceptron, and attention if its heads go round."""
+    for layer in chunk:
+        if mesh.size() == 1 or not isinstance(layer, Layer):
+            continue
+        plan: dict[str, ParallelStyle] = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
+        if layer.attended.in_features // HEAD_WIDTH % mesh.size() == 0:
+            plan |= {"query_key_value": ColwiseParallel(), "attended": RowwiseParallel()}
+        parallelize_module(layer, mesh, plan)
 
 
 def deal(layers: int, topology: Topology) -> list[int]:
@@ -109,12 +127,14 @@ class Layer(nn.Module):
         return x + self.narrow(functional.gelu(self.widen(self.norm_perceptron(x))))
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        batch, sequence, width = x.shape
-        heads = self.query_key_value(x).view(batch, sequence, 3, width // HEAD_WIDTH, HEAD_WIDTH)
-        query_key, value = heads.permute(2, 0, 3, 1, 4).split([2, 1])
+        batch, sequence, _ = x.shape
+        heads = self.query_key_value(x).view(
+            batch, sequence, -1, 3, HEAD_WIDTH
+        )  # those of this rank, where split
+        query_key, value = heads.permute(3, 0, 2, 1, 4).split([2, 1])
         query, key = rotate(query_key, self.rotation)
         y = functional.scaled_dot_product_attention(query, key, value[0], is_causal=True)
-        return self.attended(y.transpose(1, 2).reshape(batch, sequence, width))
+        return self.attended(y.transpose(1, 2).reshape(batch, sequence, -1))
 
 
 class Output(nn.Module):

@@ -13,6 +13,8 @@ class Options(argparse.Namespace):
     """The parsed command line. Tokens are bytes."""
 
     stages: tuple[int, ...]
+    dp: int
+    edge_dp: int | None
     laps: int
     lanes: Literal["dedicated", "paired"]
     microbatches: int
@@ -50,11 +52,15 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 # fmt: off
 def _add_split(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stages", type=_sizes, default="1,1,1", metavar="N,N,...",
-                       help="ranks of each stage, the edge first; the ranks of a stage hold the same layers")
+                       help="ranks of each stage, the edge first; layers are split over the ranks of a stage")
+    group.add_argument("--dp", type=_count, default=1, metavar="N",
+                       help="replicas of the cloud stages")
+    group.add_argument("--edge-dp", type=_count, default=None, metavar="N",
+                       help="replicas of the edge, each serving some of the cloud's (default: as many)")
     group.add_argument("--laps", type=_count, default=1, metavar="N",
                        help="walks through all stages in one forward")
     group.add_argument("--microbatches", type=_count, default=8, metavar="N",
-                       help="microbatches of a step")
+                       help="microbatches of a step, for each replica of the edge")
     group.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated",
                        help="a communicator for each channel, or shared ones (ping and pang)")
 
@@ -82,7 +88,8 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--seed", type=int, default=1,
                        help="of the weights, the batches and the continuation")
     group.add_argument("--check", action="store_true",
-                       help="repeat the first steps in one process and compare bit for bit")
+                       help="repeat the first steps in one process and compare, bit for bit where sums are made in "
+                            "one order, that is, without replicas and with one rank in each stage")
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 __all__ = ["MAX_NORM", "Recipe"]
 
@@ -18,9 +19,11 @@ class Recipe:
     """AdamW whose learning rate rises in a warm-up and then falls along a cosine."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, steps: int) -> None:
-        self._optimizer = torch.optim.AdamW(
-            parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        by_kind: dict[bool, list[torch.nn.Parameter]] = {}
+        for parameter in parameters:  # the fused kernel does not take whole and split ones together
+            by_kind.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        groups = [{"params": same} for same in by_kind.values()]
+        self._optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self._steps = steps
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._factor)
 

@@ -41,20 +41,24 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "split"),
+    ("ranks", "split", "exact"),
     [
-        (2, "--stages 1,1"),
-        (3, "--stages 1,2 --laps 2 --lanes paired --loss-reduction token"),
+        (2, "--stages 1,1", True),
+        (3, "--stages 1,1,1 --laps 2 --lanes paired --loss-reduction token", True),
+        (5, "--stages 1,2 --dp 2 --edge-dp 1", False),
     ],
 )
-def test_training_equals_one_process(ranks: int, split: str, tmp_path: Path) -> None:
+def test_training_equals_one_process(ranks: int, split: str, exact: bool, tmp_path: Path) -> None:
     output = tmp_path / "made" / "here"
     done = run(
         torchrun(ranks, *split.split(), *TINY, "--check", "--prompt", "Hello", "--output", str(output))
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for step in (1, 2, 3):
-        assert f"check of step {step}: losses and gradients are bit-equal" in done.stdout
+    for step in (1, 2, 3) if exact else (1,):
+        verdict = "bit-equal" if exact else "equal but for rounding"
+        assert (
+            f"check of step {step}: losses and gradients are {verdict} to those of one process" in done.stdout
+        )
     for text in (
         "loss: 5.5",
         "Hello|",
