@@ -6,6 +6,7 @@ but the bubble is a makespan divided by ``ldt.plan.lower_bound``. No torch is ne
 
     python benchmarks/plan_quality.py                      the table
     python benchmarks/plan_quality.py --memory             also under memory limits, in terms of ushape's own peak
+    python benchmarks/plan_quality.py --shared             an edge that serves several cloud replicas, instead
     python benchmarks/plan_quality.py --growth growth.png  time to plan by size, as a picture
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ldt.plan import Costs, Timeline, lower_bound, optimize, simulate, ushape
-from ldt.topology import Topology
+from ldt.topology import Node, Topology
 
 STAGES = (2, 3, 4, 8)
 EDGES = (0.25, 0.5)
@@ -34,14 +35,15 @@ class Setting(NamedTuple):
     """One row of the table."""
 
     laps: int
-    microbatches: int
+    microbatches: int  # of each replica of the edge
     stages: int
     edge: float
     latency: float
+    served: int = 1  # cloud replicas of each replica of the edge
 
     @property
     def topology(self) -> Topology:
-        return Topology([1] * self.stages, laps=self.laps)
+        return Topology([1] * self.stages, dp=self.served, edge_dp=1, laps=self.laps)
 
     @property
     def costs(self) -> Costs:
@@ -66,6 +68,12 @@ def settings(laps: int, microbatches: int) -> Iterator[Setting]:
     """The forty settings of a table."""
     for stages, edge, latency in itertools.product(STAGES, EDGES, LATENCIES):
         yield Setting(laps, microbatches, stages, edge, latency)
+
+
+def shared_settings(laps: int = 1, microbatches: int = 32) -> Iterator[Setting]:
+    """Settings in which the edge and each of its cloud replicas, with ``microbatches`` each, have equal work."""
+    for stages, served, latency in itertools.product((3, 4), (2, 4), (0.0, 1.0, 4.0)):
+        yield Setting(laps, microbatches * served, stages, 0.5 / served, latency, served)
 
 
 def fixed(setting: Setting) -> Timeline:
@@ -135,6 +143,18 @@ def print_table(laps: int, microbatches: int, memory: bool) -> None:
         print(f"{name:>28}  " + "  ".join(_cell(function(column)) for column in zip(*columns, strict=True)))
 
 
+def print_shared_table(laps: int) -> None:
+    print(f"# laps={laps} microbatches=32 per cloud replica, edge=0.5/served, peaks of the edge")
+    head = ["P", "served", "latency", "ushape", "optimize", "peak_u", "peak_o"]
+    print("  ".join(f"{name:>8}" for name in head))
+    edge = Node(0, 0)
+    for setting in shared_settings(laps):
+        order, plan, least = fixed(setting), planned(setting), bound(setting)
+        cells = [f"{setting.stages:>8}", f"{setting.served:>8}", f"{setting.latency:>8}"]
+        numbers = [order.makespan / least, plan.makespan / least, order.peak_live[edge], plan.peak_live[edge]]
+        print("  ".join(cells + [_cell(number) for number in numbers]))
+
+
 def _cell(number: float) -> str:
     return f"{number:>8}" if isinstance(number, int) else f"{number:>8.3f}"
 
@@ -157,12 +177,17 @@ def draw_growth(path: Path) -> None:
 def main() -> None:
     options = argparse.ArgumentParser(description="Quality of planned orders, simulated")
     options.add_argument("--memory", action="store_true", help="also plan under memory limits")
+    options.add_argument("--shared", action="store_true", help="an edge that serves several replicas instead")
     options.add_argument("--laps", type=int, nargs="+", default=[1, 2])
     options.add_argument("--microbatches", type=int, nargs="+", default=[32, 8])
     options.add_argument("--growth", type=Path, metavar="PICTURE", help="time to plan by size instead")
     arguments = options.parse_args()
     if arguments.growth:
         draw_growth(arguments.growth)
+        return
+    if arguments.shared:
+        for laps in arguments.laps:
+            print_shared_table(laps)
         return
     for laps, microbatches in itertools.product(arguments.laps, arguments.microbatches):
         print_table(laps, microbatches, arguments.memory)

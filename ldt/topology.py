@@ -22,7 +22,8 @@ class Topology:
     """How many ranks hold which part of the model.
 
     ``tp[s]`` is the number of tensor-parallel ranks of stage s; stage 0 is the edge. ``dp`` replicas of the
-    cloud stages are served by ``edge_dp`` replicas of the edge (default: as many). ``laps`` is the number of
+    cloud stages are served by ``edge_dp`` replicas of the edge (default: as many): edge replica e deals its
+    microbatches in turn to the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... ``laps`` is the number of
     walks through all P stages: chunk c < laps * P sits on stage c % P, and the last, the tail, on the edge.
 
     Raises TopologyError naming the number that is wrong.
@@ -86,6 +87,41 @@ class Topology:
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks of ``stage`` in model order."""
         return tuple(range(stage, self.num_chunks, self.num_stages))
+
+    # -- microbatches ----------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> int:
+        """How many cloud replicas each replica of the edge serves in turn."""
+        return self.dp // self.edge_dp
+
+    @cached_property
+    def _cloud_replicas(self) -> dict[Node, range]:
+        return {
+            node: range(node.replica, self.dp if node.stage == 0 else node.replica + 1, self.edge_dp)
+            for node in self.nodes
+        }
+
+    def cloud_replicas(self, node: Node) -> range:
+        """The cloud replicas that ``node`` works for: of the edge all that it serves, of the cloud its own."""
+        return self._cloud_replicas[node]
+
+    def turn_of(self, node: Node) -> int:
+        """The place of a cloud node among those that its edge replica serves in turn; 0 for the edge itself."""
+        return node.replica // self.edge_dp
+
+    def cloud_replica(self, node: Node, microbatch: int) -> int:
+        """The cloud replica that ``node`` does ``microbatch`` for: of edge replica e, e + edge_dp * (j % served).
+
+        Microbatches j are numbered by the edge replica that has them and dealt round robin to those it serves.
+        """
+        replicas = self._cloud_replicas[node]
+        return replicas[microbatch % len(replicas)]
+
+    def microbatches_of(self, node: Node, num_microbatches: int) -> range:
+        """Those of its edge replica's ``num_microbatches`` that ``node`` works on: on the edge all of them."""
+        step = self.served // len(self._cloud_replicas[node])
+        return range(self.turn_of(node), num_microbatches, step)
 
     # -- ranks -----------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ldt.plan import (
     to_csv,
     ushape,
 )
+from ldt.plan.torch_csv import check_expressible
 from ldt.topology import Topology
 
 _NAMES = ("ushape", "optimize", "optimize, split backward")
@@ -41,8 +42,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--stages", type=_numbers, required=True, metavar="TP,...", help="TP size of each stage"
     )
     shape.add_argument("--laps", type=int, default=1)
-    shape.add_argument("--dp", type=int, default=1, help="replicas")
-    shape.add_argument("--microbatches", type=int, required=True)
+    shape.add_argument("--dp", type=int, default=1, help="replicas of the cloud stages")
+    shape.add_argument("--edge-dp", type=int, help="replicas of the edge, which share them; default: as many")
+    shape.add_argument("--microbatches", type=int, required=True, help="of each replica of the edge")
     shape.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated")
     costs = parser.add_argument_group(
         "costs: one value for all, or one per chunk (per hop: latency, bandwidth, bytes)"
@@ -92,7 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the comparison and write the files; 2 with a sentence for what cannot be."""
     try:
         _check_files(arguments)
-        topology = Topology(arguments.stages, dp=arguments.dp, laps=arguments.laps)
+        topology = Topology(arguments.stages, dp=arguments.dp, edge_dp=arguments.edge_dp, laps=arguments.laps)
+        if arguments.from_csv is not None or arguments.to_csv is not None:
+            check_expressible(topology)
         costs = _costs(arguments)
         timelines, plans = _compare(arguments, topology, costs)
         bounds = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain as concatenate
 from typing import NamedTuple
 
 from ldt.errors import PlanError
@@ -46,45 +47,100 @@ def lower_bound(
        one-machine sequencing problem, 1982): at any time, do the available job of the longest tail.
 
     The bound is the largest over all machines; the critical path of one microbatch is among those sets.
+
+    Where an edge replica serves s > 1 cloud replicas, two things differ. Its own node has the jobs of all of them.
+    k+1 microbatches have passed one machine where the longest job is the edge's own, but of a job elsewhere one
+    of the replicas has had at least ceil((k+1) / s) of them: it counts floor(k / s) times. Which one depends on
+    the order, so the chain has the times of the fastest. The nodes and links of a cloud replica have its own
+    microbatches; to leave out the others makes no order of the rest longer. But of any n of the replicas, one has
+    its first forward on the edge behind those of the n - 1 others, and one its last backward before theirs: with
+    n - 1 times the longer of the two on top (of forwards alone if W, which has no tail, is apart), the smallest
+    bound of the n holds.
     """
     costs.check(topology)
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise PlanError(f"num_microbatches must be an int of at least 1, got {num_microbatches!r}")
-    chains = {Chain.of(topology, costs, replica, split_backward) for replica in range(topology.dp)}
-    return max(chain_bound(chain, num_microbatches) for chain in chains)
+    groups = {
+        tuple(Chain.of(topology, costs, replica, split_backward) for replica in topology.cloud_replicas(edge))
+        for edge in topology.nodes[: topology.edge_dp]
+    }
+    return max(_bound(chains, num_microbatches) for chains in groups)
 
 
 def chain_bound(chain: Chain, num_microbatches: int) -> float:
-    """The lower bound for one replica."""
+    """The lower bound for one replica of the edge, where all that it serves are like ``chain``."""
+    return _bound((chain,) * chain.served, num_microbatches)
+
+
+def _bound(chains: Sequence[Chain], num_microbatches: int) -> float:
+    """The lower bound for one replica of the edge that serves ``chains`` in turn."""
+    edge = Chain.merged(min, chains)
+    jobs = (_compute_jobs(edge, chunk, num_microbatches, edge.served) for chunk in edge.chunks_of(0))
+    shares = [pair for pair in zip(chains, edge.shares(num_microbatches), strict=True) if pair[1]]
+    alone = {pair: _cloud_bound(*pair) for pair in set(shares)}
+    longest_first = sorted((alone[pair] for pair in shares), reverse=True)
+    of_another = max(edge.forward[0], edge.backward[0] if edge.weight is None else 0.0)
+    return max(
+        _preemptive_makespan(concatenate.from_iterable(jobs)),
+        *(bound + others * of_another for others, bound in enumerate(longest_first)),
+    )
+
+
+def _cloud_bound(chain: Chain, num_microbatches: int) -> float:
+    """The bound by the cloud nodes and links of one replica that has ``num_microbatches``."""
     machines: dict[object, list[Job]] = defaultdict(list)
-    for chunk in range(chain.num_chunks):
-        machines[chunk % chain.num_stages] += _compute_jobs(chain, chunk, num_microbatches)
+    for stage in range(1, chain.num_stages):
+        for chunk in chain.chunks_of(stage):
+            machines[stage] += _compute_jobs(chain, chunk, num_microbatches, served=1)
     for hop in range(chain.tail if any(chain.occupancy) else 0):
         below, above = hop % chain.num_stages, (hop + 1) % chain.num_stages
         upwards, downwards = _messages(chain, hop, num_microbatches)
         machines[below, above] += upwards
         machines[above, below] += downwards
-    return max(_preemptive_makespan(jobs) for jobs in machines.values())
+    return max((_preemptive_makespan(jobs) for jobs in machines.values()), default=0.0)
 
 
-def _compute_jobs(chain: Chain, chunk: int, microbatches: int) -> Iterator[Job]:
-    """The forwards, backwards and weight gradients of ``chunk``."""
+class _Pace(NamedTuple):
+    """The longest job, on the edge and elsewhere, that microbatches of ``served`` replicas have to pass."""
+
+    edge: float
+    elsewhere: float
+    served: int
+
+    @classmethod
+    def of(cls, chain: Chain, served: int, forwards: range, backwards: range, hops: range) -> _Pace:
+        """Over the forwards and backwards of these chunks and one direction of these hops."""
+        edge, elsewhere = [0.0], [chain.occupancy[hop] for hop in hops]
+        for times, chunks in ((chain.forward, forwards), (chain.backward, backwards)):
+            for chunk in chunks:
+                (elsewhere if chunk % chain.num_stages else edge).append(times[chunk])
+        if chain.tail in forwards or chain.tail in backwards:  # both are between a forward and its backward
+            edge.append(chain.forward[-1] + chain.backward[-1])
+        return cls(max(edge), max(elsewhere, default=0.0), served)
+
+    def delay(self, count: int) -> float:
+        """Seconds by which the last of ``count`` + 1 microbatches is behind where the first can be."""
+        return max(count * self.edge, count // self.served * self.elsewhere)
+
+
+def _compute_jobs(chain: Chain, chunk: int, microbatches: int, served: int) -> Iterator[Job]:
+    """The forwards, backwards and weight gradients of ``chunk`` for ``served`` replicas together."""
     forward, backward, trip = chain.forward[chunk], chain.backward[chunk], chain.round_trips[chunk]
-    before, after = slice(0, chunk), slice(chunk + 1, None)
-    pair = chain.forward[-1] + chain.backward[-1]  # the tail's, and then the longest of the others
-    arrivals = max((*chain.forward[before], *chain.occupancy[before]), default=0.0)
-    departures = max((*chain.backward[before], *chain.occupancy[before]), default=0.0)
-    returns = max(pair, *chain.forward, *chain.backward[after], *chain.occupancy)
-    rests = max(pair, *chain.backward, *chain.forward[after], *chain.occupancy)
+    none, before, after = range(0), range(chunk), range(chunk + 1, chain.num_chunks)
+    chunks, hops = range(chain.num_chunks), range(chain.tail)
+    arrivals = _Pace.of(chain, served, before, none, before)
+    departures = _Pace.of(chain, served, none, before, before)
+    returns = _Pace.of(chain, served, chunks, after, hops)
+    rests = _Pace.of(chain, served, after, chunks, hops)
     for k in range(microbatches):
         j = microbatches - 1 - k
         yield Job(
-            chain.heads[chunk] + k * arrivals,
+            chain.heads[chunk] + arrivals.delay(k),
             forward,
-            trip + backward + chain.tails[chunk] + j * rests,
+            trip + backward + chain.tails[chunk] + rests.delay(j),
         )
-        start = chain.heads[chunk] + forward + trip + k * returns
-        yield Job(start, backward, chain.tails[chunk] + j * departures)
+        start = chain.heads[chunk] + forward + trip + returns.delay(k)
+        yield Job(start, backward, chain.tails[chunk] + departures.delay(j))
         if chain.weight is not None:
             yield Job(start + backward, chain.weight[chunk], 0.0)
 

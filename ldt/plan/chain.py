@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,6 +20,7 @@ class Chain:
     ``backward`` is the part that the chunk before waits for: all of it, or the input gradient if the backward
     is split; ``weight`` is then the other part, else None. Hop c -> c+1 keeps its direction of the link from
     stage c % P busy for ``occupancy[c]`` and takes ``latency[c]`` more; both are 0 where P = 1.
+    The edge is shared by ``served`` such replicas.
     """
 
     num_stages: int
@@ -27,12 +29,13 @@ class Chain:
     weight: tuple[float, ...] | None
     occupancy: tuple[float, ...]
     latency: tuple[float, ...]
+    served: int = 1
 
     @classmethod
     def of(cls, topology: Topology, costs: Costs, replica: int = 0, split: bool = False) -> Chain:
         """The chain of ``replica``. ``split``: backwards are done as I and W."""
         nodes = [topology.node_at(chunk, replica) for chunk in range(topology.num_chunks)]
-        forward, backward, weight = (
+        forward, backward, weights = (
             tuple(costs.compute(Action(chunk, kind, 0), node) for chunk, node in enumerate(nodes))
             for kind in (Kind.F, Kind.I if split else Kind.B, Kind.W)
         )
@@ -41,15 +44,20 @@ class Chain:
             tuple(figure(hop) if topology.crosses(hop) else 0.0 for hop in hops)
             for figure in (costs.occupancy, costs.delay)
         )
-        return cls(topology.num_stages, forward, backward, weight if split else None, occupancy, latency)
+        weight = weights if split else None
+        return cls(topology.num_stages, forward, backward, weight, occupancy, latency, topology.served)
 
     @classmethod
     def slowest(cls, topology: Topology, costs: Costs, split: bool = False) -> Chain:
         """The chain that takes for each chunk as long as the slowest replica does."""
-        chains = [cls.of(topology, costs, replica, split) for replica in range(topology.dp)]
+        return cls.merged(max, [cls.of(topology, costs, replica, split) for replica in range(topology.dp)])
+
+    @classmethod
+    def merged(cls, choose: Callable[[Iterable[float]], float], chains: Sequence[Chain]) -> Chain:
+        """The chain that takes for each chunk what ``choose`` picks of ``chains``, whose links are alike."""
         weights = [chain.weight for chain in chains if chain.weight is not None]
         forward, backward, weight = (
-            tuple(max(figures) for figures in zip(*times, strict=True))
+            tuple(choose(figures) for figures in zip(*times, strict=True))
             for times in ([c.forward for c in chains], [c.backward for c in chains], weights)
         )
         return replace(chains[0], forward=forward, backward=backward, weight=weight or None)
@@ -65,6 +73,10 @@ class Chain:
     def chunks_of(self, stage: int) -> range:
         """The chunks of ``stage`` in model order."""
         return range(stage, self.num_chunks, self.num_stages)
+
+    def shares(self, num_microbatches: int) -> list[int]:
+        """How many of the edge's microbatches each replica has that it serves: they are dealt in turn."""
+        return [len(range(turn, num_microbatches, self.served)) for turn in range(self.served)]
 
     def delay(self, hop: int) -> float:
         """Seconds from the end of a chunk to the start of the next one on the other side of the hop, at least."""

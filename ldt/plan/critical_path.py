@@ -55,7 +55,9 @@ class _Causes:
                     self._producers[node, chunk, direction, microbatch] = event
                 self._of_stage[node.stage].append(event)
                 source = message_into(event.action)
-                channel = channels.get((*source, node.replica)) if source else None
+                assert microbatch is not None
+                replica = timeline.topology.cloud_replica(node, microbatch)
+                channel = channels.get((*source, replica)) if source else None
                 if channel is not None:
                     self._uses[channel].append(event)
             else:

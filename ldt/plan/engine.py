@@ -128,9 +128,14 @@ class _Engine:
         return self._result
 
     def _steps_of(self, node: Node) -> Iterator[_Step]:
-        network, replica = self._network, node.replica
+        network, topology = self._network, self._plan.topology
         for place, action in enumerate(self._plan.rows[node]):
             chunk, kind, microbatch = action
+            if microbatch is None:
+                barrier = _Barrier(topology.replicas(node.stage))
+                yield _Step(place, action, barrier=self._barriers.setdefault(chunk, barrier))
+                continue
+            replica = topology.cloud_replica(node, microbatch)
             if kind.is_compute:
                 source = message_into(action)
                 flow = network.flow(*source, replica, microbatch) if source else None
@@ -140,14 +145,11 @@ class _Engine:
                     flow = network.flow(*target, replica, microbatch) if target else None
                     if flow is not None:
                         yield _Step(place, action, flow=flow, end=flow.route.sender)
-            elif kind.is_comm:
+            else:
                 flow = network.flow(action.hop, kind.direction, replica, microbatch)
                 assert flow is not None, action
                 end = flow.route.sender if kind.is_send else flow.route.receiver
                 yield _Step(place, action, flow=flow, end=end)
-            else:
-                barrier = _Barrier(self._plan.topology.replicas(node.stage))
-                yield _Step(place, action, barrier=self._barriers.setdefault(chunk, barrier))
 
     # -- running ---------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ldt.errors import PlanError
 from ldt.plan.action import Kind
 from ldt.plan.timeline import Event, Timeline
+from ldt.topology import Node, Topology
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,15 +95,20 @@ def _draw_timeline(axis: Axes, timeline: Timeline, span: float, inches: float) -
         times = (event.start - timeline.start, event.end - timeline.start)
         colour = _TRANSFER[event.channel.direction]
         axis.plot(times, (begin + edge, end - edge), color=colour, linewidth=0.8, alpha=0.8, zorder=1.5)
-    axis.set_yticks(
-        range(len(nodes)), [f"edge {n}" if n.stage == 0 else f"cloud {n}" for n in nodes], fontsize=9
-    )
+    axis.set_yticks(range(len(nodes)), [_label(timeline.topology, node) for node in nodes], fontsize=9)
     axis.set_xlim(0, span)
     axis.set_ylim(len(nodes) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
     axis.tick_params(axis="x", labelsize=8)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
+
+
+def _label(topology: Topology, node: Node) -> str:
+    if node.stage:
+        return f"cloud {node}"
+    serves = f"\nserves {', '.join(map(str, topology.cloud_replicas(node)))}" if topology.served > 1 else ""
+    return f"edge {node}{serves}"
 
 
 def _draw_bar(axis: Axes, timeline: Timeline, event: Event, row: int, inches_per_time: float) -> None:

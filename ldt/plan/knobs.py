@@ -9,7 +9,7 @@ from itertools import chain as concatenate
 
 from ldt.plan.action import Kind
 from ldt.plan.chain import Chain
-from ldt.plan.list_scheduler import Limits, Rules
+from ldt.plan.rules import Limits, Rules
 
 __all__ = ["ORDERS", "Knobs"]
 
@@ -112,21 +112,21 @@ class Knobs:
         return Rules(self.windows(chain, microbatches), strict, priorities, limits)
 
     def windows(self, chain: Chain, microbatches: int) -> tuple[int, ...]:
-        """One for now, and one for each that comes while its round trip lasts.
+        """One for now, and one for each that comes while its round trip lasts; on the edge, of each replica served.
 
         Later windows are no larger than earlier ones, or strict ones could wait for each other.
         """
-        pace = (
-            max(*chain.forward, *chain.occupancy, chain.critical_path * _ROUNDING) or 1.0
-        )  # if nothing takes time
-        last_lap = chain.tail - chain.num_stages
+        edge = max(chain.forward[chunk] for chunk in chain.chunks_of(0)) * chain.served
+        pace = max(edge, *chain.forward, *chain.occupancy, chain.critical_path * _ROUNDING)
+        pace = pace or 1.0  # if nothing takes time
+        last_lap, share = chain.tail - chain.num_stages, chain.shares(microbatches)[0]
         windows: list[int] = []
         for chunk, trip in enumerate(chain.round_trips):
             more = self.last if chunk >= last_lap else self.earlier
             window = 1 + math.ceil(self.scale * trip / pace - _ROUNDING) + more + self.steps[chunk]
-            windows.append(max(1, min(microbatches, window, *(windows[-1:] if chunk > 1 else ()))))
-        for chunk in range(0, chain.num_chunks if self.open_edge else 0, chain.num_stages):
-            windows[chunk] = microbatches
+            windows.append(max(1, min(share, window, *(windows[-1:] if chunk > 1 else ()))))
+        for chunk in chain.chunks_of(0):
+            windows[chunk] = microbatches if self.open_edge else windows[chunk] * chain.served
         return tuple(windows)
 
     def _split(self, priorities: Priorities, chain: Chain) -> Priorities:

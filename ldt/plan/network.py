@@ -78,10 +78,10 @@ class Network:
             route = Route(channel, sender, receiver, link, costs.occupancy(hop), costs.delay(hop))
             self._routes[hop, channel.direction, channel.replica] = route
 
-    def flow(self, hop: int, direction: Direction, replica: int, microbatch: int | None) -> Flow | None:
+    def flow(self, hop: int, direction: Direction, replica: int, microbatch: int) -> Flow | None:
         """The flow of a message, made at its first mention; None if its hop is local."""
         route = self._routes.get((hop, direction, replica))
-        if route is None or microbatch is None:
+        if route is None:
             return None
         key = (hop, direction, replica, microbatch)
         flow = self._flows.get(key)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ldt.errors import PlanError
 from ldt.plan.action import Action
 from ldt.plan.bound import lower_bound
 from ldt.plan.chain import Chain
 from ldt.plan.costs import Costs
 from ldt.plan.engine import Run
-from ldt.plan.list_scheduler import Limits
 from ldt.plan.memory_limit import MemoryLimit
 from ldt.plan.passes import add_communication, add_grad_reduction, check_buffers
 from ldt.plan.plan import Plan
 from ldt.plan.rule_search import search
+from ldt.plan.rules import Limits
 from ldt.plan.simulator import timeline_of
 from ldt.plan.u_shape import ushape, ushape_compute
 from ldt.plan.verifier import prove
@@ -49,15 +48,9 @@ def optimize(
     ``receive_buffers`` limits how many messages of a channel may be received ahead of their use; None: as
     many as the link asks for.
 
-    Raises PlanError for costs that do not fit, for an edge with fewer replicas than the cloud, and for a
-    limit that no plan keeps to, with the smallest that works.
+    Raises PlanError for costs that do not fit and for a limit that no plan keeps to, with the smallest that works.
     """
     costs.check(topology)
-    if topology.edge_dp != topology.dp:
-        raise PlanError(
-            f"optimize needs as many edge replicas as cloud replicas for now: "
-            f"got edge_dp={topology.edge_dp}, dp={topology.dp}; leave edge_dp out"
-        )
     check_buffers(receive_buffers)
     memory = MemoryLimit.of(topology, costs, memory_limit, memory_limit_bytes)
     bound = lower_bound(topology, num_microbatches, costs, split_backward=split_backward)
@@ -100,12 +93,16 @@ def _candidates(task: _Task, split_backward: bool) -> Iterator[_Candidate]:
 
 
 def _searched(task: _Task, split: bool) -> Plan:
-    """The compute rows of the best rules found, the same for all replicas since they reduce in one order."""
+    """The compute rows of the best rules found, the same for replicas of one turn, which reduce in one order."""
+    topology, microbatches = task.topology, task.num_microbatches
     limits = Limits(task.memory.capacity, task.memory.weights, task.receive_buffers)
-    found = search(Chain.slowest(task.topology, task.costs, split), task.num_microbatches, limits)
-    rows = [[Action(t.chunk, t.kind, t.microbatch) for t in taken] for taken in found.taken]
-    by_node = {node: rows[node.stage] for node in task.topology.nodes}
-    return Plan(task.topology, task.num_microbatches, by_node)
+    found = search(Chain.slowest(topology, task.costs, split), microbatches, limits)
+    rows = {}
+    for node in topology.nodes:
+        share = topology.microbatches_of(node, microbatches)
+        row = found.row(node.stage, topology.turn_of(node))
+        rows[node] = [Action(taken.chunk, taken.kind, share[taken.microbatch]) for taken in row]
+    return Plan(topology, microbatches, rows)
 
 
 def _better_fixed(task: _Task, makespan: float) -> Plan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
@@ -13,7 +13,7 @@ from ldt.plan.levels import highest_level
 from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.plan.verifier import prove
-from ldt.topology import Channel, LanePolicy, Node, lanes
+from ldt.topology import Channel, LanePolicy, Node, Topology, lanes
 
 __all__ = [
     "add_communication",
@@ -50,7 +50,8 @@ def add_communication(
     plan = remove_communication(plan)
     ideal = prove(plan, costs, None)
     fixed = dict.fromkeys(plan.topology.channels, receive_buffers or 1)
-    placement = _Placement(plan, policy, fixed if receive_buffers else fixed | _buffers_filled(ideal))
+    buffers = fixed if receive_buffers else fixed | _buffers_filled(plan.topology, ideal)
+    placement = _Placement(plan, policy, buffers)
     placement.see_users(ideal.computed)
     for computed in ideal.computed:
         placement.add(computed)
@@ -70,8 +71,21 @@ def remove_communication(plan: Plan) -> Plan:
 
 
 def add_grad_reduction(plan: Plan) -> Plan:
-    """Where a stage has replicas, reduce each chunk's gradients once, after its last backward and send."""
-    return plan.with_rows({node: _reduced(plan, node) for node in plan.rows}, plan.lanes)
+    """Where a stage has replicas, reduce each chunk's gradients once, after its last backward and send.
+
+    Where a stage's replicas differ in their order, as those do that share an edge, reductions come at the end of
+    their rows: before it, one replica could wait for another that waits for what the first does later.
+    """
+    rows = {
+        node: [action for action in row if action.kind is not Kind.REDUCE_GRAD]
+        for node, row in plan.rows.items()
+    }
+    if plan.training:
+        for stage in range(plan.topology.num_stages):
+            nodes = [node for node in rows if node.stage == stage]
+            reduced = _reduced(plan.topology, stage, [rows[node] for node in nodes])
+            rows.update(zip(nodes, reduced, strict=True))
+    return plan.with_rows(rows, plan.lanes)
 
 
 def buffers_needed(plan: Plan) -> dict[Channel, int]:
@@ -93,24 +107,37 @@ def buffers_needed(plan: Plan) -> dict[Channel, int]:
     return most
 
 
-def _buffers_filled(ideal: Run) -> dict[Channel, int]:
+def _buffers_filled(topology: Topology, ideal: Run) -> dict[Channel, int]:
     """Per channel of a run without limits: how many messages have left and are not yet used, at most."""
     moments: dict[Channel, list[tuple[float, float]]] = defaultdict(list)
-    users: dict[tuple[int, str, int, int | None], float] = {}
+    users: dict[tuple[int, str, int, int], float] = {}
     for node, action, _, end in ideal.computed:
         if (source := message_into(action)) is not None:
             hop, direction = source
-            users[hop, direction, node.replica, action.microbatch] = end
+            assert action.microbatch is not None
+            replica = topology.cloud_replica(node, action.microbatch)
+            users[hop, direction, replica, action.microbatch] = end
     for (channel, microbatch), start, _ in ideal.transferred:
         used = users[channel.hop, channel.direction, channel.replica, microbatch]
         moments[channel] += [(start, 1), (used, -1)]
     return {channel: max(1, int(highest_level(changes))) for channel, changes in moments.items()}
 
 
-def _reduced(plan: Plan, node: Node) -> list[Action]:
-    row = [action for action in plan.rows[node] if action.kind is not Kind.REDUCE_GRAD]
-    if not plan.training or plan.topology.replicas(node.stage) == 1:
-        return row
+def _reduced(topology: Topology, stage: int, rows: Sequence[list[Action]]) -> Iterator[list[Action]]:
+    """The rows of the replicas of ``stage`` with their reductions."""
+    orders = [[action for action in row if action.kind.is_compute] for row in rows]
+    alike = all(order == orders[0] for order in orders)
+    for row in rows:
+        if len(rows) == 1:
+            yield row
+        elif alike:
+            yield _reduced_early(row)
+        else:
+            yield row + [Action(chunk, Kind.REDUCE_GRAD) for chunk in reversed(topology.chunks_of(stage))]
+
+
+def _reduced_early(row: Sequence[Action]) -> list[Action]:
+    row = list(row)
     last = {action.chunk: index for index, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
     for chunk, index in sorted(last.items(), key=lambda item: -item[1]):  # from the end: indices stay true
         after = index + 1
@@ -153,8 +180,12 @@ class _Placement:
             last[channel] = user
 
     def _channel_out_of(self, computed: Computed) -> Channel | None:
-        target = message_out_of(computed.action)
-        return self._channels.get((*target, computed.node.replica)) if target else None
+        node, action, _, _ = computed
+        target = message_out_of(action)
+        if target is None or action.microbatch is None:
+            return None
+        replica = self._plan.topology.cloud_replica(node, action.microbatch)
+        return self._channels.get((*target, replica))
 
     def add(self, computed: Computed) -> None:
         """Place the transfer of the result of the next action in the total order."""

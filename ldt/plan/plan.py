@@ -19,6 +19,8 @@ __all__ = ["Plan"]
 class Plan:
     """What every node does in one step, in which order.
 
+    ``num_microbatches`` is that of each replica of the edge, which deals them to the cloud replicas it serves
+    (``Topology.cloud_replica``): the row of an edge node has all of them, that of a cloud node its share.
     ``lanes`` is the lane policy the sends and receives were placed for; None for a plan of compute actions
     only. ``training`` is False for forward-only plans. Treat ``rows`` as read-only: plans are shared and
     hashed. The constructor checks only that there is one row per node; ``ldt.plan.verify`` proves the rest.
@@ -48,9 +50,10 @@ class Plan:
 
     def channel_of(self, action: Action, node: Node) -> Channel:
         """The channel that ``action``, a send or receive in the row of ``node``, uses."""
-        if not action.kind.is_comm:
+        if not action.kind.is_comm or action.microbatch is None:
             raise PlanError(f"only sends and receives have a channel, got {action}")
-        return self.topology.channel(action.hop, action.kind.direction, node.replica)
+        replica = self.topology.cloud_replica(node, action.microbatch)
+        return self.topology.channel(action.hop, action.kind.direction, replica)
 
     def with_rows(self, rows: Mapping[Node, Sequence[Action]], lanes: LanePolicy | None) -> Plan:
         """The same step with other rows, whose sends and receives are placed for ``lanes``."""

@@ -21,8 +21,10 @@ def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
         return f"chunk {action.chunk} is on stage {topology.stage_of(action.chunk)}"
     if (action.microbatch is None) != (kind is Kind.REDUCE_GRAD):
         return "REDUCE_GRAD, and nothing else, is without a microbatch"
-    if action.microbatch is not None and not 0 <= action.microbatch < plan.num_microbatches:
-        return f"microbatches are 0 to {plan.num_microbatches - 1}"
+    if action.microbatch is not None:
+        share = topology.microbatches_of(node, plan.num_microbatches)
+        if action.microbatch not in share:
+            return _not_in(share, plan.num_microbatches)
     if not plan.training and kind not in (Kind.F, Kind.SEND_F, Kind.RECV_F):
         return "this plan is forward-only"
     if kind is Kind.REDUCE_GRAD and topology.replicas(node.stage) == 1:
@@ -38,13 +40,23 @@ def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
 def missing_actions(plan: Plan, node: Node, row: Collection[Action]) -> Iterator[tuple[Action, Action]]:
     """Pairs of an action and one that must be in its row as well but is not."""
     for chunk in plan.topology.chunks_of(node.stage):
-        for microbatch in range(plan.num_microbatches):
+        for microbatch in plan.topology.microbatches_of(node, plan.num_microbatches):
             for action in _computes(plan, chunk, microbatch, row):
                 expected = [action, *_messages(plan, action)]
                 yield from ((action, other) for other in expected if other not in row)
         reduce = Action(chunk, Kind.REDUCE_GRAD)
         if plan.training and plan.topology.replicas(node.stage) > 1 and reduce not in row:
             yield Action(chunk, Kind.B, plan.num_microbatches - 1), reduce
+
+
+def _not_in(share: range, num_microbatches: int) -> str:
+    if share.step == 1:
+        return f"microbatches are 0 to {num_microbatches - 1}"
+    first = ", ".join(map(str, share[:8])) or "none"
+    return (
+        f"of the {num_microbatches} microbatches of its edge replica, dealt to {share.step} cloud replicas in turn, "
+        f"it has {first}{', ...' if len(share) > 8 else ''}"
+    )
 
 
 def needed_before(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Action]:

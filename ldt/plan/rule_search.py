@@ -12,7 +12,8 @@ from dataclasses import replace
 from ldt.plan.bound import chain_bound
 from ldt.plan.chain import Chain
 from ldt.plan.knobs import ORDERS, Knobs
-from ldt.plan.list_scheduler import Limits, Rules, Schedule, schedule
+from ldt.plan.list_scheduler import schedule
+from ldt.plan.rules import Limits, Rules, Schedule
 
 __all__ = ["search"]
 

@@ -57,8 +57,9 @@ class Timeline:
         sends: dict[object, tuple[Node, Action, float, Channel]] = {}
         arrivals: dict[object, float] = {}
         for node, action, start, end in records:
-            if action.kind.is_comm:
-                channel = topology.channel(action.hop, action.kind.direction, node.replica)
+            if action.kind.is_comm and action.microbatch is not None:
+                replica = topology.cloud_replica(node, action.microbatch)
+                channel = topology.channel(action.hop, action.kind.direction, replica)
                 if action.kind.is_send:
                     sends[channel, action.microbatch] = (node, action, start, channel)
                 else:

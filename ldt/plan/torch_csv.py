@@ -12,7 +12,7 @@ from ldt.plan.plan import Plan
 from ldt.plan.verifier import verify
 from ldt.topology import LanePolicy, Topology
 
-__all__ = ["from_csv", "to_csv"]
+__all__ = ["check_expressible", "from_csv", "to_csv"]
 
 _SHARDING = ("UNSHARD", "RESHARD")  # of parameters, which are the business of whoever sharded them
 
@@ -21,8 +21,9 @@ def to_csv(plan: Plan, *, communication: bool = False) -> str:
     """One line for each stage, of replica 0, as all replicas have the same.
 
     Without ``communication`` it is what torch calls "compute_only", with it "compute_comms". Reductions are left
-    out, torch places its own.
+    out, torch places its own. Raises PlanError for an edge that serves several cloud replicas each, whose rows differ.
     """
+    check_expressible(plan.topology)
     rows = [row for node, row in plan.rows.items() if node.replica == 0]
     lines = [
         ",".join(str(a) for a in row if a.kind.is_compute or (communication and a.kind.is_comm))
@@ -36,8 +37,9 @@ def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") 
 
     Communication and reductions are placed anew, for ``lanes``; UNSHARD and RESHARD are passed over. Every replica
     gets the same rows. Raises PlanError naming the line for what is no action, for a number of lines other than
-    that of stages, and for an order that ``verify`` refuses.
+    that of stages, for an order that ``verify`` refuses, and for an edge that serves several cloud replicas each.
     """
+    check_expressible(topology)
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip(", \t")}
     if len(lines) != topology.num_stages:
         raise PlanError(
@@ -52,6 +54,16 @@ def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") 
     plan = add_communication(plan, lanes)
     verify(plan)
     return plan
+
+
+def check_expressible(topology: Topology) -> None:
+    """Raise PlanError unless all replicas of a stage have the same row, of which such a file has one per stage."""
+    if topology.served > 1:
+        raise PlanError(
+            "torch's CSV has one row for all replicas of a stage, but cloud replicas that share an edge have their "
+            f"own microbatches: expected edge_dp equal to dp, got edge_dp={topology.edge_dp}, dp={topology.dp}; use "
+            "Plan.to_text and Plan.from_text"
+        )
 
 
 def _row(line: str, number: int) -> list[Action]:

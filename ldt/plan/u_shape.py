@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from ldt.errors import PlanError
+from itertools import groupby
+
 from ldt.plan.action import Action, Kind
 from ldt.plan.counts import Counts, check_num_microbatches, warmup_counts
 from ldt.plan.forward_only import forward_only_row
 from ldt.plan.passes import add_communication, add_grad_reduction
 from ldt.plan.plan import Plan
 from ldt.plan.verifier import verify
-from ldt.topology import LanePolicy, Topology
+from ldt.topology import LanePolicy, Node, Topology
 
 __all__ = ["ushape"]
 
@@ -24,10 +25,11 @@ def ushape(
 ) -> Plan:
     """The complete, verified plan of the fixed order.
 
-    With ``training=False`` it is a forward-only order, for evaluation. ``receive_buffers`` is how many
-    messages of a channel may be waited for ahead of their use (paired lanes may need more: see
-    ``buffers_needed``). Raises PlanError for anything but an int of 1 or more as ``num_microbatches``, for more than
-    two laps and for an edge with fewer replicas than the cloud.
+    With ``training=False`` it is a forward-only order, for evaluation. ``num_microbatches`` is that of each edge
+    replica; where one serves several cloud replicas, it does for each in turn what it would do for one.
+    ``receive_buffers`` is how many messages of a channel may be waited for ahead of their use (paired lanes may
+    need more: see ``buffers_needed``). Raises PlanError for anything but an int of 1 or more as
+    ``num_microbatches`` and for more than two laps.
     """
     plan = add_grad_reduction(ushape_compute(topology, num_microbatches, training))
     plan = add_communication(plan, lanes, receive_buffers)
@@ -38,14 +40,24 @@ def ushape(
 def ushape_compute(topology: Topology, num_microbatches: int, training: bool = True) -> Plan:
     """The compute actions of the fixed order alone."""
     check_num_microbatches(num_microbatches)  # before a row is written, which counts down to 0
-    if topology.edge_dp != topology.dp:
-        raise PlanError(
-            f"ushape needs as many edge replicas as cloud replicas for now: "
-            f"got edge_dp={topology.edge_dp}, dp={topology.dp}; leave edge_dp out"
-        )
-    rows = [_stage_row(topology, num_microbatches, stage, training) for stage in range(topology.num_stages)]
-    by_node = {node: rows[node.stage] for node in topology.nodes}
-    return Plan(topology, num_microbatches, by_node, lanes=None, training=training)
+    rows = {node: _row_of(topology, num_microbatches, node, training) for node in topology.nodes}
+    return Plan(topology, num_microbatches, rows, lanes=None, training=training)
+
+
+def _row_of(topology: Topology, num_microbatches: int, node: Node, training: bool) -> list[Action]:
+    """The row of one replica, each of whose microbatches stands for one of every cloud replica of ``node``.
+
+    A forward and the backward right behind it, the tail's way, stay together: the gradient leaves at once.
+    """
+    microbatches = topology.microbatches_of(node, num_microbatches)
+    served = len(topology.cloud_replicas(node))
+    row = []
+    order = _stage_row(topology, -(-len(microbatches) // served), node.stage, training)
+    for (_, turn), run in groupby(order, key=lambda action: (action.chunk, action.microbatch or 0)):
+        together = list(run)
+        for microbatch in microbatches[turn * served : (turn + 1) * served]:
+            row += [action._replace(microbatch=microbatch) for action in together]
+    return row
 
 
 def _stage_row(topology: Topology, num_microbatches: int, stage: int, training: bool) -> list[Action]:

@@ -37,12 +37,6 @@ def verify(plan: Plan, lanes: LanePolicy | None = None) -> None:
 
 def prove(plan: Plan, costs: Costs, policy: LanePolicy | None) -> Run:
     """Verify ``plan``, running it with ``costs`` in the last step, and return that run."""
-    topology = plan.topology
-    if topology.edge_dp != topology.dp:
-        raise PlanError(
-            f"plans need as many edge replicas as cloud replicas for now: "
-            f"got edge_dp={topology.edge_dp}, dp={topology.dp}"
-        )
     for node in plan.rows:
         _check_row(plan, node)
     _check_reduction_order(plan)

@@ -52,6 +52,16 @@ def test_the_best_plan_keeps_to_the_limit(folder: Path, capsys: pytest.CaptureFi
     assert max(simulate(plan, Costs(0.001, 0.002, latency=0.01)).peak_live.values()) == 2
 
 
+def test_an_edge_that_is_shared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--forward", "2ms,10ms,10ms,2ms", "--dp", "4", "--edge-dp", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "tp=1,1,1 dp=4 edge_dp=2 laps=1, 8 microbatches" in output
+    assert float(rows(output)["optimize"][4]) < float(rows(output)["ushape"][4])
+    plan = Plan.from_text((folder / "ldt-plan.txt").read_text())
+    verify(plan)
+    assert plan.topology == Topology([1, 1, 1], dp=4, edge_dp=2)
+
+
 def test_a_plan_of_another_engine_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*ARGUMENTS, "--to-csv", "best.csv"])
     before = rows(capsys.readouterr().out)["optimize"]
@@ -88,6 +98,8 @@ def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.Cap
         (f"--costs {sys.executable}", f"{sys.executable} is not a text file"),
         (f"--from-csv {sys.executable}", f"{sys.executable} is not a text file"),
         ("--memory-limit 1", "the smallest that works is 2"),
+        ("--dp 3 --edge-dp 2", "edge_dp=2 does not divide dp=3"),
+        ("--dp 2 --edge-dp 1 --to-csv a.csv", "torch's CSV has one row for all replicas of a stage"),
         ("--from-csv nowhere.csv", "nowhere.csv"),
         ("--costs nowhere.json", "nowhere.json"),
         ("--memory-limit-bytes 1MiB", "activation"),

@@ -26,8 +26,26 @@ class _Game:
         self.place = dict.fromkeys(plan.rows, 0)
         self.sends: dict[object, list[tuple[int, Action, Action]]] = defaultdict(list)
         self.receives: dict[object, list[tuple[int, Action, Action]]] = defaultdict(list)
-        self.done: set[tuple[int, Action]] = set()  # replica, action
-        self.inputs: set[tuple[int, Slot]] = set()  # replica, slot
+        self.done: set[tuple[Node, Action]] = set()
+        self.inputs: set[tuple[Node, Slot]] = set()
+
+    def _replica(self, node: Node, microbatch: int | None) -> int:
+        """The cloud replica that a node does a microbatch for: those of an edge replica take them in turn."""
+        dp, edge_dp = self.plan.topology.dp, self.plan.topology.edge_dp
+        return node.replica if node.stage else node.replica + (microbatch or 0) * edge_dp % dp
+
+    def _node(self, chunk: int, replica: int) -> Node:
+        stage = chunk % self.plan.topology.num_stages
+        return Node(stage, replica if stage else replica % self.plan.topology.edge_dp)
+
+    def _backwards(self, node: Node, chunk: int) -> list[Action]:
+        """All backwards of a chunk that are the node's."""
+        edge = Node(0, node.replica % self.plan.topology.edge_dp)
+        return [
+            Action(chunk, Kind.B, m)
+            for m in range(self.plan.num_microbatches)
+            if node.stage == 0 or self._replica(edge, m) == node.replica
+        ]
 
     def play(self) -> bool:
         while self._move_rows() or self._move_reductions() or self._move_messages():
@@ -52,11 +70,10 @@ class _Game:
         for stage in range(self.plan.topology.num_stages):
             nodes = [node for node in self.plan.rows if node.stage == stage]
             chunk, kind, _ = self._next(nodes[0]) or Action(0, Kind.F)
-            backwards = [Action(chunk, Kind.B, m) for m in range(self.plan.num_microbatches)]
             if (
                 kind is Kind.REDUCE_GRAD
                 and all(self._next(node) == Action(chunk, kind) for node in nodes)
-                and all((node.replica, backward) in self.done for node in nodes for backward in backwards)
+                and all((n, backward) in self.done for n in nodes for backward in self._backwards(n, chunk))
             ):
                 for node in nodes:
                     self.place[node] += 1
@@ -64,41 +81,39 @@ class _Game:
         return False
 
     def _possible(self, node: Node, action: Action) -> bool:
-        (chunk, kind, microbatch), replica = action, node.replica
-        stages, tail = self.plan.topology.num_stages, self.plan.topology.num_chunks - 1
+        (chunk, kind, microbatch), replica = action, self._replica(node, action.microbatch)
+        tail = self.plan.topology.num_chunks - 1
         if kind is Kind.REDUCE_GRAD:
             return False
         if kind in (Kind.SEND_F, Kind.SEND_B):
             made_by = Kind.F if kind is Kind.SEND_F else Kind.B
-            if (replica, Action(chunk, made_by, microbatch)) not in self.done:
+            if (node, Action(chunk, made_by, microbatch)) not in self.done:
                 return False
             other = chunk + 1 if kind is Kind.SEND_F else chunk - 1
             receive = Action(other, Kind.RECV_F if kind is Kind.SEND_F else Kind.RECV_B, microbatch)
-            lane = self.lane[node, Node(other % stages, replica), min(chunk, other)]
+            lane = self.lane[node, self._node(other, replica), min(chunk, other)]
             self.sends[lane, node].append((replica, action, receive))
         elif kind in (Kind.RECV_F, Kind.RECV_B):
             other = chunk - 1 if kind is Kind.RECV_F else chunk + 1
             send = Action(other, Kind.SEND_F if kind is Kind.RECV_F else Kind.SEND_B, microbatch)
-            lane = self.lane[Node(other % stages, replica), node, min(chunk, other)]
+            lane = self.lane[self._node(other, replica), node, min(chunk, other)]
             self.receives[lane, node].append((replica, send, action))
         elif kind is Kind.F:
-            if chunk > 0 and not self._has_input(replica, chunk, chunk - 1, "F", microbatch):
+            if chunk > 0 and not self._has_input(node, chunk, chunk - 1, "F", microbatch):
                 return False
-            self.done.add((replica, action))
+            self.done.add((node, action))
         else:
-            if (replica, Action(chunk, Kind.F, microbatch)) not in self.done:
+            if (node, Action(chunk, Kind.F, microbatch)) not in self.done:
                 return False
-            if chunk < tail and not self._has_input(replica, chunk, chunk + 1, "B", microbatch):
+            if chunk < tail and not self._has_input(node, chunk, chunk + 1, "B", microbatch):
                 return False
-            self.done.add((replica, action))
+            self.done.add((node, action))
         return True
 
-    def _has_input(
-        self, replica: int, chunk: int, source: int, direction: str, microbatch: int | None
-    ) -> bool:
+    def _has_input(self, node: Node, chunk: int, source: int, direction: str, microbatch: int | None) -> bool:
         if chunk % self.plan.topology.num_stages == source % self.plan.topology.num_stages:
-            return (replica, Action(source, Kind(direction), microbatch)) in self.done
-        return (replica, (chunk, direction, microbatch)) in self.inputs
+            return (node, Action(source, Kind(direction), microbatch)) in self.done
+        return (node, (chunk, direction, microbatch)) in self.inputs
 
     def _move_messages(self) -> bool:
         for sends in self.sends.values():
@@ -107,6 +122,7 @@ class _Game:
                     replica, _, receive = sends.pop(0)
                     receives.pop(0)
                     direction = "F" if receive.kind is Kind.RECV_F else "B"
-                    self.inputs.add((replica, (receive.chunk, direction, receive.microbatch)))
+                    node = self._node(receive.chunk, replica)
+                    self.inputs.add((node, (receive.chunk, direction, receive.microbatch)))
                     return True
         return False

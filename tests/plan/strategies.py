@@ -2,8 +2,9 @@
 
 from hypothesis import strategies as st
 
-from ldt.plan import Costs, Kind
-from ldt.plan.list_scheduler import Limits, Rules
+from ldt.plan import Action, Costs, Kind, Plan
+from ldt.plan.rules import Limits, Rules
+from ldt.topology import Node, Topology
 
 _BUFFERS = st.none() | st.integers(1, 3)
 
@@ -27,3 +28,60 @@ def rules_of(draw, chain, microbatches, buffers=_BUFFERS):
     )
     windows = tuple(draw(st.integers(1, microbatches)) for _ in range(chain.num_chunks))
     return Rules(windows, (False,) * chain.num_chunks, priorities, Limits(buffers=draw(buffers)))
+
+
+@st.composite
+def topologies(draw, min_stages=1, max_stages=4, max_laps=2, max_edge_dp=2, max_served=3):
+    """One rank per node; an edge replica serves up to ``max_served`` cloud replicas."""
+    stages, edge_dp = draw(st.integers(min_stages, max_stages)), draw(st.integers(1, max_edge_dp))
+    served = draw(st.integers(1, max_served)) if stages > 1 else 1
+    return Topology([1] * stages, dp=edge_dp * served, edge_dp=edge_dp, laps=draw(st.integers(1, max_laps)))
+
+
+@st.composite
+def any_compute_plan(draw):
+    """A valid compute-only plan in no particular order: any possible action of any node, again and again.
+
+    A reduction is an action of all replicas at once.
+    """
+    topology = draw(topologies(max_laps=3))
+    microbatches, training = draw(st.integers(1, 4 if topology.dp < 3 else 3)), draw(st.booleans())
+    random = draw(st.randoms(use_true_random=False))
+    kinds = (Kind.F, Kind.B) if training else (Kind.F,)
+    left = {
+        (Action(chunk, kind, m), topology.cloud_replica(Node(0, edge), m))
+        for chunk in range(topology.num_chunks)
+        for kind in kinds
+        for edge in range(topology.edge_dp)
+        for m in range(microbatches)
+    }
+    if training:
+        left |= {
+            (Action(chunk, Kind.REDUCE_GRAD), None)
+            for chunk in range(topology.num_chunks)
+            if topology.replicas(topology.stage_of(chunk)) > 1
+        }
+    rows: dict[Node, list[Action]] = {node: [] for node in topology.nodes}
+    while left:
+        possible = [
+            item for item in left if not any(need in left for need in _needs(topology, microbatches, *item))
+        ]
+        action, replica = random.choice(sorted(possible, key=str))
+        for owner in range(topology.dp) if replica is None else (replica,):
+            row = rows[topology.node_at(action.chunk, owner)]
+            if action not in row:  # nodes of the edge have several replicas
+                row.append(action)
+        left.remove((action, replica))
+    return Plan(topology, microbatches, rows, None, training)
+
+
+def _needs(topology, microbatches, action, replica):
+    chunk, kind, microbatch = action
+    if kind is Kind.F:
+        return [(Action(chunk - 1, Kind.F, microbatch), replica)]
+    if kind is Kind.B:
+        return [
+            (Action(chunk, Kind.F, microbatch), replica),
+            (Action(chunk + 1, Kind.B, microbatch), replica),
+        ]
+    return [(Action(chunk, Kind.B, m), r) for m in range(microbatches) for r in range(topology.dp)]

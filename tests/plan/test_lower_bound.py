@@ -1,16 +1,18 @@
 """The bound: by hand, below every plan that any rules give, and met by a solver's optimum or below it."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import costs_of, rules_of
+from strategies import any_compute_plan, costs_of, rules_of, topologies
 
 from ldt.errors import PlanError
-from ldt.plan import Costs, lower_bound, optimize, simulate, ushape
+from ldt.plan import Costs, Kind, lower_bound, optimize, simulate, ushape
 from ldt.plan.bound import chain_bound
 from ldt.plan.chain import Chain
 from ldt.plan.list_scheduler import schedule
-from ldt.topology import Topology
+from ldt.topology import Node, Topology
 
 
 def test_one_microbatch_is_the_critical_path():
@@ -43,6 +45,14 @@ def test_a_slow_replica_bounds_the_step():
     assert lower_bound(topology, 8, Costs(forward=1, backward=2)) < 8 * 6 + 10
 
 
+def test_a_shared_edge_by_hand():
+    """Its 16 microbatches of 1.5 s each, or the cloud's 8 of 3 s behind the other replica's first backward."""
+    topology = Topology([1, 1], dp=2, edge_dp=1)
+    assert lower_bound(topology, 16, Costs(forward=0.5, backward=[1, 0, 1])) == pytest.approx(16 * 3)
+    cloud = Costs(forward=[0.125, 1, 0.125], backward=[0.25, 2, 0.25], latency=1)
+    assert lower_bound(topology, 16, cloud) == pytest.approx(1.125 + 8 * 3 + 1.25 + 0.25)
+
+
 def test_what_cannot_be_bounded_is_refused():
     with pytest.raises(PlanError, match="num_microbatches must be an int of at least 1, got 0"):
         lower_bound(Topology([1, 1]), 0, Costs(forward=1, backward=2))
@@ -51,9 +61,8 @@ def test_what_cannot_be_bounded_is_refused():
 
 
 @settings(max_examples=300)
-@given(st.data(), st.integers(1, 5), st.integers(1, 3), st.integers(1, 9), st.booleans())
-def test_no_order_is_below_the_bound(data, stages, laps, microbatches, split):
-    topology = Topology([1] * stages, laps=laps)
+@given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 9), st.booleans())
+def test_no_order_is_below_the_bound(data, topology, microbatches, split):
     chain = Chain.of(topology, data.draw(costs_of(topology)), split=split)
     makespan = schedule(chain, microbatches, data.draw(rules_of(chain, microbatches))).makespan
     assert makespan < float("inf")
@@ -61,43 +70,61 @@ def test_no_order_is_below_the_bound(data, stages, laps, microbatches, split):
 
 
 @settings(max_examples=60)
-@given(st.data(), st.integers(1, 5), st.integers(1, 2), st.integers(1, 9))
-def test_the_fixed_order_is_not_below_the_bound(data, stages, laps, microbatches):
-    topology = Topology([1] * stages, laps=laps)
+@given(st.data(), topologies(1, 5), st.integers(1, 9))
+def test_the_fixed_order_is_not_below_the_bound(data, topology, microbatches):
     costs = data.draw(costs_of(topology))
     timeline = simulate(ushape(topology, microbatches), costs)
     assert lower_bound(topology, microbatches, costs) <= (timeline.end + 1e-12) * (1 + 1e-9)
 
 
+@settings(max_examples=300)
+@given(st.data(), any_compute_plan().filter(lambda plan: plan.training), st.booleans())
+def test_an_order_without_any_rule_is_not_below_the_bound(data, plan, split):
+    """Nodes of any speeds, microbatches in any order: an edge that is shared need not take its replicas in turn."""
+    nodes = plan.topology.nodes
+    speeds = data.draw(st.lists(st.floats(0.5, 2), min_size=len(nodes), max_size=len(nodes)))
+    costs = replace(data.draw(costs_of(plan.topology)), speed=dict(zip(nodes, speeds, strict=True)))
+    if split:
+        rows = {node: [part for action in row for part in parts(action)] for node, row in plan.rows.items()}
+        plan = plan.with_rows(rows, None)
+    bound = lower_bound(plan.topology, plan.num_microbatches, costs, split_backward=split)
+    assert bound <= (simulate(plan, costs).end + 1e-12) * (1 + 1e-9)
+
+
+def parts(action):
+    return [action._replace(kind=kind) for kind in (Kind.I, Kind.W)] if action.kind is Kind.B else [action]
+
+
 def solved(topology, microbatches, costs, seconds):
-    """(least possible, found) makespan by a constraint solver; whole numbers only."""
+    """(least possible, found) makespan by a constraint solver; whole numbers and one replica of the edge only."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     model = cp_model.CpModel()
     chain = Chain.of(topology, costs)
     horizon = int(microbatches * (sum(chain.forward) + sum(chain.backward)) + 2 * sum(chain.latency))
-    on_stage = [[] for _ in range(topology.num_stages)]
+    on_node = {node: [] for node in topology.nodes}
 
-    def task(chunk, duration):
+    def task(chunk, duration, replica):
         start = model.new_int_var(0, horizon, "")
         interval = model.new_fixed_size_interval_var(start, int(duration), "")
-        on_stage[chunk % topology.num_stages].append(interval)
+        on_node[topology.node_at(chunk, replica)].append(interval)
         return start
 
     chunks, end = range(topology.num_chunks), model.new_int_var(0, horizon, "")
-    before = None
-    for _ in range(microbatches):
-        forward = [task(c, chain.forward[c]) for c in chunks]
-        backward = [task(c, chain.backward[c]) for c in chunks]
+    before = {}
+    for microbatch in range(microbatches):
+        replica = topology.cloud_replica(Node(0, 0), microbatch)
+        forward = [task(c, chain.forward[c], replica) for c in chunks]
+        backward = [task(c, chain.backward[c], replica) for c in chunks]
         for hop in range(topology.tail):
             delay = int(chain.latency[hop])
             model.add(forward[hop + 1] >= forward[hop] + int(chain.forward[hop]) + delay)
             model.add(backward[hop] >= backward[hop + 1] + int(chain.backward[hop + 1]) + delay)
         model.add(backward[-1] >= forward[-1] + int(chain.forward[-1]))
         model.add(end >= backward[0] + int(chain.backward[0]))
-        for earlier, later in zip(before or [], forward + backward, strict=False):
-            model.add(earlier <= later)  # microbatches are alike
-        before = forward + backward
-    for intervals in on_stage:
+        for earlier, later in zip(before.get(replica, []), forward + backward, strict=False):
+            model.add(earlier <= later)  # microbatches of one replica are alike
+        before[replica] = forward + backward
+    for intervals in on_node.values():
         model.add_no_overlap(intervals)
     model.minimize(end)
     solver = cp_model.CpSolver()
@@ -109,17 +136,20 @@ def solved(topology, microbatches, costs, seconds):
 
 
 @pytest.mark.parametrize(
-    ("laps", "microbatches", "forward", "backward", "latency"),
+    ("served", "laps", "microbatches", "forward", "backward", "latency"),
     [
-        (1, 5, [1, 3, 1], [2, 7, 2], 5),
-        (1, 6, [2, 3, 4, 2], [4, 5, 7, 3], [3, 0, 9]),
-        (2, 4, [1, 4, 2, 3, 1], [2, 6, 3, 8, 3], 4),
-        (2, 3, [2, 5, 5, 1, 4, 6, 2], [3, 9, 8, 2, 9, 11, 4], [6, 1, 6, 6, 1, 6]),
+        (1, 1, 5, [1, 3, 1], [2, 7, 2], 5),
+        (1, 1, 6, [2, 3, 4, 2], [4, 5, 7, 3], [3, 0, 9]),
+        (1, 2, 4, [1, 4, 2, 3, 1], [2, 6, 3, 8, 3], 4),
+        (1, 2, 3, [2, 5, 5, 1, 4, 6, 2], [3, 9, 8, 2, 9, 11, 4], [6, 1, 6, 6, 1, 6]),
+        (2, 1, 6, [1, 3, 1], [2, 7, 2], 5),
+        (3, 1, 7, [2, 3, 4, 2], [4, 5, 7, 3], [3, 0, 9]),
+        (2, 2, 4, [1, 4, 2, 3, 1], [2, 6, 3, 8, 3], 4),
     ],
 )
-def test_against_a_solver(laps, microbatches, forward, backward, latency):
+def test_against_a_solver(served, laps, microbatches, forward, backward, latency):
     """The bound is not above the optimum, and the planner is within 1 % of it."""
-    topology = Topology([1] * ((len(forward) - 1) // laps), laps=laps)
+    topology = Topology([1] * ((len(forward) - 1) // laps), dp=served, edge_dp=1, laps=laps)
     costs = Costs(forward, backward, latency=latency)
     _, found = solved(topology, microbatches, costs, seconds=8)
     assert lower_bound(topology, microbatches, costs) <= found

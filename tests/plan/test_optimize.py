@@ -6,6 +6,7 @@ import pytest
 from brute_force import works
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import topologies
 
 from ldt.errors import PlanError
 from ldt.plan import (
@@ -24,10 +25,9 @@ from ldt.topology import Node, Topology
 
 
 @st.composite
-def tasks(draw, max_laps=3, max_dp=1):
+def tasks(draw, max_laps=3, max_dp=1, max_served=2):
     """A topology, a number of microbatches, and costs in which every chunk, hop and node differs."""
-    stages, laps, dp = draw(st.integers(1, 5)), draw(st.integers(1, max_laps)), draw(st.integers(1, max_dp))
-    topology = Topology([1] * stages, dp=dp, laps=laps)
+    topology = draw(topologies(1, 5, max_laps, max_dp, max_served))
 
     def figures(count, least, most):
         return draw(st.lists(st.floats(least, most), min_size=count, max_size=count))
@@ -83,7 +83,7 @@ def test_never_longer_than_the_fixed_order(task, options):
 
 
 @settings(max_examples=20)
-@given(tasks(), OPTIONS)
+@given(tasks(max_laps=2), OPTIONS)
 def test_splitting_never_makes_it_longer(task, options):
     whole, split = (
         simulate(optimize(*task, **(options | {"split_backward": split})), task[2]).makespan
@@ -98,6 +98,7 @@ def test_live_microbatches_stay_within_their_limit(task, options, more):
     topology, _, costs = task
     limit = [len(topology.chunks_of(stage)) + more for stage in range(topology.num_stages)]
     plan = optimize(*task, memory_limit=limit, **options)
+    verify(plan)
     for node, peak in simulate(plan, costs).peak_live.items():
         assert peak <= limit[node.stage]
 
@@ -114,7 +115,7 @@ def test_bytes_stay_within_their_limit(task, options, times):
 
 
 @settings(max_examples=20)
-@given(tasks(), OPTIONS)
+@given(tasks(max_laps=2), OPTIONS)
 def test_the_same_each_time(task, options):
     assert optimize(*task, **options) == optimize(*task, **options)
 
@@ -183,9 +184,18 @@ def test_bytes_need_costs_in_bytes():
         optimize(Topology([1, 1]), 2, Costs(forward=1, backward=2), memory_limit_bytes=10)
 
 
-def test_an_edge_that_serves_several_replicas_is_refused():
-    with pytest.raises(PlanError, match="got edge_dp=1, dp=2; leave edge_dp out"):
-        optimize(Topology([1, 1], dp=2, edge_dp=1), 2, LINKED)
+@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("served", [2, 4])
+def test_a_shared_edge_plays_all_its_replicas_at_once(served, laps):
+    """Edge and cloud with equal work, or more on the edge: close to the bound, also where shares are not equal."""
+    topology = Topology([1, 1, 1], dp=served, edge_dp=1, laps=laps)
+    for share, microbatches in ((0.5 / served, 8 * served), (0.25, 8 * served + 1)):
+        shares = [share if topology.stage_of(c) == 0 else 1.0 for c in range(topology.num_chunks)]
+        costs = Costs(shares, [2 * s for s in shares], latency=2)
+        plan = optimize(topology, microbatches, costs)
+        assert simulate(plan, costs).makespan <= 1.02 * lower_bound(topology, microbatches, costs)
+        tight = optimize(topology, microbatches, costs, memory_limit=laps + 1)
+        assert max(simulate(tight, costs).peak_live.values()) == laps + 1
 
 
 def test_a_slow_link_gets_the_buffers_it_asks_for():

@@ -4,6 +4,7 @@ import pytest
 from brute_force import works
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import any_compute_plan
 
 from ldt.errors import PlanError
 from ldt.plan import (
@@ -18,48 +19,6 @@ from ldt.plan import (
     verify,
 )
 from ldt.topology import Node, Topology
-
-
-@st.composite
-def any_compute_plan(draw):
-    """A valid compute-only plan in no particular order: any possible action of any node, again and again.
-
-    A reduction is an action of all replicas at once.
-    """
-    topology = Topology(
-        [1] * draw(st.integers(1, 4)), dp=draw(st.integers(1, 3)), laps=draw(st.integers(1, 3))
-    )
-    microbatches, training = draw(st.integers(1, 4 if topology.dp == 1 else 2)), draw(st.booleans())
-    random = draw(st.randoms(use_true_random=False))
-    chunks, replicas = range(topology.num_chunks), range(topology.dp)
-    kinds = (Kind.F, Kind.B) if training else (Kind.F,)
-    left = {
-        (Action(c, k, m), r) for c in chunks for k in kinds for m in range(microbatches) for r in replicas
-    }
-    if training and topology.dp > 1:
-        left |= {(Action(chunk, Kind.REDUCE_GRAD), None) for chunk in chunks}
-    rows: dict[Node, list[Action]] = {node: [] for node in topology.nodes}
-    while left:
-        possible = [
-            item for item in left if not any(need in left for need in needs(topology, microbatches, *item))
-        ]
-        action, replica = random.choice(sorted(possible, key=str))
-        for owner in replicas if replica is None else (replica,):
-            rows[topology.node_at(action.chunk, owner)].append(action)
-        left.remove((action, replica))
-    return Plan(topology, microbatches, rows, None, training)
-
-
-def needs(topology, microbatches, action, replica):
-    chunk, kind, microbatch = action
-    if kind is Kind.F:
-        return [(Action(chunk - 1, Kind.F, microbatch), replica)]
-    if kind is Kind.B:
-        return [
-            (Action(chunk, Kind.F, microbatch), replica),
-            (Action(chunk + 1, Kind.B, microbatch), replica),
-        ]
-    return [(Action(chunk, Kind.B, m), r) for m in range(microbatches) for r in range(topology.dp)]
 
 
 @settings(max_examples=200)
@@ -111,6 +70,18 @@ def test_reduction_pass_is_idempotent_and_leaves_single_replicas_alone():
     double = ushape(Topology([1, 1], dp=2), 3)
     assert add_grad_reduction(double) == double
     assert add_grad_reduction(remove_communication(double)) == remove_communication(double)
+
+
+def test_replicas_of_different_order_reduce_at_the_end():
+    """Of a shared edge, one cloud replica may be through with a chunk before another has begun with it."""
+    topology = Topology([1, 1], dp=2, edge_dp=1, laps=2)
+    edge = "0F0 2F0 4F0 4B0 2B0 0B0 0F1 2F1 4F1 4B1 2B1 0B1"
+    rows = {Node(0, 0): edge, Node(1, 0): "1F0 3F0 3B0 1B0", Node(1, 1): "1F1 3F1 3B1 1B1"}
+    plan = Plan(topology, 2, {node: list(map(Action.parse, row.split())) for node, row in rows.items()})
+    plan = add_grad_reduction(plan)
+    assert add_grad_reduction(plan) == plan
+    assert plan.rows[Node(1, 0)][-3:] == tuple(map(Action.parse, ("1B0", "3REDUCE_GRAD", "1REDUCE_GRAD")))
+    verify(add_communication(plan, "paired"))
 
 
 def test_compute_rows_that_cannot_work_are_refused():

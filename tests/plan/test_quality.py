@@ -28,6 +28,16 @@ def test_every_setting_reaches_the_bound(laps, microbatches):
         assert 1 / EXACT <= ratio <= EXACT, setting
 
 
+@pytest.mark.parametrize(("laps", "most_stages", "most_served"), [(1, 4, 4), (2, 3, 2)])
+def test_a_shared_edge_reaches_the_bound(laps, most_stages, most_served):
+    """So does the fixed order, all but, as long as there is no latency to hide."""
+    for setting in quality.shared_settings(laps):
+        if setting.stages <= most_stages and setting.served <= most_served:
+            assert 1 / EXACT <= quality.planned(setting).makespan / quality.bound(setting) <= EXACT, setting
+            if setting.latency == 0:
+                assert quality.fixed(setting).makespan <= 1.005 * quality.bound(setting)
+
+
 def test_what_the_fixed_order_loses():
     """At a latency of one forward, with three stages and more."""
     for setting in quality.settings(1, 32):

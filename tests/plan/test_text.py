@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import topologies
 
 import ldt.plan
 from ldt.errors import PlanError
@@ -26,8 +27,7 @@ actions = microbatched | st.builds(Action, st.integers(0, 999), st.just(Kind.RED
 @st.composite
 def any_plan(draw):
     """Any rows at all: text does not ask whether a plan works."""
-    stages, dp = draw(st.integers(1, 4)), draw(st.integers(1, 2))
-    topology = Topology([1] * stages, dp=dp, laps=draw(st.integers(1, 2)))
+    topology = draw(topologies())
     rows = {node: draw(st.lists(actions, max_size=6)) for node in topology.nodes}
     lanes = draw(st.sampled_from([None, "dedicated", "paired"]))
     return Plan(topology, draw(st.integers(1, 99)), rows, lanes, draw(st.booleans()))
@@ -115,11 +115,12 @@ GOLDEN_PLANS = {
         "lanes": "paired",
     },
     "stages2_laps1_mb2_dp2_train": {"stages": 2, "laps": 1, "microbatches": 2, "dp": 2},
+    "stages3_laps1_mb5_dp2_edge1_train": {"stages": 3, "laps": 1, "microbatches": 5, "dp": 2, "edge_dp": 1},
 }
 
 
-def golden_plan(stages, laps, microbatches, dp=1, **options):
-    return ushape(Topology([1] * stages, dp=dp, laps=laps), microbatches, **options)
+def golden_plan(stages, laps, microbatches, dp=1, edge_dp=None, **options):
+    return ushape(Topology([1] * stages, dp=dp, edge_dp=edge_dp, laps=laps), microbatches, **options)
 
 
 @pytest.mark.parametrize("name", GOLDEN_PLANS)

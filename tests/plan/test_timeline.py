@@ -29,14 +29,16 @@ def measured(plan, costs, zero=1000.0):
     return Timeline.from_records(plan.topology, records)
 
 
+@pytest.mark.parametrize("topology", [Topology([1, 1, 1]), Topology([1, 1, 1], dp=4, edge_dp=2)])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_measured_timeline_has_the_same_figures(training):
-    plan = ushape(Topology([1, 1, 1]), 5, training=training)
+def test_a_measured_timeline_has_the_same_figures(training, topology):
+    plan = ushape(topology, 5, training=training)
     expected, got = simulate(plan, COSTS), measured(plan, COSTS)
     for one, other in zip(got.events, expected.events, strict=True):
         assert (one.node, one.action, one.channel) == (other.node, other.action, other.channel)
     assert (got.makespan, got.bubble, got.busy) == (expected.makespan, expected.bubble, expected.busy)
     assert got.peak_live == expected.peak_live
+    assert Timeline.from_json(got.to_json()) == got
 
 
 def test_a_transfer_known_from_one_side_only_is_left_out():
@@ -141,7 +143,8 @@ def test_a_trace_starts_at_zero():
 def test_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     plan = ushape(Topology([1, 1, 1], laps=2), 6)
-    timelines = {"planned": simulate(plan, COSTS), "measured": measured(plan, COSTS)}
+    shared = simulate(ushape(Topology([1, 1], dp=4, edge_dp=2), 4), COSTS)
+    timelines = {"planned": simulate(plan, COSTS), "measured": measured(plan, COSTS), "shared": shared}
     png = draw(timelines, tmp_path / "picture.png", title="a step")
     assert png.read_bytes().startswith(b"\x89PNG")
     svg = draw(timelines, tmp_path / "picture.svg", title="a step").read_text(encoding="utf-8")
@@ -150,8 +153,9 @@ def test_pictures(tmp_path):
         "a step",
         "planned: makespan",
         "measured: makespan",
-        "edge 0.0",
+        "edge 0.0 -->",
         "cloud 2.0",
+        "serves 1, 3",
         "forward",
         "idle",
     ):

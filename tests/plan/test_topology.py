@@ -66,6 +66,38 @@ def test_edge_replica_serves_several_cloud_replicas():
     assert len(set(topology.channels)) == len(topology.channels) == 16
 
 
+def test_microbatches_are_dealt_in_turn():
+    topology = Topology([1, 1], dp=6, edge_dp=2)
+    assert topology.served == 3
+    assert [topology.cloud_replica(Node(0, 1), microbatch) for microbatch in range(5)] == [1, 3, 5, 1, 3]
+    assert [list(topology.microbatches_of(node, 5)) for node in topology.nodes if node.replica % 2] == [
+        [0, 1, 2, 3, 4],
+        [0, 3],
+        [1, 4],
+        [2],
+    ]
+    assert list(topology.microbatches_of(Node(1, 4), 2)) == []
+
+
+@given(topologies, st.integers(1, 9))
+def test_each_microbatch_is_one_cloud_replicas(topology, microbatches):
+    """Both ways to say it agree, on every stage and for every replica of the edge."""
+    for stage in range(1, topology.num_stages):
+        nodes = [node for node in topology.nodes if node.stage == stage]
+        dealt = [
+            (replica, m)
+            for edge in topology.nodes[: topology.edge_dp]
+            for m in range(microbatches)
+            for replica in [topology.cloud_replica(edge, m)]
+        ]
+        has = [(node.replica, m) for node in nodes for m in topology.microbatches_of(node, microbatches)]
+        assert sorted(dealt) == sorted(has)
+        assert all(topology.cloud_replica(node, 7) == node.replica for node in nodes)
+    for edge in topology.nodes[: topology.edge_dp]:
+        assert list(topology.microbatches_of(edge, microbatches)) == list(range(microbatches))
+        assert all(topology.node_at(0, replica) == edge for replica in topology.cloud_replicas(edge))
+
+
 @given(topologies)
 def test_hops_that_cross_have_channels_and_no_others(topology):
     assert {channel.hop for channel in topology.channels} == {

@@ -86,3 +86,15 @@ def test_split_backwards_are_kept() -> None:
     }
     split = add_communication(add_grad_reduction(bare.with_rows(rows, None)), "dedicated")
     assert from_csv(to_csv(split), TOPOLOGY) == split
+
+
+def test_a_shared_edge_is_refused() -> None:
+    topology = Topology([1, 1, 1], dp=2, edge_dp=1)
+    for exchange in (
+        lambda: to_csv(make_ushape(topology, 4)),
+        lambda: from_csv(to_csv(make_ushape(TOPOLOGY, 4)), topology),
+    ):
+        with pytest.raises(
+            PlanError, match=r"expected edge_dp equal to dp, got edge_dp=1, dp=2; use Plan.to_text"
+        ):
+            exchange()

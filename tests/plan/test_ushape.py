@@ -27,6 +27,18 @@ def test_every_shape_is_proven(stages, laps):
             ushape(topology, microbatches, training=training, lanes=policy)
 
 
+@pytest.mark.parametrize("served", [2, 3, 4])
+@pytest.mark.parametrize("stages", range(2, 9))
+def test_every_shape_of_a_shared_edge_is_proven(stages, served):
+    """Every M up to one more than the replicas served, and two of those to 32 that differ from shape to shape."""
+    shapes = itertools.product((1, 2), (True, False), ("dedicated", "paired"))
+    for number, (laps, training, policy) in enumerate(shapes):
+        topology = Topology([1] * stages, dp=served, edge_dp=1, laps=laps)
+        sampled = [6 + (7 * (stages + number) + served + 13 * turn) % 27 for turn in range(2)]
+        for microbatches in (*range(1, served + 2), *sampled):
+            ushape(topology, microbatches, training=training, lanes=policy)
+
+
 def computes(plan, node):
     return " ".join(str(action) for action in plan.rows[node] if action.kind.is_compute)
 
@@ -44,6 +56,26 @@ def test_two_laps_by_hand():
     edge = "0F0 0F1 2F0 0F2 2F1 4F0 4B0 2F2 4F1 4B1 2B0 4F2 4B2 2B1 0B0 2B2 0B1 0B2"
     assert computes(plan, Node(0, 0)) == edge
     assert computes(plan, Node(1, 0)) == "1F0 1F1 3F0 1F2 3F1 3B0 3F2 3B1 1B0 3B2 1B1 1B2"
+
+
+def test_a_shared_edge_by_hand():
+    """What the edge does for one replica it does for both in turn; the second has one microbatch less."""
+    plan = ushape(Topology([1, 1, 1], dp=2, edge_dp=1), 5)
+    head = "0F0 0F1 0F2 0F3 0F4"
+    edge = f"{head} 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 0B0 0B1 0B2 0B3 0B4"
+    assert computes(plan, Node(0, 0)) == edge
+    assert computes(plan, Node(1, 0)) == "1F0 1F2 1F4 1B0 1B2 1B4"
+    assert computes(plan, Node(1, 1)) == "1F1 1F3 1B1 1B3"
+    for node in plan.topology.nodes:
+        one = ushape(Topology([1, 1, 1], dp=4, edge_dp=2), 5).rows[node]
+        reduce = [action for action in one if action.kind is Kind.REDUCE_GRAD]
+        assert sorted(action.chunk for action in reduce) == list(plan.topology.chunks_of(node.stage))
+
+
+def test_a_replica_without_a_microbatch_only_reduces():
+    plan = ushape(Topology([1, 1], dp=3, edge_dp=1, laps=2), 2)
+    assert plan.rows[Node(1, 2)] == (Action(3, Kind.REDUCE_GRAD), Action(1, Kind.REDUCE_GRAD))
+    assert not any(action.kind is Kind.REDUCE_GRAD for action in plan.rows[Node(0, 0)])
 
 
 @pytest.mark.parametrize(
@@ -122,8 +154,6 @@ def test_what_ushape_does_not_know_is_refused():
         ushape(Topology([1, 1], laps=3), 2)
     with pytest.raises(PlanError, match="ushape knows one and two laps, got laps=3"):
         ushape(Topology([1, 1], laps=3), 2, training=False)
-    with pytest.raises(PlanError, match="got edge_dp=1, dp=2"):
-        ushape(Topology([1, 1], dp=2, edge_dp=1), 2)
     for laps in (1, 2):
         for wrong in (0, -1, -(10**6), True, None, "3", 2.0):
             for training in (True, False):

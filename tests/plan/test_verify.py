@@ -239,9 +239,27 @@ def test_another_policy_than_the_plans_own():
         verify(remove_communication(plan), "paired")
 
 
-def test_fewer_edge_replicas_are_refused_for_now():
-    topology = Topology([1, 1], dp=2, edge_dp=1)
-    with pytest.raises(
-        PlanError, match="as many edge replicas as cloud replicas for now: got edge_dp=1, dp=2"
-    ):
-        verify(Plan(topology, 1, dict.fromkeys(topology.nodes, ())))
+def test_a_microbatch_of_another_replica():
+    plan = ushape(Topology([1, 1], dp=2, edge_dp=1), 4)
+    rows = {node: list(row) for node, row in plan.rows.items()}
+    rows[CLOUD][rows[CLOUD].index(Action.parse("1F2"))] = Action.parse("1F1")
+    reason = r"of the 4 microbatches of its edge replica, dealt to 2 cloud replicas in turn, it has 0, 2\n"
+    with pytest.raises(PlanError, match=f"node 1.0 cannot run 1F1: {reason}"):
+        verify(plan.with_rows(rows, plan.lanes))
+    rows[CLOUD] = [action for action in plan.rows[CLOUD] if action.microbatch != 2]
+    with pytest.raises(PlanError, match=r"node 1\.0 lacks 1F2"):
+        verify(plan.with_rows(rows, plan.lanes))
+
+
+def test_replicas_that_share_an_edge_wait_for_each_other():
+    """The edge does all for replica 0 first, which reduces chunk 3 before it gives back what the edge goes on with."""
+    topology = Topology([1, 1], dp=2, edge_dp=1, laps=2)
+    rows = {
+        Node(0, 0): "0F0 2F0 4F0 4B0 2B0 0B0 0F1 2F1 4F1 4B1 2B1 0B1",
+        Node(1, 0): "1F0 3F0 3B0 3REDUCE_GRAD 1B0 1REDUCE_GRAD",
+        Node(1, 1): "1F1 3F1 3B1 3REDUCE_GRAD 1B1 1REDUCE_GRAD",
+    }
+    plan = Plan(topology, 2, {node: list(map(Action.parse, row.split())) for node, row in rows.items()})
+    with pytest.raises(PlanError, match="deadlock: 3 of 3 nodes") as caught:
+        verify(plan)
+    assert "node 1.0 waits at 3REDUCE_GRAD for node 1.1 to come to it, too\n" in str(caught.value)
