@@ -30,6 +30,7 @@ class GradientSync:
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for part in self._parts:
             part.set_gradient_divide_factor(float(replicas))
+            part.set_force_sum_reduction_for_comms(True)  # gloo cannot scale within a sum
 
     def set_last(self, last: bool) -> None:
         """Before each backward: whether it is the last of the step."""

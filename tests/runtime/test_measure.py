@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_jobs import build, step_and_compare
+from pipeline_jobs import build
 
 import ldt
 from ldt.plan import Costs
@@ -20,20 +20,20 @@ WORLD_SIZE = 3
 SLEEPS = [0.03, 0.02, 0.01, 0.0]  # of the forward, by chunk
 
 
-def measured(tp: list[int], laps: int) -> Costs:
-    topology = Topology(tp, laps=laps)
+def measured(tp: list[int], dp: int, laps: int) -> Costs:
+    topology = Topology(tp, dp=dp, edge_dp=1, laps=laps)
     torch.manual_seed(0)
     chunks = [SleepingChunk(16, SLEEPS[chunk % 4], SLEEPS[chunk % 4]) for chunk in range(topology.num_chunks)]
     batch = toy_microbatches(3, batch=2)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         pipeline = build(mesh, chunks)
-        step_and_compare(mesh, pipeline, chunks, batch)
+        pipeline.step(batch if mesh.is_edge else None)
         before = [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
         costs = Costs.measure(pipeline, iter(batch) if mesh.is_edge else None, steps=2)
         after = [p.grad for p in pipeline.parameters() if p.grad is not None]
         assert len(before) > 0
         assert list(map(torch.equal, before, after)) == [True] * len(before)
-        step_and_compare(mesh, pipeline, chunks, batch)
+        pipeline.step(batch if mesh.is_edge else None)
         costs.check(topology)
         return costs
 
@@ -89,14 +89,17 @@ def test_mistakes_are_told_to_all(pool: RankPool, steps: list[Any], sentence: st
     assert sentence in refused_too
 
 
-@pytest.mark.parametrize(("tp", "laps"), [([1, 1, 1], 1), ([1, 2], 2), ([1], 1)])
-def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], laps: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "laps"), [([1, 1, 1], 1, 1), ([1, 2], 1, 2), ([1], 1, 1), ([1, 1], 2, 1)]
+)
+def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], dp: int, laps: int) -> None:
     """Sleeps are a lower bound whatever the machine does meanwhile; the upper one leaves it much room."""
-    answers = pool.run(measured, tp, laps, ranks=range(sum(tp)))
+    size = Topology(tp, dp=dp, edge_dp=1).world_size
+    answers = pool.run(measured, tp, dp, laps, ranks=range(size))
     assert all(answer == answers[0] for answer in answers), (
         "equal on all ranks, as plans made of them must be"
     )
-    costs, topology = answers[0], Topology(tp, laps=laps)
+    costs, topology = answers[0], Topology(tp, dp=dp, edge_dp=1, laps=laps)
     for chunk in range(topology.num_chunks):
         least = SLEEPS[chunk % 4]
         assert least <= costs.forward[chunk] < least + 0.2
