@@ -7,6 +7,7 @@ whichever is last: the rule of the simulator, for a link of unlimited bandwidth.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,14 +27,14 @@ def delay(mesh: Mesh, seconds: float) -> None:
 
 class _DelayedEnd(Endpoint):
     def __init__(self, end: Endpoint, seconds: float) -> None:
-        super().__init__(end.channel, end.lane, end.peer, end.sends)
+        super().__init__(end.channel, end.strands, end.shares, end.scatter_from, end.sends)
         self.__dict__.update(end=end, seconds=seconds, last_start=0.0)  # the class is frozen
 
-    def send(self, tensors: list[torch.Tensor], label: str) -> Any:
+    def send(self, tensors: Sequence[torch.Tensor], label: str) -> Any:
         sent = torch.tensor([time.time()], dtype=torch.float64)
         return super().send([sent, *tensors], label)
 
-    def receive(self, tensors: list[torch.Tensor], label: str) -> Any:
+    def receive(self, tensors: Sequence[torch.Tensor], label: str) -> Any:
         sent = torch.zeros(1, dtype=torch.float64)
         return _DelayedWork(super().receive([sent, *tensors], label), sent, self.__dict__)
 

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
+from ldt.runtime.strands import Transfer, check_transfer
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -28,6 +29,7 @@ def connect(
     backend: str | None = None,
     lanes: LanePolicy = "dedicated",
     *,
+    transfer: Transfer = "leader",
     ranks: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
@@ -40,6 +42,11 @@ def connect(
     rank i of the topology; by default rank i itself, and then the topology must fill the world. ``backend`` and
     ``device`` default to those of the default process group. A topology of one rank needs no process group.
 
+    ``transfer`` is how a message gets to the ranks of a stage: "leader" sends it from leader to leader and broadcasts
+    it, "scatter" sends a share of it between each pair of ranks (the first min(tp) of both stages) and broadcasts
+    those, "direct" sends all of it from each rank to its peer where the stages are of one size (also where ranks have
+    different tensors, as sequence-parallel ones), "auto" is "scatter" for messages of 1 MiB or more and else "leader".
+    Results are the same bit for bit.
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched, by the backend's own means).
 
@@ -52,6 +59,7 @@ def connect(
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     lanes_of(topology, lanes)
+    check_transfer(transfer)
     ranks = _check_ranks(topology, ranks)
     if dist.is_initialized():
         store, rank, key = c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
@@ -62,11 +70,12 @@ def connect(
     settings = {
         "topology": topology.to_text(),
         "lanes": lanes,
+        "transfer": transfer,
         "backend": str(backend),
         "device": device.type,
     }
     check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
-    mesh = Mesh(topology, lanes, ranks, rank, device, store, key, share_edge_errors)
+    mesh = Mesh(topology, lanes, transfer, ranks, rank, device, store, key, share_edge_errors)
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
     except BaseException as error:

@@ -98,12 +98,14 @@ class Executor:
         target = action.counterpart
         tensors = self._outbox.pop(Slot(target.chunk, action.kind.direction, _microbatch(action)), None)
         if end is None or not tensors:
-            return  # a member, which leaves sending to its leader; or nothing on this hop
+            return  # a rank that leaves sending to others of its node; or nothing on this hop
         self._sends = [(work, sent) for work, sent in self._sends if not self._seen_done(work, sent)]
-        self._count(action, tensors)
         specs = self._carried(action.hop, action.kind.direction, _microbatch(action))
         wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
-        self._sends.append((end.send(wire, _label(action)), entry))
+        work = end.send(wire, _label(action))
+        if work is not None:
+            self._count(action, tensors)
+            self._sends.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
         slot = Slot(action.chunk, action.kind.direction, _microbatch(action))
@@ -111,15 +113,24 @@ class Executor:
         if not specs:
             return
         end = self._mesh.endpoints[self._channel(action)]
-        wire = [end.lane.empty(spec.wire_shape, spec.dtype) for spec in specs]
+        wire = [end.empty(spec.wire_shape, spec.dtype, self._mesh.device) for spec in specs]
         tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
         self._receives[slot] = entry
         self._count(action, wire)
         self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action))))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
+        row = self._work.plan.rows[self._mesh.node]
+        later = [other.chunk for other in row[self._index + 1 :] if other.kind is Kind.REDUCE_GRAD]
+        shared = {
+            id(p) for chunk in later for p in self._runners[chunk].module.parameters()
+        }  # tied: once, at last
         parameters = self._runners[action.chunk].module.parameters()
-        average_gradients(parameters, self._mesh, f"the gradients of chunk {action.chunk}")
+        average_gradients(
+            [p for p in parameters if id(p) not in shared],
+            self._mesh,
+            f"the gradients of chunk {action.chunk}",
+        )
 
     # -- helpers ---------------------------------------------------------------------------------------------
 

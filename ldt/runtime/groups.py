@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ldt.runtime.strands import LEADERS, Strand, Transfer, strands_of
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [
@@ -52,24 +53,27 @@ def dp_name(stage: int, tp_rank: int) -> str:
     return f"dp/{stage}.{tp_rank}"
 
 
-def lane_name(key: LaneKey) -> str:
-    """The leaders on a lane."""
-    return f"lane/{key}"
+def lane_name(key: LaneKey, strand: Strand = LEADERS) -> str:
+    """The leaders on a lane, or the ranks of its other strands."""
+    name = f"lane/{key}" if strand == LEADERS else f"lane/{key}/{strand.place}"
+    return f"{name}/direct" if strand.direct else name
 
 
-def stage_name(key: LaneKey, node: Node) -> str:
-    """The ranks of a node that hear what a lane brings."""
-    return f"lane/{key}/stage/{node}"
+def stage_name(key: LaneKey, node: Node, strand: Strand = LEADERS) -> str:
+    """The ranks of a node that hear what a strand of a lane brings."""
+    return f"{lane_name(key, strand)}/stage/{node}"
 
 
-def group_specs(topology: Topology, policy: LanePolicy) -> tuple[GroupSpec, ...]:
+def group_specs(
+    topology: Topology, policy: LanePolicy, transfer: Transfer = "leader"
+) -> tuple[GroupSpec, ...]:
     """Every group of more than one rank, in the order in which all ranks create theirs.
 
-    A lane's groups are its own: its leaders for point to point, and each receiving stage for the broadcast, apart
-    from the group that the model's layers use.
+    The groups of a strand of a lane are its own: its ends for point to point, and each receiving stage for the
+    broadcast, apart from the group that the model's layers use.
     """
     everyone = GroupSpec(CONTROL, tuple(range(topology.world_size)))
-    specs = [everyone, *model_groups(topology), *_lane_groups(topology, policy)]
+    specs = [everyone, *model_groups(topology), *_lane_groups(topology, policy, transfer)]
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
 
 
@@ -84,17 +88,19 @@ def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
 
 
-def _lane_groups(topology: Topology, policy: LanePolicy) -> Iterator[GroupSpec]:
+def _lane_groups(topology: Topology, policy: LanePolicy, transfer: Transfer) -> Iterator[GroupSpec]:
     by_lane: dict[LaneKey, list[Channel]] = {}
     for channel, key in lanes(topology, policy).items():
         by_lane.setdefault(key, []).append(channel)
     for key, channels in by_lane.items():
-        leaders = {
-            topology.leader_of(node) for channel in channels for node in (channel.source, channel.target)
-        }
-        yield GroupSpec(lane_name(key), tuple(sorted(leaders)))
-        for node in sorted({channel.target for channel in channels}):
-            yield GroupSpec(stage_name(key, node), topology.ranks_of(node))
+        strands = {channel: strands_of(topology, channel, transfer) for channel in channels}
+        for strand in sorted({strand for found in strands.values() for strand in found}):
+            carried = [channel for channel in channels if strand in strands[channel]]
+            nodes = {node for channel in carried for node in (channel.source, channel.target)}
+            ends = sorted(topology.ranks_of(node)[strand.place] for node in nodes)
+            yield GroupSpec(lane_name(key, strand), tuple(ends))
+            for node in sorted({channel.target for channel in carried if not strand.direct}):
+                yield GroupSpec(stage_name(key, node, strand), topology.ranks_of(node))
 
 
 def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ldt.runtime.strands import AllOf
 from ldt.topology import Direction
 
 __all__ = ["Arrival", "Mailbox", "Slot"]
@@ -27,7 +28,7 @@ class Arrival:
     """Tensors that are there, or that a transfer in flight writes into."""
 
     tensors: Sequence[torch.Tensor]
-    work: dist.Work | None = None
+    work: dist.Work | AllOf | None = None
 
 
 class Mailbox:

@@ -22,6 +22,7 @@ from ldt.runtime.device import choose_backend
 from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.endpoints import Endpoint, await_connected, make_endpoints, start_connecting
 from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.strands import Transfer
 from ldt.topology import Channel, LanePolicy, Node, Topology
 
 __all__ = ["Mesh"]
@@ -45,6 +46,7 @@ class Mesh:
         self,
         topology: Topology,
         lanes: LanePolicy,
+        transfer: Transfer,
         ranks: tuple[int, ...],
         rank: int,
         device: torch.device,
@@ -54,6 +56,7 @@ class Mesh:
     ) -> None:
         self.topology = topology
         self.lanes = lanes
+        self.transfer: Transfer = transfer
         self.ranks = ranks
         self.rank = rank
         self.device = device
@@ -155,7 +158,8 @@ class Mesh:
 
     def all_lanes(self) -> list[Lane]:
         """Every lane that this rank has an end of."""
-        return list({id(end.lane): end.lane for end in self._endpoints.values()}.values())
+        lanes = (strand.lane for end in self._endpoints.values() for strand in end.strands.values())
+        return list({id(lane): lane for lane in lanes}.values())
 
     def lane_for(self, channel: Channel) -> Lane:
         """The lane that carries ``channel`` on this rank. KeyError if this rank has no end of it."""
@@ -239,7 +243,7 @@ class Mesh:
         self, backend: str | None, deadline: float, timeout: timedelta, transfer_timeout: timedelta
     ) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        for spec in naming.group_specs(self.topology, self.lanes):
+        for spec in naming.group_specs(self.topology, self.lanes, self.transfer):
             if self.rank in spec.ranks:
                 self.failures.check()
                 kind = naming.GLOO if spec.name == naming.CONTROL else choose_backend(self.device, backend)
@@ -255,7 +259,7 @@ class Mesh:
             lambda: self._attendance.current,
         )
         self._endpoints = make_endpoints(
-            self.topology, self.lanes, self.rank, self._groups, self.device, transfer_timeout
+            self.topology, self.lanes, self.transfer, self.rank, self._groups, self.device, transfer_timeout
         )
         self.failures.check()  # what failed before there was a lane to abort
         connecting = start_connecting(

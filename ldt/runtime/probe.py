@@ -72,6 +72,7 @@ def _round(failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor]) 
     start = time.perf_counter()
     for end, message in ways:
         if end is not None:
-            call = end.send if end.sends else end.receive
-            await_on_host(call([message], "probe"), failures, _POLL_SECONDS)
+            work = (end.send if end.sends else end.receive)([message], "probe")
+            if work is not None:
+                await_on_host(work, failures, _POLL_SECONDS)
     return time.perf_counter() - start

@@ -80,6 +80,40 @@ def test_one_reduction_for_each_chunk_and_step(pool: RankPool, way: str, edge_dp
     assert counts == [on_edge] * edge_dp + [1, 1]
 
 
+class TiedHead(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.linear = weight, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(torch.tanh(x @ self.weight))  # type: ignore[no-any-return]
+
+
+def tied(edge_dp: int) -> int:
+    """One parameter in the first and the last chunk, on an edge of several replicas."""
+    topology = Topology([1, 1], dp=2, edge_dp=edge_dp)
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 16) / 4)
+    chunks = nn.ModuleList([TiedHead(weight), ToyChunk(16), TiedHead(weight)])
+    batches = [toy_microbatches(4, seed=seed) for seed in range(edge_dp)]
+    expected = [unsplit_step(chunks, batch, toy_loss)[1][0].weight.grad for batch in batches]  # type: ignore[arg-type]
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        with Reductions() as reductions:
+            pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
+        if mesh.is_edge:
+            mean = sum(expected) / edge_dp  # type: ignore[arg-type]
+            torch.testing.assert_close(weight.grad, mean, rtol=1e-6, atol=1e-6)
+            assert len(list(pipeline.parameters())) == 1 + 2 * 2
+        return reductions.number
+
+
+@pytest.mark.parametrize("edge_dp", [2, 1])
+def test_a_tied_weight_is_reduced_once(pool: RankPool, edge_dp: int) -> None:
+    assert pool.run(tied, edge_dp, ranks=range(edge_dp + 2))[0] == (2 if edge_dp == 2 else 0)
+
+
 def undeclared() -> str:
     topology = Topology([1, 1], dp=2)
     with ldt.connect(topology) as mesh:

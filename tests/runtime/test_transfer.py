@@ -1,0 +1,131 @@
+"""Ways to get a message to all ranks of a stage: results are the same bit for bit, each strand carries its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build, step_and_compare
+from torch import Tensor, nn
+
+import ldt
+from ldt.runtime.strands import AUTO_BYTES, Transfer
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.topology import LanePolicy, Topology
+
+WORLD_SIZE = 5
+
+
+def sent(stats: Any) -> dict[str, float]:
+    """Bytes by lane, without the mesh's own name for it."""
+    return {name: lane["sent_bytes"] for name, lane in stats.lanes.items() if lane["sent_bytes"]}
+
+
+def steps(tp: list[int], laps: int, policy: LanePolicy, transfer: Transfer, batch: int) -> dict[str, float]:
+    topology = Topology(tp, laps=laps)
+    chunks = toy_chunks(topology, width=256)
+    microbatches = toy_microbatches(3, width=256, batch=batch)
+    with ldt.connect(topology, lanes=policy, transfer=transfer, ranks=range(topology.world_size)) as mesh:
+        assert mesh.transfer == transfer
+        pipeline = build(mesh, chunks)
+        for _ in range(2):
+            result = step_and_compare(mesh, pipeline, chunks, microbatches)
+        pipeline.eval(microbatches[:1] if mesh.is_edge else None)
+        return sent(result.stats)
+
+
+@pytest.mark.parametrize(("laps", "policy"), [(1, "dedicated"), (2, "paired")])
+@pytest.mark.parametrize("tp", [[2, 2], [2, 3], [3, 2], [1, 2], [2, 1, 2]], ids=str)
+def test_shares_add_up(pool: RankPool, tp: list[int], laps: int, policy: LanePolicy) -> None:
+    """Seven rows: elements do not divide evenly by two."""
+    by_rank = pool.run(steps, tp, laps, policy, "scatter", 7, ranks=range(sum(tp)))
+    if tp == [2, 2] and laps == 1:
+        total = 3 * 7 * 256 * 4
+        assert [sum(lanes.values()) for lanes in by_rank] == [total] * 4, (
+            "half of what goes out and of what comes back"
+        )
+
+
+@pytest.mark.parametrize(("laps", "policy"), [(1, "dedicated"), (2, "paired")])
+@pytest.mark.parametrize("tp", [[2, 2], [1, 2, 2], [2, 2, 1]], ids=str)
+def test_each_rank_to_its_peer(pool: RankPool, tp: list[int], laps: int, policy: LanePolicy) -> None:
+    by_rank = pool.run(steps, tp, laps, policy, "direct", 8, ranks=range(sum(tp)))
+    if tp == [2, 2] and laps == 1:
+        assert [sum(lanes.values()) for lanes in by_rank] == [2 * 3 * 8 * 256 * 4] * 4
+
+
+class Rows(nn.Module):
+    """Works on rows that the ranks of a stage have split among themselves, as sequence-parallel layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = ToyChunk(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def split_rows() -> None:
+    """Each rank runs the model on its half of every microbatch, and gets the gradients of that."""
+    topology = Topology([2, 2])
+    chunks = [Rows() for _ in range(3)]
+    for number, chunk in enumerate(chunks):
+        torch.manual_seed(number)
+        for parameter in chunk.parameters():
+            nn.init.normal_(parameter)
+    with ldt.connect(topology, transfer="direct", ranks=range(4)) as mesh:
+        halves = [tuple(t.chunk(2)[mesh.tp_rank] for t in pair) for pair in toy_microbatches(3)]
+        step_and_compare(mesh, build(mesh, chunks), chunks, halves)  # type: ignore[arg-type]
+
+
+def test_ranks_may_have_rows_of_their_own(pool: RankPool) -> None:
+    pool.run(split_rows, ranks=range(4))
+
+
+def test_short_messages_go_over_one_strand(pool: RankPool) -> None:
+    """Under "auto"; long ones over both. Each way, three messages."""
+    short = pool.run(steps, [2, 2], 1, "dedicated", "auto", 8, ranks=range(4))
+    assert [sum(lanes.values()) for lanes in short] == [2 * 3 * 8 * 256 * 4, 0, 2 * 3 * 8 * 256 * 4, 0]
+    rows = AUTO_BYTES // (256 * 4)
+    long = pool.run(steps, [2, 2], 1, "dedicated", "auto", rows, ranks=range(4))
+    assert [sum(lanes.values()) for lanes in long] == [3 * AUTO_BYTES] * 4
+
+
+class Several(nn.Module):
+    """Tensors of one, no and three elements, of a scalar, and in another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = ToyChunk(16)
+
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        y = self.body(x)
+        counts = torch.arange(3)
+        return y.t().contiguous().t(), y[:1, :1], y[:0], counts, y.sum(), y[:, ::2]
+
+
+class Last(Several):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:  # type: ignore[override]
+        one, nothing, counts, scalar, half = others
+        return self.body(x) * scalar + one + half.sum() + nothing.sum() + counts.sum()  # type: ignore[no-any-return]
+
+
+def odd_tensors(transfer: Transfer) -> None:
+    torch.manual_seed(0)
+    topology = Topology([2, 3])
+    chunks = [Several(), Several(), Last()]
+    with ldt.connect(topology, transfer=transfer) as mesh:
+        step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(3))
+
+
+@pytest.mark.parametrize("transfer", ["leader", "scatter"])
+def test_tensors_of_any_size_and_layout(pool: RankPool, transfer: Transfer) -> None:
+    pool.run(odd_tensors, transfer)
+
+
+def test_an_unknown_way() -> None:
+    with pytest.raises(
+        ValueError, match="transfer must be 'leader', 'scatter', 'direct' or 'auto', got 'pigeon'"
+    ):
+        ldt.connect(Topology([1]), transfer="pigeon")  # type: ignore[arg-type]
