@@ -16,7 +16,7 @@ from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.outputs import refuse_wrappers
 from ldt.runtime.record import Entry, Recorder
-from ldt.runtime.reduce import average_gradients
+from ldt.runtime.reduce import Averaging
 from ldt.runtime.specs import HopSpecs, first_difference, specs_of
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
@@ -47,6 +47,7 @@ class Executor:
         self.recorder = recorder or Recorder()
         self.place = "the start of the row"
         self._index = 0
+        self._averagings: list[Averaging] = []
         self._last: dict[int, Action] = {}  # the last whole backward of each chunk
 
     def run(self) -> None:
@@ -58,7 +59,7 @@ class Executor:
                 self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
-            self.place = "waiting for the last sends"
+            self.place = "waiting for the last sends and reductions"
             self._flush()
         finally:
             self._mailbox.clear()
@@ -126,11 +127,8 @@ class Executor:
             id(p) for chunk in later for p in self._runners[chunk].module.parameters()
         }  # tied: once, at last
         parameters = self._runners[action.chunk].module.parameters()
-        average_gradients(
-            [p for p in parameters if id(p) not in shared],
-            self._mesh,
-            f"the gradients of chunk {action.chunk}",
-        )
+        mine = [p for p in parameters if id(p) not in shared]
+        self._averagings.append(Averaging(mine, self._mesh, f"the gradients of chunk {action.chunk}"))
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -216,6 +214,9 @@ class Executor:
             work.wait()
             entry.end = self.recorder.now()
         self._sends.clear()
+        for averaging in self._averagings:
+            averaging.finish()
+        self._averagings.clear()
         self.recorder.flushing += self.recorder.now() - start
 
 

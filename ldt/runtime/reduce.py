@@ -1,4 +1,4 @@
-"""Averages a chunk's gradients over its replicas: one all-reduce per dtype, on the last backward of the chunk."""
+"""Averages a chunk's gradients over its replicas: one all-reduce per dtype, started after its last backward."""
 
 from __future__ import annotations
 
@@ -12,23 +12,64 @@ from ldt.errors import LdtError
 from ldt.runtime.control import wait_or_fail
 from ldt.runtime.mesh import Mesh
 
-__all__ = ["average_gradients"]
+__all__ = ["Averaging"]
 
 
-def average_gradients(parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
-    """Replace each ``.grad`` by the mean over the replicas of the edge, where one without a gradient counts as zero.
+class Averaging:
+    """Replaces each ``.grad`` by the mean over the replicas of the edge, where one without a gradient counts as zero.
 
     Of cloud replicas that one edge replica serves the sum is taken: each has gradients of a part of its microbatches,
     divided by the number of all of them.
     A parameter that has no gradient on any replica keeps none: a flag per parameter travels with its gradients, and
     is read, which waits for the device, only where a gradient is missing. ``what`` names it all in errors.
+
+    Made when the gradients are complete; until ``finish`` the rank may do other work, and must leave them alone.
     """
-    buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        if parameter.requires_grad and not _is_reduced_elsewhere(parameter, mesh):
-            buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for bucket in buckets.values():
-        _average(bucket, mesh, what)
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
+        self._mesh = mesh
+        self._what = what
+        buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad and not _is_reduced_elsewhere(parameter, mesh):
+                buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        self._started = [(bucket, *self._start(bucket)) for bucket in buckets.values()]
+
+    def finish(self) -> None:
+        """Wait, and write the means."""
+        for bucket, flat, work in self._started:
+            if flat.device.type == "cpu":
+                wait_or_fail(work, self._mesh.failures, self._what)
+            else:
+                work.wait()
+            self._write(bucket, flat)
+        self._started.clear()
+
+    def _start(self, bucket: list[torch.nn.Parameter]) -> tuple[torch.Tensor, dist.Work]:
+        group = self._mesh.dp_group
+        assert group is not None, f"{self._what}: there are no replicas"
+        if any(p.grad is not None and p.grad.layout is not torch.strided for p in bucket):
+            raise LdtError(
+                f"{self._what} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
+            )
+        grads = [_shard(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+        flags = torch.tensor(
+            [p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device
+        )
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), flags])
+        return flat, dist.all_reduce(flat, group=group, async_op=True)
+
+    def _write(self, bucket: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
+        sizes = [_shard(parameter).numel() for parameter in bucket]
+        *sums, flags = torch.split(flat, [*sizes, len(bucket)])
+        missing = any(parameter.grad is None for parameter in bucket)
+        anywhere = flags.tolist() if missing else [1.0] * len(bucket)
+        for parameter, total, present in zip(bucket, sums, anywhere, strict=True):
+            if present:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                shard = _shard(parameter.grad)
+                shard.copy_(total.view_as(shard) / self._mesh.topology.edge_dp)
 
 
 def _is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
@@ -36,32 +77,6 @@ def _is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
     return isinstance(parameter, DTensor) and mesh.spans_replicas(parameter.device_mesh)
 
 
-def _average(bucket: list[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
-    group = mesh.dp_group
-    assert group is not None, f"{what}: there are no replicas"
-    if any(p.grad is not None and p.grad.layout is not torch.strided for p in bucket):
-        raise LdtError(
-            f"{what} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
-        )
-    grads = [_shard(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
-    flags = torch.tensor([p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device)
-    flat = torch.cat([*(grad.reshape(-1) for grad in grads), flags])
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    if flat.device.type == "cpu":
-        wait_or_fail(work, mesh.failures, what)
-    else:
-        work.wait()
-    *sums, flags = torch.split(flat, [*(grad.numel() for grad in grads), len(bucket)])
-    missing = any(parameter.grad is None for parameter in bucket)
-    anywhere = flags.tolist() if missing else [1.0] * len(bucket)
-    for parameter, total, present in zip(bucket, sums, anywhere, strict=True):
-        if present:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            shard = _shard(parameter.grad)
-            shard.copy_(total.view_as(shard) / mesh.topology.edge_dp)
-
-
-def _shard(grad: torch.Tensor) -> torch.Tensor:
+def _shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of it, to be changed in place: all replicas split it alike over the ranks of a node."""
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ldt
+from ldt.runtime.strands import Transfer
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
@@ -30,7 +31,9 @@ SHAPES = [
 ]
 
 
-def steps(tp: list[int], dp: int, laps: int, policy: LanePolicy, dtype: torch.dtype) -> None:
+def steps(
+    tp: list[int], dp: int, laps: int, policy: LanePolicy, transfer: Transfer, dtype: torch.dtype
+) -> None:
     topology = Topology(tp, dp=dp, laps=laps)
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)
@@ -40,7 +43,8 @@ def steps(tp: list[int], dp: int, laps: int, policy: LanePolicy, dtype: torch.dt
         for seed in range(dp)
     ]
     references = [unsplit_step(chunks, copy.deepcopy(batch), toy_loss) for batch in batches]
-    with ldt.connect(topology, "nccl", policy, device=device, ranks=range(topology.world_size)) as mesh:
+    ranks = range(topology.world_size)
+    with ldt.connect(topology, "nccl", policy, transfer=transfer, device=device, ranks=ranks) as mesh:
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
         for _ in range(2):
@@ -69,5 +73,9 @@ def test_steps_equal_the_unsplit_model(pool: RankPool, tp: list[int], dp: int, d
     ranks = range(sum(tp) * dp)
     if len(ranks) > WORLD_SIZE:
         pytest.skip(f"needs {len(ranks)} GPUs")
-    for laps, policy in ((1, "dedicated"), (2, "paired")):
-        pool.run(steps, tp, dp, laps, policy, dtype, ranks=ranks, timeout=120)
+    for laps, policy, transfer in (
+        (1, "dedicated", "leader"),
+        (2, "paired", "scatter"),
+        (1, "dedicated", "direct"),
+    ):
+        pool.run(steps, tp, dp, laps, policy, transfer, dtype, ranks=ranks, timeout=120)
