@@ -59,12 +59,12 @@ def measure(arguments: argparse.Namespace) -> list[TransferRow]:
         for _ in range(arguments.count):  # ways take turns
             for way, mesh in meshes.items():
                 times[way].append(one(mesh, truth)[0])
-        medians = {way: statistics.median(slowest(values)) for way, values in times.items()}
-        for way, median in medians.items():
-            total = torch.tensor(wrong[way])
+        medians = {name: statistics.median(slowest(values)) for name, values in times.items()}
+        for name, median in medians.items():
+            total = torch.tensor(wrong[name])
             dist.all_reduce(total)
             figures = median * 1e6, size / median / 1e9, medians["leader"] / median
-            rows.append(TransferRow(size, arguments.tp, way, *figures, int(total)))
+            rows.append(TransferRow(size, arguments.tp, name, *figures, int(total)))
     for mesh in meshes.values():
         mesh.close()
     return rows
