@@ -54,7 +54,7 @@ def measure(arguments: argparse.Namespace) -> list[TransferRow]:
     rows = []
     for size in arguments.sizes:
         truth = torch.arange(size // 4, dtype=torch.int32, device=device)
-        wrong = {way: one(mesh, truth)[1] for way, mesh in meshes.items()}
+        wrong: dict[str, int] = {way: one(mesh, truth)[1] for way, mesh in meshes.items()}
         times: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(arguments.count):  # ways take turns
             for way, mesh in meshes.items():
