@@ -1,4 +1,4 @@
-"""The mesh: who this rank is, and everything it talks through."""
+"""The mesh: a rank's place in a topology, and everything it talks through."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ldt.runtime.device import choose_backend
 from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.endpoints import Endpoint, await_connected, make_endpoints, start_connecting
 from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.place import Place
 from ldt.runtime.strands import Transfer
-from ldt.topology import Channel, LanePolicy, Node, Topology
+from ldt.topology import Channel, LanePolicy, Topology
 
 __all__ = ["Mesh"]
 
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _SECONDARY = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
 
 
-class Mesh:
+class Mesh(Place):
     """This rank's place in a connected topology, made by ``connect``.
 
     A context manager that closes the mesh, and tells the other ranks of an exception that leaves it.
@@ -54,14 +55,10 @@ class Mesh:
         key: str,
         share_edge_errors: bool = False,
     ) -> None:
-        self.topology = topology
+        super().__init__(topology, ranks, rank)
         self.lanes = lanes
         self.transfer: Transfer = transfer
-        self.ranks = ranks
-        self.rank = rank
         self.device = device
-        self.node: Node = topology.node_of(rank)
-        self.tp_rank: int = topology.tp_rank_of(rank)
         self._shares_errors = share_edge_errors or not self.is_edge
         self._key = key
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -72,59 +69,7 @@ class Mesh:
         self._attendance = Attendance(f"{key}/call", ranks[rank])
         self.failures = FailureWatch(store, f"{key}/failure", self._on_failure, self._attendance)
 
-    # -- who this rank is ------------------------------------------------------------------------------------
-
-    @property
-    def stage(self) -> int:
-        return self.node.stage
-
-    @property
-    def replica(self) -> int:
-        return self.node.replica
-
-    @property
-    def is_leader(self) -> bool:
-        """True for the rank of a node that talks to other nodes."""
-        return self.tp_rank == 0
-
-    @property
-    def is_edge(self) -> bool:
-        return self.stage == 0
-
-    def stage_of(self, global_rank: int) -> int:
-        """The stage of a rank of this mesh."""
-        return self.topology.node_of(self.ranks.index(global_rank)).stage
-
-    @property
-    def edge_replica(self) -> int:
-        """The replica of the edge that this rank is of, or works for."""
-        return self.replica % self.topology.edge_dp
-
-    def edge_leader(self, replica: int) -> int:
-        """Rank (in the topology) of the leader of a replica of the edge."""
-        return self.topology.leader_of(Node(0, replica))
-
-    @property
-    def node_ranks(self) -> tuple[int, ...]:
-        """The global ranks of this node."""
-        return tuple(self.ranks[rank] for rank in self.topology.ranks_of(self.node))
-
-    @property
-    def replica_ranks(self) -> tuple[int, ...]:
-        """The global ranks at this rank's place in all replicas of its stage."""
-        nodes = (Node(self.stage, replica) for replica in range(self.topology.replicas(self.stage)))
-        return tuple(self.ranks[self.topology.ranks_of(node)[self.tp_rank]] for node in nodes)
-
-    def spans_node(self, other: DeviceMesh) -> bool:
-        """Whether ``other``, a device mesh of this rank, goes over other ranks of its node."""
-        return self._spans(other, self.node_ranks)
-
-    def spans_replicas(self, other: DeviceMesh) -> bool:
-        """Whether ``other``, a device mesh of this rank, goes over this rank's place in other replicas."""
-        return self._spans(other, self.replica_ranks)
-
-    def _spans(self, other: DeviceMesh, ranks: tuple[int, ...]) -> bool:
-        return bool((set(other.mesh.flatten().tolist()) & set(ranks)) - {self.ranks[self.rank]})
+    # -- torch's own device meshes ---------------------------------------------------------------------------
 
     @property
     def tp_mesh(self) -> DeviceMesh:

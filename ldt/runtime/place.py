@@ -1,0 +1,72 @@
+"""Where a rank is in a topology, and who is with it there."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ldt.topology import Node, Topology
+
+__all__ = ["Place"]
+
+
+class Place:
+    """The place of one rank: ``rank`` is its number within the topology, ``ranks[rank]`` the global one."""
+
+    def __init__(self, topology: Topology, ranks: tuple[int, ...], rank: int) -> None:
+        self.topology = topology
+        self.ranks = ranks
+        self.rank = rank
+        self.node: Node = topology.node_of(rank)
+        self.tp_rank: int = topology.tp_rank_of(rank)
+
+    @property
+    def stage(self) -> int:
+        return self.node.stage
+
+    @property
+    def replica(self) -> int:
+        return self.node.replica
+
+    @property
+    def is_leader(self) -> bool:
+        """True for the rank of a node that talks to other nodes."""
+        return self.tp_rank == 0
+
+    @property
+    def is_edge(self) -> bool:
+        return self.stage == 0
+
+    def stage_of(self, global_rank: int) -> int:
+        """The stage of a rank of this mesh."""
+        return self.topology.node_of(self.ranks.index(global_rank)).stage
+
+    @property
+    def edge_replica(self) -> int:
+        """The replica of the edge that this rank is of, or works for."""
+        return self.replica % self.topology.edge_dp
+
+    def edge_leader(self, replica: int) -> int:
+        """Rank (in the topology) of the leader of a replica of the edge."""
+        return self.topology.leader_of(Node(0, replica))
+
+    @property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The global ranks of this node."""
+        return tuple(self.ranks[rank] for rank in self.topology.ranks_of(self.node))
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The global ranks at this rank's place in all replicas of its stage."""
+        nodes = (Node(self.stage, replica) for replica in range(self.topology.replicas(self.stage)))
+        return tuple(self.ranks[self.topology.ranks_of(node)[self.tp_rank]] for node in nodes)
+
+    def spans_node(self, other: DeviceMesh) -> bool:
+        """Whether ``other``, a device mesh of this rank, goes over other ranks of its node."""
+        return self._spans(other, self.node_ranks)
+
+    def spans_replicas(self, other: DeviceMesh) -> bool:
+        """Whether ``other``, a device mesh of this rank, goes over this rank's place in other replicas."""
+        return self._spans(other, self.replica_ranks)
+
+    def _spans(self, other: DeviceMesh, ranks: tuple[int, ...]) -> bool:
+        return bool((set(other.mesh.flatten().tolist()) & set(ranks)) - {self.ranks[self.rank]})
