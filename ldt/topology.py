@@ -228,13 +228,20 @@ class Topology:
         return cls([int(size) for size in match[1].split(",")], dp=dp, edge_dp=edge_dp, laps=laps)
 
     def describe(self) -> str:
-        """A small table for people: one line per node with its ranks and chunks."""
+        """For people: a line for each node with its ranks and chunks, then the way through them for each replica."""
         lines = [self.to_text(), f"{'node':<8}{'ranks':<16}chunks"]
         for node in self.nodes:
-            ranks = self.ranks_of(node)
-            span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-            lines.append(f"{node!s:<8}{span:<16}{', '.join(map(str, self.chunks_of(node.stage)))}")
+            lines.append(
+                f"{node!s:<8}{self._span(node):<16}{', '.join(map(str, self.chunks_of(node.stage)))}"
+            )
+        for replica in range(self.dp):
+            way = (self.node_at(chunk, replica) for chunk in range(self.num_chunks))
+            lines.append(f"replica {replica}: " + " -> ".join(f"{node} [{self._span(node)}]" for node in way))
         return "\n".join(lines)
+
+    def _span(self, node: Node) -> str:
+        ranks = self.ranks_of(node)
+        return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:

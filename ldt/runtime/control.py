@@ -69,7 +69,8 @@ class ControlPlane:
 
     Messages are JSON, length-checked, never unpickled. ``rank`` is this rank's number in the topology and in the
     group, ``ranks[rank]`` the global one, which texts name. Without a group (one rank) nothing is sent. ``call`` names
-    the call that a rank is in; it travels with each message, so that none is taken for one of another call.
+    the call that a rank is in; it travels with each message, so that none is taken for one of another call. ``node`` is
+    the group of this node, whose first rank is its leader, ``leaders`` that of all nodes' leaders, on those.
     """
 
     def __init__(
@@ -80,8 +81,12 @@ class ControlPlane:
         failures: FailureWatch,
         seconds: float,
         call: Callable[[], str] = lambda: "",
+        node: dist.ProcessGroup | None = None,
+        leaders: dist.ProcessGroup | None = None,
     ) -> None:
         self._call = call
+        self._node = node
+        self._leaders = leaders
         self._group = group
         self._rank = rank
         self._ranks = ranks
@@ -119,8 +124,24 @@ class ControlPlane:
         return [self.broadcast(message, source) for source in range(len(self._ranks))]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The sums over all ranks, in double precision."""
-        return self.start_sum(values).wait()
+        """The sums over all ranks, in double precision.
+
+        Within each node, then from leader to leader, once there and once back, then within each node again.
+        """
+        tensor = torch.tensor(values, dtype=torch.float64)
+        what = "a sum over all ranks"
+        if self._node is not None:
+            self._finish(dist.all_reduce(tensor, group=self._node, async_op=True), what)
+        if self._leaders is not None:
+            first = dist.get_rank(self._leaders) == 0
+            all_of_them = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._leaders))]
+            parts = all_of_them if first else None
+            self._finish(dist.gather(tensor, parts, group=self._leaders, group_dst=0, async_op=True), what)
+            tensor = torch.stack(all_of_them).sum(0) if first else tensor
+            self._finish(dist.broadcast(tensor, group=self._leaders, group_src=0, async_op=True), what)
+        if self._node is not None:
+            self._finish(dist.broadcast(tensor, group=self._node, group_src=0, async_op=True), what)
+        return [float(value) for value in tensor]
 
     def start_sum(self, values: Sequence[float]) -> Pending:
         """As ``sum``, without waiting: no other call of this plane may come before the result's ``wait``."""
@@ -131,8 +152,11 @@ class ControlPlane:
         return Pending(work, tensor, self._failures, self._seconds)
 
     def close(self) -> None:
-        """Let go of the group."""
-        self._group = None
+        """Let go of the groups."""
+        self._group = self._node = self._leaders = None
+
+    def _finish(self, work: dist.Work, what: str) -> None:
+        wait_or_fail(work, self._failures, what, self._seconds)
 
     def _opened(self, envelope: Any, source: int) -> Any:
         """The message in ``envelope``, if it belongs to the call that this rank is in."""

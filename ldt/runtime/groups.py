@@ -18,7 +18,10 @@ from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 __all__ = [
     "CONTROL",
     "GLOO",
+    "LEADERS_CONTROL",
     "GroupSpec",
+    "control_groups",
+    "control_name",
     "dp_name",
     "drop_groups",
     "group_specs",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 CONTROL = "control"
+LEADERS_CONTROL = "control/leaders"
 GLOO = "gloo"
 # Operations of a gloo group are limited by whoever waits for them (lanes, control plane), never by the group.
 _NO_LIMIT = timedelta(days=30)
@@ -41,6 +45,11 @@ class GroupSpec(NamedTuple):
 
     name: str
     ranks: tuple[int, ...]
+
+
+def control_name(node: Node) -> str:
+    """The ranks of one node, on the control plane."""
+    return f"{CONTROL}/{node}"
 
 
 def tp_name(stage: int, replica: int) -> str:
@@ -72,9 +81,15 @@ def group_specs(
     The groups of a strand of a lane are its own: its ends for point to point, and each receiving stage for the
     broadcast, apart from the group that the model's layers use.
     """
-    everyone = GroupSpec(CONTROL, tuple(range(topology.world_size)))
-    specs = [everyone, *model_groups(topology), *_lane_groups(topology, policy, transfer)]
+    specs = [*control_groups(topology), *model_groups(topology), *_lane_groups(topology, policy, transfer)]
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
+
+
+def control_groups(topology: Topology) -> tuple[GroupSpec, ...]:
+    """All ranks; and for sums that cross each slow link once, the ranks of each node, and their leaders."""
+    nodes = [GroupSpec(control_name(node), topology.ranks_of(node)) for node in topology.nodes]
+    leaders = GroupSpec(LEADERS_CONTROL, tuple(map(topology.leader_of, topology.nodes)))
+    return GroupSpec(CONTROL, tuple(range(topology.world_size))), *nodes, leaders
 
 
 def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:

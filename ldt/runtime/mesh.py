@@ -191,7 +191,11 @@ class Mesh(Place):
         for spec in naming.group_specs(self.topology, self.lanes, self.transfer):
             if self.rank in spec.ranks:
                 self.failures.check()
-                kind = naming.GLOO if spec.name == naming.CONTROL else choose_backend(self.device, backend)
+                kind = (
+                    naming.GLOO
+                    if spec.name.startswith(naming.CONTROL)
+                    else choose_backend(self.device, backend)
+                )
                 members = [self.ranks[rank] for rank in spec.ranks]
                 name = f"{self._key}/{spec.name}"
                 self._groups[spec.name] = naming.make_group(name, members, kind, _until(deadline))
@@ -202,6 +206,8 @@ class Mesh(Place):
             self.failures,
             transfer_timeout.total_seconds(),
             lambda: self._attendance.current,
+            self._groups.get(naming.control_name(self.node)),
+            self._groups.get(naming.LEADERS_CONTROL) if self.is_leader else None,
         )
         self._endpoints = make_endpoints(
             self.topology, self.lanes, self.transfer, self.rank, self._groups, self.device, transfer_timeout

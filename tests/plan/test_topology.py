@@ -146,6 +146,11 @@ def test_paired_colours(stages):
 
 
 def test_describe_names_every_node():
+    shared = Topology([1, 2], dp=2, edge_dp=1).describe().splitlines()
+    assert shared[-2:] == [
+        "replica 0: 0.0 [0] -> 1.0 [1-2] -> 0.0 [0]",
+        "replica 1: 0.0 [0] -> 1.1 [3-4] -> 0.0 [0]",
+    ]
     text = Topology([1, 2], dp=2).describe()
     assert "1.1     4-5             1" in text
     assert "0.0     0               0, 2" in text

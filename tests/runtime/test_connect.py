@@ -53,6 +53,17 @@ def test_every_rank_knows_its_place(pool: RankPool, policy: str) -> None:
     ]
 
 
+def sums(tp: list[int], dp: int) -> list[float]:
+    with ldt.connect(Topology(tp, dp=dp), ranks=range(sum(tp) * dp)) as mesh:
+        return mesh.control.sum([2.0**mesh.rank, 1.0])
+
+
+@pytest.mark.parametrize(("tp", "dp"), [([1], 1), ([1, 1], 1), ([2, 2], 1), ([4], 1), ([1, 1], 2), ([2], 2)])
+def test_sums_count_every_rank_once(pool: RankPool, tp: list[int], dp: int) -> None:
+    size = sum(tp) * dp
+    assert pool.run(sums, tp, dp, ranks=range(size)) == [[2.0**size - 1, size]] * size
+
+
 def closed_lane() -> str:
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=[0, 1]) as mesh:
