@@ -157,7 +157,7 @@ class Topology:
         return self._ranks[node]
 
     def leader_of(self, node: Node) -> int:
-        """The only rank of ``node`` that talks to other nodes."""
+        """The first rank of ``node``; unless messages are cut in shares, it alone talks to other nodes."""
         return self.ranks_of(node)[0]
 
     def node_of(self, rank: int) -> Node:

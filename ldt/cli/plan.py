@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     print(f"{topology.to_text()}, {arguments.microbatches} microbatches, {arguments.lanes} lanes")
     print(_table(timelines, bounds, costs))
-    for name in timelines.keys() - within:
+    for name in (name for name in timelines if name not in within):
         print(f"{name} does not keep to the memory limit")
     print(f"wrote {_listed(map(str, written))}")
     if arguments.grid:

@@ -23,10 +23,8 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
         return ()
     causes = _Causes(timeline)
     path = [max(timeline.events, key=lambda event: (event.end, event.start))]
-    seen = {path[0]}
-    while (before := causes.of(path[-1])) is not None and before not in seen:
+    while (before := causes.of(path[-1])) is not None:
         path.append(before)
-        seen.add(before)
     return tuple(reversed(path))
 
 
@@ -39,6 +37,7 @@ class _Causes:
         self._of_stage: dict[int, list[Event]] = defaultdict(list)  # compute events of all replicas
         self._uses: dict[object, list[Event]] = defaultdict(list)  # by channel
         self._replicas = [timeline.topology.replicas(s) for s in range(timeline.topology.num_stages)]
+        self._number = {event: number for number, event in enumerate(timeline.events)}
         last: dict[object, Event] = {}
         channels = {(c.hop, c.direction, c.replica): c for c in timeline.topology.channels}
         for event in timeline.events:
@@ -67,8 +66,10 @@ class _Causes:
             last[place] = event
 
     def of(self, event: Event) -> Event | None:
-        """The event that ``event`` waited for; None for the first."""
-        own, others = self._of_compute(event) if event.channel is None else self._of_transfer(event)
+        """The event that ``event`` waited for; None for the first. Always one that stands earlier in the timeline."""
+        number = self._number[event]
+        found = self._of_compute(event) if event.channel is None else self._of_transfer(event)
+        own, others = ([cause for cause in causes if self._number[cause] < number] for causes in found)
         for cause in (*own, *others):
             if abs(cause.end - event.start) <= self._tolerance:
                 return cause

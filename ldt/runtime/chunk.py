@@ -73,11 +73,9 @@ class ChunkRunner:
     returned tensors decides how long they live.
     """
 
-    def __init__(
-        self, index: int, module: nn.Module, device: torch.device, free_outputs: bool, edge_replicas: int = 1
-    ) -> None:
+    def __init__(self, index: int, module: nn.Module, device: torch.device, free_outputs: bool) -> None:
         self.index = index
-        self.sync = GradientSync(module, edge_replicas)
+        self.sync = GradientSync(module)
         self.module = module
         self._device = device
         self._free_outputs = free_outputs

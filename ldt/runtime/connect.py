@@ -59,7 +59,7 @@ def connect(
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     lanes_of(topology, lanes)
-    check_transfer(transfer)
+    check_transfer(topology, transfer)
     ranks = _check_ranks(topology, ranks)
     if dist.is_initialized():
         store, rank, key = c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)

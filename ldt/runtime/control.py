@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -50,10 +51,10 @@ class Pending:
     """A sum over all ranks that was started and not yet waited for."""
 
     def __init__(
-        self, work: dist.Work | None, values: torch.Tensor, failures: FailureWatch, seconds: float
+        self, work: dist.Work | None, read: Callable[[], list[float]], failures: FailureWatch, seconds: float
     ) -> None:
         self._work = work
-        self._values = values
+        self._read = read
         self._failures = failures
         self._seconds = seconds
 
@@ -61,7 +62,7 @@ class Pending:
         if self._work is not None:
             wait_or_fail(self._work, self._failures, "a sum over all ranks", self._seconds)
             self._work = None
-        return [float(value) for value in self._values]
+        return self._read()
 
 
 class ControlPlane:
@@ -128,10 +129,10 @@ class ControlPlane:
 
         Within each node, then from leader to leader, once there and once back, then within each node again.
         """
-        tensor = torch.tensor(values, dtype=torch.float64)
+        tensor = self._marked(values)
         what = "a sum over all ranks"
         if self._node is not None:
-            self._finish(dist.all_reduce(tensor, group=self._node, async_op=True), what)
+            self._finish(dist.reduce(tensor, group=self._node, group_dst=0, async_op=True), what)
         if self._leaders is not None:
             first = dist.get_rank(self._leaders) == 0
             all_of_them = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._leaders))]
@@ -141,19 +142,41 @@ class ControlPlane:
             self._finish(dist.broadcast(tensor, group=self._leaders, group_src=0, async_op=True), what)
         if self._node is not None:
             self._finish(dist.broadcast(tensor, group=self._node, group_src=0, async_op=True), what)
-        return [float(value) for value in tensor]
+        return self._unmarked(tensor)
 
     def start_sum(self, values: Sequence[float]) -> Pending:
-        """As ``sum``, without waiting: no other call of this plane may come before the result's ``wait``."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        if self._group is None:
-            return Pending(None, tensor, self._failures, self._seconds)
-        work = dist.all_reduce(tensor, group=self._group, async_op=True)
-        return Pending(work, tensor, self._failures, self._seconds)
+        """As ``sum``, without waiting, and over all ranks in one.
+
+        No other call of this plane may come before the result's ``wait``.
+        """
+        tensor = self._marked(values)
+        work = None
+        if self._group is not None:
+            work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return Pending(work, lambda: self._unmarked(tensor), self._failures, self._seconds)
 
     def close(self) -> None:
         """Let go of the groups."""
         self._group = self._node = self._leaders = None
+
+    def _marked(self, values: Sequence[float]) -> torch.Tensor:
+        """With a number for the call that this rank is in: the sum tells whether all were in the same."""
+        return torch.tensor([*values, self._mark()], dtype=torch.float64)
+
+    def _unmarked(self, sums: torch.Tensor) -> list[float]:
+        *values, mark = map(float, sums)
+        if mark != len(self._ranks) * self._mark():
+            self._failures.wait(1.0)
+            self._failures.check()
+            raise LdtError(
+                f"rank {self._ranks[self._rank]} is in {self._call() or 'no call'}, another one in another call that "
+                "makes a sum: every rank must make the same calls in the same order"
+            )
+        return values
+
+    def _mark(self) -> float:
+        """Sums of as many as there are ranks are exact."""
+        return float(zlib.crc32(self._call().encode()))
 
     def _finish(self, work: dist.Work, what: str) -> None:
         wait_or_fail(work, self._failures, what, self._seconds)

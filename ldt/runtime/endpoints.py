@@ -49,11 +49,14 @@ class Endpoint:
         """That of the first strand that this rank has an end of."""
         return next(iter(self.strands.values())).lane
 
-    def empty(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory to receive into: the lane's own, unless other lanes, which know nothing of it, write there as well."""
-        if self.shares == 1:
-            return self.lane.empty(sizes, dtype)
-        return torch.empty(sizes, dtype=dtype, device=device)
+    def buffers(
+        self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
+    ) -> list[torch.Tensor]:
+        """Memory to receive a message into: the lane's own, unless others, which do not know it, write there too."""
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
+        if self._is_cut(nbytes):
+            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
+        return [self.lane.empty(shape, dtype) for shape, dtype in specs]
 
     def send(self, tensors: Sequence[torch.Tensor], label: str) -> dist.Work | None:
         """Start sending this rank's part; None if others have all of it."""
@@ -67,14 +70,18 @@ class Endpoint:
 
     def receive(self, tensors: Sequence[torch.Tensor], label: str) -> dist.Work | AllOf:
         assert not self.sends, self.channel
+        assert all(tensor.is_contiguous() for tensor in tensors), "parts of others would be copies"
         ends = ((self.strands[strand], part) for strand, part in self._parts(tensors).items())
         works = [end.lane.recv(part, end.peer, label=label) for end, part in ends]
         return works[0] if len(works) == 1 else AllOf(works)
 
+    def _is_cut(self, nbytes: int) -> bool:
+        return self.shares > 1 and nbytes >= self.scatter_from
+
     def _parts(self, tensors: Sequence[torch.Tensor]) -> dict[Strand, Sequence[torch.Tensor]]:
         """What goes over which strand."""
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if self.shares > 1 and nbytes >= self.scatter_from:
+        if self._is_cut(nbytes):
             return {Strand(place): part for place, part in enumerate(parts_of(tensors, self.shares))}
         return {strand: tensors for strand in self.strands if strand.direct} or {LEADERS: tensors}
 

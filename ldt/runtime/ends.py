@@ -61,4 +61,4 @@ def make_runner(
 ) -> ChunkRunner:
     """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
     kind = {0: HeadRunner, topology.tail: TailRunner}.get(index, ChunkRunner)
-    return kind(index, module, device, free_outputs, topology.edge_dp)
+    return kind(index, module, device, free_outputs)

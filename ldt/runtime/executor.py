@@ -89,6 +89,7 @@ class Executor:
         self._run_backward(action, entry, self._runners[action.chunk].backward)
 
     def _backward_input(self, action: Action, entry: Entry) -> None:
+        self._runners[action.chunk].sync.refuse_split(action.chunk)
         self._run_backward(action, entry, self._runners[action.chunk].backward_input)
 
     def _backward_weight(self, action: Action, entry: Entry) -> None:
@@ -114,7 +115,7 @@ class Executor:
         if not specs:
             return
         end = self._mesh.endpoints[self._channel(action)]
-        wire = [end.empty(spec.wire_shape, spec.dtype, self._mesh.device) for spec in specs]
+        wire = end.buffers([(spec.wire_shape, spec.dtype) for spec in specs], self._mesh.device)
         tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
         self._receives[slot] = entry
         self._count(action, wire)
@@ -128,6 +129,9 @@ class Executor:
         }  # tied: once, at last
         parameters = self._runners[action.chunk].module.parameters()
         mine = [p for p in parameters if id(p) not in shared]
+        for averaging in self._averagings:  # so that those that are over give their memory back
+            if averaging.is_done:
+                averaging.finish()
         self._averagings.append(Averaging(mine, self._mesh, f"the gradients of chunk {action.chunk}"))
 
     # -- helpers ---------------------------------------------------------------------------------------------

@@ -140,16 +140,13 @@ class TokenScale:
     """Divides the gradients of a step by its number of tokens, which only the edge knows.
 
     The sum over all ranks is started by each rank as early as it can (the edge: after its last loss), so that the
-    answer is there when the row ends. Gradients from before the step are set aside meanwhile.
+    answer is there when the row ends. Gradients from before the step must be set aside meanwhile.
     """
 
     def __init__(self, control: ControlPlane, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._control = control
         self._parameters = list(parameters)
         self._pending: Pending | None = None
-        self._before = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def start(self, count: float) -> None:
         """``count``: the tokens of this rank; 0 on all ranks but the edge's leaders."""
@@ -160,8 +157,6 @@ class TokenScale:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
         assert self._pending is not None
         (count,) = self._pending.wait()
-        for parameter, before in zip(self._parameters, self._before, strict=True):
+        for parameter in self._parameters:
             if parameter.grad is not None and count > 0:
                 parameter.grad.mul_(replicas).div_(count) if replicas > 1 else parameter.grad.div_(count)
-            if before is not None:
-                parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)

@@ -46,14 +46,10 @@ def measure_costs(
     finally:
         for parameter, grad in kept:
             parameter.grad = grad
-    with mesh.calling(_CALL):
-        try:
-            times, sizes = map(
-                _largest, zip(*mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])]), strict=True)
-            )
-            links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
-        except BaseException as error:
-            mesh.fail(error, "the probes of measure_costs()")
+    with mesh.collective(_CALL):
+        figures = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])])
+        times, sizes = map(_largest, zip(*figures, strict=True))
+        links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
     hops = range(mesh.topology.tail)
     return Costs(
         **_by_chunk(times, range(mesh.topology.num_chunks)),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -130,6 +131,16 @@ class Mesh(Place):
     def calling(self, name: str) -> AbstractContextManager[None]:
         """Held around a collective call of all ranks: where others are in another one, all fail within seconds."""
         return self._attendance.calling(name)
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Held around a collective call whose failure on one rank is that of all, who would wait for it in vain."""
+        self.check_usable()
+        with self.calling(name):
+            try:
+                yield
+            except BaseException as error:
+                self.fail(error, name)
 
     def fail(self, error: BaseException, place: str, detail: str = "") -> NoReturn:
         """Tell every rank that this one failed at ``place``, and raise.

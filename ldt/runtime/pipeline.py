@@ -12,7 +12,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
-from ldt.runtime.data_parallel import unwrapped
+from ldt.runtime.data_parallel import check_sharded, unwrapped
 from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
@@ -24,6 +24,7 @@ from ldt.runtime.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.opening import Call, Mode, Refusal, agree, open_step
 from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.record import Recorder
+from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.stats import StatsTaker
@@ -215,15 +216,20 @@ class Pipeline:
         training = work.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             scale: TokenScale | None = None
+            changes = training and (self._reduction == "token" or self._mesh.topology.dp > 1)
+            earlier = EarlierGradients(self.parameters() if changes else ())
             if training and self._reduction == "token":
                 scale = TokenScale(self._mesh.control, self.parameters())
                 if self._mesh.is_edge and self._mesh.is_leader:
                     work.announced = scale
                 else:
                     scale.start(0.0)
-            executor.run()
-            if scale is not None:
-                scale.finish(self._mesh.topology.edge_dp)
+            try:
+                executor.run()
+                if scale is not None:
+                    scale.finish(self._mesh.topology.edge_dp)
+            finally:
+                earlier.add_back()
 
     def _result(self, work: StepWork, stats: StepStats) -> StepResult:
         result = StepResult(stats)
@@ -255,4 +261,5 @@ def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
     for index, module in zip(wanted, modules, strict=True):
         if not isinstance(module, nn.Module):
             raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
+        check_sharded(module, mesh)
     return dict(zip(wanted, map(unwrapped, modules), strict=True))

@@ -29,7 +29,7 @@ class Place:
 
     @property
     def is_leader(self) -> bool:
-        """True for the rank of a node that talks to other nodes."""
+        """True for the first rank of a node; unless messages are cut in shares, it alone talks to other nodes."""
         return self.tp_rank == 0
 
     @property

@@ -12,7 +12,7 @@ from ldt.errors import LdtError
 from ldt.runtime.control import wait_or_fail
 from ldt.runtime.mesh import Mesh
 
-__all__ = ["Averaging"]
+__all__ = ["Averaging", "EarlierGradients"]
 
 
 class Averaging:
@@ -34,6 +34,11 @@ class Averaging:
             if parameter.requires_grad and not _is_reduced_elsewhere(parameter, mesh):
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self._started = [(bucket, *self._start(bucket)) for bucket in buckets.values()]
+
+    @property
+    def is_done(self) -> bool:
+        """True once ``finish`` would not wait."""
+        return all(work.is_completed() for _, _, work in self._started)
 
     def finish(self) -> None:
         """Wait, and write the means."""
@@ -60,7 +65,7 @@ class Averaging:
         return flat, dist.all_reduce(flat, group=group, async_op=True)
 
     def _write(self, bucket: list[torch.nn.Parameter], flat: torch.Tensor) -> None:
-        sizes = [_shard(parameter).numel() for parameter in bucket]
+        sizes = [_shard(p if p.grad is None else p.grad).numel() for p in bucket]
         *sums, flags = torch.split(flat, [*sizes, len(bucket)])
         missing = any(parameter.grad is None for parameter in bucket)
         anywhere = flags.tolist() if missing else [1.0] * len(bucket)
@@ -70,6 +75,21 @@ class Averaging:
                     parameter.grad = torch.zeros_like(parameter)
                 shard = _shard(parameter.grad)
                 shard.copy_(total.view_as(shard) / self._mesh.topology.edge_dp)
+
+
+class EarlierGradients:
+    """Those from before a step, set aside while it averages, or scales, its own."""
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._grads = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in self._grads:
+            parameter.grad = None
+
+    def add_back(self) -> None:
+        for parameter, grad in self._grads:
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
+        self._grads.clear()
 
 
 def _is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:

@@ -28,12 +28,13 @@ def clip_grad_norm_(
     Returns the norm before clipping, the same on every rank: that of ``torch.nn.utils.clip_grad_norm_``
     on the unsplit model but for the order of the sum, which is made in double precision.
     """
-    mesh.check_usable()
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
-    whole = [_without_partial(grad) for grad in grads]  # a collective of the ranks of each: on all of them
-    squares = _sum_of_squares([_local(grad) for grad in whole if _counts_here(grad, mesh)])
-    with mesh.calling("clip_grad_norm_()"):
+    with mesh.collective("clip_grad_norm_()"):
+        whole = [
+            _without_partial(grad) for grad in grads
+        ]  # a collective of the ranks of each: on all of them
+        squares = _sum_of_squares([_local(grad) for grad in whole if _counts_here(grad, mesh)])
         (total,) = mesh.control.sum([squares])
     norm = total**0.5
     scale = max_norm / (norm + _EPSILON)

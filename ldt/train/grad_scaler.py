@@ -26,12 +26,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
         """Both ways on which torch looks for infinite gradients come through here."""
-        found = super()._unscale_grads_(*args, **options)
-        device = self._mesh.device
-        found.setdefault(
-            device, torch.zeros(1, device=device)
-        )  # torch asks for one, also if all is frozen here
-        with self._mesh.calling("GradScaler.unscale_()"):
+        with self._mesh.collective("GradScaler.unscale_()"):
+            found = super()._unscale_grads_(*args, **options)
+            device = self._mesh.device
+            found.setdefault(
+                device, torch.zeros(1, device=device)
+            )  # torch asks for one, also if all is frozen here
             (anywhere,) = self._mesh.control.sum([max(float(tensor) for tensor in found.values())])
         for tensor in found.values():
             tensor.fill_(anywhere > 0)

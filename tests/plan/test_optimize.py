@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from brute_force import works
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import topologies
 
@@ -131,6 +131,25 @@ def test_a_critical_path_leads_from_start_to_end(task, split):
         assert one.start <= other.start
         same_link = one.channel is not None and other.channel is not None
         assert same_link or one.end == pytest.approx(other.start)
+
+
+@given(
+    stages=st.integers(2, 3),
+    dp=st.sampled_from([(1, 1), (2, 1), (4, 2)]),
+    number=st.integers(1, 7),
+    figures=st.lists(st.sampled_from([0, 1]), min_size=10, max_size=10),
+)
+@example(stages=2, dp=(4, 2), number=2, figures=[0, 0, 0, 0, 1, 0, 0, 0, 1, 1])
+def test_a_critical_path_begins_at_the_start_whatever_takes_no_time(stages, dp, number, figures):
+    topology = Topology([1] * stages, dp=dp[0], edge_dp=dp[1])
+    chunks = topology.num_chunks
+    costs = Costs(
+        figures[:chunks], figures[4 : 4 + chunks], latency=figures[8], bandwidth=1.0, bytes=figures[9]
+    )
+    timeline = simulate(ushape(topology, number), costs)
+    path = critical_path(timeline)
+    assert path[0].start == timeline.start
+    assert path[-1].end == timeline.end
 
 
 def test_a_critical_path_by_hand():

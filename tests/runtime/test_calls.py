@@ -69,6 +69,37 @@ def test_a_call_of_the_edge_alone(pool: RankPool, edge: str) -> None:
         assert "is in step() (call 3)" in text
 
 
+def mixed_sums() -> str:
+    """Two calls that both make a sum are not taken for one."""
+    with ldt.connect(TOPOLOGY) as mesh:
+        with pytest.raises(ldt.LdtError) as caught, mesh.collective("one()" if mesh.is_edge else "other()"):
+            mesh.control.sum([1.0])
+        return str(caught.value)
+
+
+def test_sums_of_different_calls_are_not_mixed(pool: RankPool) -> None:
+    for text in pool.run(mixed_sums):
+        assert "every rank must make the same calls in the same order" in text
+
+
+def failing_call() -> str:
+    with ldt.connect(TOPOLOGY) as mesh:
+        start = time.monotonic()
+        with (
+            pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught,
+            mesh.collective("clip_grad_norm_()"),
+        ):
+            mesh.control.sum([1 / (mesh.rank - 1)])
+        assert time.monotonic() - start < SECONDS
+        return str(caught.value)
+
+
+def test_a_failure_before_a_sum_is_told(pool: RankPool) -> None:
+    texts = pool.run(failing_call)
+    assert "rank 1 (stage 1, replica 0) failed first in clip_grad_norm_(): ZeroDivisionError" in texts[0]
+    assert "rank 1 (stage 1, replica 0) failed first in clip_grad_norm_(): ZeroDivisionError" in texts[2]
+
+
 def stopping_early(who: int, late: float) -> str | None:
     """Rank ``who`` closes its mesh after two steps, the others make a third, ``late`` seconds later or earlier."""
     chunks = toy_chunks(TOPOLOGY)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldt
+from ldt.plan import Costs, optimize
 from ldt.runtime import TensorSpec
 from ldt.testing import RankPool, ToyChunk, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
@@ -57,9 +58,7 @@ def replicas(way: str, edge_dp: int) -> int:
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         mine = [wrapped(copy.deepcopy(chunks[c]), mesh, way) for c in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
-        for _ in range(2):
-            for module in mine:
-                module.zero_grad()
+        for times in (1, 2):  # the second step adds to the first
             with Reductions() as reductions:
                 pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
             for chunk, module in zip(topology.chunks_of(mesh.stage), mine, strict=True):
@@ -67,13 +66,14 @@ def replicas(way: str, edge_dp: int) -> int:
                 for parameter, theirs in zip(module.parameters(), same, strict=True):
                     grad = parameter.grad
                     whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                    expected = sum(p.grad for p in theirs) / edge_dp  # type: ignore[misc]
+                    expected = times * sum(p.grad for p in theirs) / edge_dp  # type: ignore[misc]
                     torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
         return reductions.number
 
 
-@pytest.mark.parametrize("edge_dp", [2, 1])
-@pytest.mark.parametrize("way", ["plain", "ddp", "fully_shard"])
+@pytest.mark.parametrize(
+    ("way", "edge_dp"), [("plain", 2), ("plain", 1), ("ddp", 2), ("ddp", 1), ("fully_shard", 2)]
+)
 def test_one_reduction_for_each_chunk_and_step(pool: RankPool, way: str, edge_dp: int) -> None:
     counts = pool.run(replicas, way, edge_dp, ranks=range(edge_dp + 2))
     on_edge = 2 if edge_dp == 2 else 0  # head and tail
@@ -112,6 +112,39 @@ def tied(edge_dp: int) -> int:
 @pytest.mark.parametrize("edge_dp", [2, 1])
 def test_a_tied_weight_is_reduced_once(pool: RankPool, edge_dp: int) -> None:
     assert pool.run(tied, edge_dp, ranks=range(edge_dp + 2))[0] == (2 if edge_dp == 2 else 0)
+
+
+def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
+    """fully_shard where it cannot be; every rank hears of it."""
+    topology = Topology(tp, dp=dp, edge_dp=edge_dp)
+    chunks = [Declared(16) for _ in range(topology.num_chunks)]
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
+        for chunk in mine:
+            fully_shard(chunk, mesh=mesh.dp_mesh if mesh.dp_mesh.size() > 1 else mesh.tp_mesh)
+        made = None
+        if plan == "split":
+            made = optimize(topology, 3, Costs(1, 2, latency=1), split_backward=True)
+        with pytest.raises((ValueError, ldt.LdtError)) as caught:  # noqa: PT012
+            pipeline = ldt.Pipeline(mine, mesh, made, loss_fn=toy_loss)
+            pipeline.step(toy_microbatches(3) if mesh.is_edge else None)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "edge_dp", "plan", "sentence"),
+    [
+        ([1, 1], 2, 1, "", "stage 1 has 2 for each one of the edge"),
+        ([1, 2], 1, 1, "", "fully_shard must go over the replicas"),
+        ([1, 1], 2, 2, "split", "the backward of modules of fully_shard cannot be split"),
+    ],
+)
+def test_where_fully_shard_cannot_be(
+    pool: RankPool, tp: list[int], dp: int, edge_dp: int, plan: str, sentence: str
+) -> None:
+    size = Topology(tp, dp=dp, edge_dp=edge_dp).world_size
+    for text in pool.run(refused, tp, dp, edge_dp, plan, ranks=range(size)):
+        assert sentence in text
 
 
 def undeclared() -> str:

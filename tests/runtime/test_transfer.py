@@ -40,6 +40,10 @@ def steps(tp: list[int], laps: int, policy: LanePolicy, transfer: Transfer, batc
 def test_shares_add_up(pool: RankPool, tp: list[int], laps: int, policy: LanePolicy) -> None:
     """Seven rows: elements do not divide evenly by two."""
     by_rank = pool.run(steps, tp, laps, policy, "scatter", 7, ranks=range(sum(tp)))
+    first = min(tp)
+    totals = [sum(lanes.values()) for lanes in by_rank]
+    assert len(set(totals[:first])) == 1, "ranks of the edge that send carry equal shares"
+    assert len(tp) > 2 or totals[first : tp[0]] == [0] * (tp[0] - first)
     if tp == [2, 2] and laps == 1:
         total = 3 * 7 * 256 * 4
         assert [sum(lanes.values()) for lanes in by_rank] == [total] * 4, (
