@@ -47,7 +47,11 @@ def require_torch() -> None:
     """
     built = built_against()
     if built is None:
-        raise ImportError(f"ldt's compiled module was not built: run {REBUILD}.", name="ldt._C")
+        raise ImportError(
+            f"ldt's compiled module was not built here: run {REBUILD}, or, if it is installed, start Python in another "
+            "folder than ldt's source.",
+            name="ldt._C",
+        )
     try:
         import torch
     except ModuleNotFoundError as error:

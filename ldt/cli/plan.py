@@ -87,6 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from-csv", type=Path, metavar="FILE", help="compare a plan of torch.distributed.pipelining"
     )
     files.add_argument("--to-csv", type=Path, metavar="FILE", help="the fastest plan in that form, too")
+    parser.add_argument("--no-split", action="store_true", help="plan whole backwards only")
     parser.add_argument("--grid", action="store_true", help="print the fastest plan")
 
 
@@ -144,6 +145,10 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     if "forward" not in given:
         raise LdtError("give --forward, for example --forward 12ms, or a file of measured costs with --costs")
     given.setdefault("backward", _twice(given["forward"]))
+    if ("bandwidth" in given) != ("bytes" in given):
+        raise LdtError(
+            "--bandwidth and --bytes go together: messages take their bytes over the bandwidth of the link"
+        )
     return Costs(**given)
 
 
@@ -162,7 +167,8 @@ def _compare(
                 f"{arguments.from_csv} has {read.num_microbatches} microbatches, expected {number} to train"
             )
         plans[str(arguments.from_csv)] = read
-    for name, split in zip(_NAMES[1:], (False, True), strict=True):
+    ways = (False,) if arguments.no_split else (False, True)
+    for name, split in zip(_NAMES[1:], ways):  # noqa: B905 (the last may be left out)
         plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)
     return {name: simulate(plan, costs) for name, plan in plans.items()}, plans
 

@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ldt.runtime.control import ControlPlane, Pending
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.disclosure import InputTypeError, InputValueError
 
-__all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction"]
+__all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 
 LossReduction = Literal["mean", "token"]
 LossFn = Callable[[Any, Any], Any]
@@ -22,6 +22,15 @@ def check_reduction(reduction: str) -> None:
     """Raise ValueError for anything but a LossReduction."""
     if reduction not in get_args(LossReduction):
         raise InputValueError(f"loss_reduction must be 'mean' or 'token', got {reduction!r}")
+
+
+def check_scaler(scaler: object) -> None:
+    """Raise TypeError for torch's own GradScaler, which knows nothing of what overflows on other stages."""
+    if scaler is not None and not hasattr(scaler, "over_stages"):
+        raise InputTypeError(
+            f"grad_scaler must be an ldt.GradScaler, got {type(scaler).__name__}: make ldt.GradScaler(mesh), with the "
+            "same options, on every rank"
+        )
 
 
 class StepLoss:

@@ -17,7 +17,7 @@ from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
-from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction
+from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
@@ -72,6 +72,7 @@ class Pipeline:
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
+            check_scaler(grad_scaler)
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
             same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
         except Exception as caught:
@@ -256,7 +257,8 @@ def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
     if len(modules) != len(wanted):
         raise InputValueError(
             f"stage {mesh.stage} of topology {mesh.topology.to_text()} has {len(wanted)} chunks "
-            f"({', '.join(map(str, wanted))}), got {len(modules)} modules"
+            f"({', '.join(map(str, wanted))}), got {len(modules)} modules: give those of "
+            "topology.chunks_of(mesh.stage)"
         )
     for index, module in zip(wanted, modules, strict=True):
         if not isinstance(module, nn.Module):

@@ -19,6 +19,8 @@ class GradScaler(torch.amp.GradScaler):
     collective call of all ranks, once per optimizer; each rank has as many optimizers as the others.
     """
 
+    over_stages = True  # by which a pipeline, which this module stands above, knows it
+
     def __init__(self, mesh: Mesh, **options: Any) -> None:
         super().__init__(mesh.device.type, **options)
         self._mesh = mesh

@@ -97,6 +97,8 @@ def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.Cap
         ("--picture a.txt", "--picture needs a name that ends in .png or .svg, got a.txt"),
         (f"--costs {sys.executable}", f"{sys.executable} is not a text file"),
         (f"--from-csv {sys.executable}", f"{sys.executable} is not a text file"),
+        ("--bandwidth 1Gbit", "--bandwidth and --bytes go together"),
+        ("--bytes 1MiB", "--bandwidth and --bytes go together"),
         ("--memory-limit 1", "the smallest that works is 2"),
         ("--dp 3 --edge-dp 2", "edge_dp=2 does not divide dp=3"),
         ("--dp 2 --edge-dp 1 --to-csv a.csv", "torch's CSV has one row for all replicas of a stage"),
@@ -118,6 +120,12 @@ def test_what_cannot_be_is_one_sentence(
 def test_costs_are_needed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--stages", "1,1", "--microbatches", "2"]) == 2
     assert "--forward 12ms" in capsys.readouterr().err
+
+
+def test_whole_backwards_only(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, "--no-split"]) == 0
+    assert list(rows(capsys.readouterr().out)) == ["plan", "ushape", "optimize"]
+    assert "1W0" not in (folder / "ldt-plan.txt").read_text()
 
 
 def test_no_picture_without_matplotlib(

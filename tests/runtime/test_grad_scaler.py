@@ -73,3 +73,16 @@ def test_steps_equal_those_of_one_process(pool: RankPool, frozen: bool, bad: int
 
 def test_ranks_of_a_stage_agree(pool: RankPool) -> None:
     assert len(set(pool.run(scaled, [1, 2], False, 1))) == 1
+
+
+def of_torch() -> str:
+    with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh:
+        scaler = torch.amp.GradScaler("cpu") if mesh.is_edge else None
+        with pytest.raises((TypeError, ldt.RemoteStageError)) as caught:
+            build(mesh, toy_chunks(mesh.topology), grad_scaler=scaler)
+        return str(caught.value)
+
+
+def test_a_scaler_for_one_process_is_refused(pool: RankPool) -> None:
+    for text in pool.run(of_torch, ranks=[0, 1]):
+        assert "grad_scaler must be an ldt.GradScaler, got GradScaler: make ldt.GradScaler(mesh)" in text
