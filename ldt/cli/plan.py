@@ -126,6 +126,11 @@ def _check_files(arguments: argparse.Namespace) -> None:
     """Before any work: what is given can be read, and what comes of it written."""
     if arguments.picture.suffix not in (".png", ".svg"):
         raise LdtError(f"--picture needs a name that ends in .png or .svg, got {arguments.picture}")
+    named = [arguments.plan, arguments.picture, arguments.to_csv, arguments.costs, arguments.from_csv]
+    paths = [path.absolute() for path in named if path is not None]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise LdtError(f"{twice} is named twice: every file needs a name of its own")
     for path in filter(None, (arguments.plan, arguments.picture, arguments.to_csv)):
         if not path.absolute().parent.is_dir():
             raise LdtError(f"there is no folder {path.parent} to write {path.name} to")
@@ -166,7 +171,7 @@ def _compare(
             raise LdtError(
                 f"{arguments.from_csv} has {read.num_microbatches} microbatches, expected {number} to train"
             )
-        plans[str(arguments.from_csv)] = read
+        plans[f"from {arguments.from_csv}"] = read
     ways = (False,) if arguments.no_split else (False, True)
     for name, split in zip(_NAMES[1:], ways):  # noqa: B905 (the last may be left out)
         plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)

@@ -20,6 +20,7 @@ PerItem = float | Sequence[float]  # one for all, or one per chunk (or hop, or s
 _FORMAT = "ldt costs 1"
 _PER_CHUNK = ("forward", "backward", "weight", "input", "activation_bytes")
 _PER_HOP = ("latency", "bandwidth", "bytes")
+_SMALLEST, _LARGEST = 1e-15, 1e18  # beyond, sums and quotients would not be numbers
 _ABOVE_ZERO = ("bandwidth", "speed")
 
 
@@ -136,7 +137,7 @@ class Costs:
         """Read what ``to_json`` writes; figures with a default may be left out. Raises PlanError otherwise."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"costs: this is not JSON: {error}") from error
         if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
             raise PlanError(f'costs: expected an object with "format": "{_FORMAT}", got {text[:60]!r}')
@@ -156,7 +157,7 @@ class Costs:
         """Read a file of ``save``. Raises PlanError naming the file if it does not hold costs."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except PlanError as error:
+        except (PlanError, UnicodeDecodeError) as error:
             raise PlanError(f"{path}: {error}") from error
 
 
@@ -198,6 +199,11 @@ def _check(name: str, figure: PerItem | None, expected: int, item: str) -> None:
         if not 0 <= value < float("inf") or (name in _ABOVE_ZERO and value == 0):
             least = "above" if name in _ABOVE_ZERO else "at least"
             raise PlanError(f"costs: {name} must be {least} 0 and finite, got {value}")
+        if value > _LARGEST or (name in _ABOVE_ZERO and value < _SMALLEST):
+            raise PlanError(
+                f"costs: {name} is beyond reason, got {str(value)[:40]}: give seconds, bytes and bytes per second of "
+                f"at most {_LARGEST:g}, a bandwidth and a speed of at least {_SMALLEST:g}"
+            )
 
 
 UNIT_COSTS = Costs(forward=1.0, backward=2.0)

@@ -56,7 +56,7 @@ class MemoryLimit:
             sum(weights[chunk] for chunk in topology.chunks_of(stage)) for stage in range(topology.num_stages)
         )
         if any(have < need for have, need in zip(capacity, least, strict=True)):
-            smallest = max(least) if isinstance(limit, Real) else list(least)
+            smallest = _words([max(least)] if isinstance(limit, Real) else least)
             raise PlanError(
                 f"{name}={limit} is too small for one microbatch at a time: the smallest that works is {smallest} "
                 "(each chunk of a node keeps one)"
@@ -70,6 +70,11 @@ class MemoryLimit:
         by_count = all(weight == 1 for weight in self.weights)
         peaks = timeline.peak_live if by_count else timeline.peak_bytes(costs)
         return all(peak <= self.capacity[node.stage] for node, peak in peaks.items())
+
+
+def _words(figures: Sequence[float]) -> str:
+    text = ", ".join(f"{figure:g}" for figure in figures)
+    return f"[{text}]" if len(figures) > 1 else text
 
 
 def _per_stage(name: str, limit: float | Sequence[float], stages: int) -> tuple[float, ...]:

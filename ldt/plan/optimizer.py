@@ -53,10 +53,11 @@ def optimize(
     costs.check(topology)
     check_buffers(receive_buffers)
     memory = MemoryLimit.of(topology, costs, memory_limit, memory_limit_bytes)
-    bound = lower_bound(topology, num_microbatches, costs, split_backward=split_backward)
+    splits = (True, False) if split_backward else (False,)  # two parts may cost more than the whole
+    bound = min(lower_bound(topology, num_microbatches, costs, split_backward=split) for split in splits)
     task = _Task(topology, num_microbatches, costs, memory, lanes, receive_buffers)
     best: _Candidate | None = None
-    for candidate in _candidates(task, split_backward):
+    for candidate in _candidates(task, splits):
         if best is None or candidate.makespan < best.makespan * (1 - _TOLERANCE):
             best = candidate
         if best.makespan <= bound * (1 + _TOLERANCE):
@@ -84,9 +85,9 @@ class _Candidate(NamedTuple):
     makespan: float
 
 
-def _candidates(task: _Task, split_backward: bool) -> Iterator[_Candidate]:
+def _candidates(task: _Task, splits: Sequence[bool]) -> Iterator[_Candidate]:
     """Searched plans, proven and timed by the engine."""
-    for split in (True, False) if split_backward else (False,):
+    for split in splits:
         plan = add_grad_reduction(_searched(task, split))
         plan = add_communication(plan, task.lanes, task.receive_buffers, task.costs)
         yield _Candidate(plan, _makespan(prove(plan, task.costs, task.lanes)))

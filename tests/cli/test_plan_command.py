@@ -70,7 +70,7 @@ def test_a_plan_of_another_engine_is_compared(folder: Path, capsys: pytest.Captu
         == 0
     )
     output = capsys.readouterr().out
-    assert rows(output)["best.csv"][0] == before[0]
+    assert rows(output)["from best.csv"][0] == before[0]
     assert "0.0 | " in output
     assert (folder / "p.svg").read_text().startswith("<?xml")
     assert (folder / "other.txt").exists()
@@ -97,6 +97,7 @@ def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.Cap
         ("--picture a.txt", "--picture needs a name that ends in .png or .svg, got a.txt"),
         (f"--costs {sys.executable}", f"{sys.executable} is not a text file"),
         (f"--from-csv {sys.executable}", f"{sys.executable} is not a text file"),
+        ("--plan a.png --picture a.png", "a.png is named twice"),
         ("--bandwidth 1Gbit", "--bandwidth and --bytes go together"),
         ("--bytes 1MiB", "--bandwidth and --bytes go together"),
         ("--memory-limit 1", "the smallest that works is 2"),

@@ -117,3 +117,25 @@ def test_what_is_written_is_json_for_people():
     data = json.loads(Costs(forward=[1, 2], backward=2, speed={"0.0": 2}).to_json())
     assert data["forward"] == [1, 2]
     assert data["speed"] == {"0.0": 2}
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [
+        {"forward": 1e308, "backward": 1e308},
+        {"forward": 1, "backward": 2, "speed": 5e-324},
+        {"forward": 1, "backward": 2, "bandwidth": 5e-324, "bytes": 1000},
+        {"forward": 10**400, "backward": 2},
+    ],
+)
+def test_figures_beyond_reason_are_refused(figures):
+    with pytest.raises(PlanError, match="is beyond reason"):
+        Costs(**figures).check(Topology([1, 1]))
+
+
+def test_files_that_are_no_costs(tmp_path):
+    for name, content in (("binary", b"\xff\xfe\x00"), ("deep", b"[" * 100_000)):
+        path = tmp_path / name
+        path.write_bytes(content)
+        with pytest.raises(PlanError, match=name):
+            Costs.load(path)

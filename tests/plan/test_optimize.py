@@ -246,3 +246,11 @@ def test_costs_of_nothing_have_a_plan():
     plan = optimize(topology, 3, Costs(0, 0))
     verify(plan)
     assert simulate(plan, Costs(0, 0)).makespan == 0
+
+
+@pytest.mark.parametrize("number", [1, 4, 8])
+def test_backwards_that_are_dearer_in_two_parts_are_left_whole(number):
+    topology = Topology([1, 1, 1])
+    costs = Costs(1, 2, input=1.2, weight=1.2, latency=0.5)
+    whole = simulate(optimize(topology, number, costs), costs).makespan
+    assert simulate(optimize(topology, number, costs, split_backward=True), costs).makespan <= whole
