@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -30,7 +30,7 @@ __all__ = [
     "model_groups",
     "stage_name",
     "tp_name",
-    "unique_dim",
+    "unique_dims",
 ]
 
 CONTROL = "control"
@@ -146,18 +146,17 @@ def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta
     return group
 
 
-_dims: Counter[tuple[str, tuple[int, ...]]] = Counter()
+_meshes = itertools.count(1)
 
 
-def unique_dim(dim: str, ranks: Sequence[int]) -> str:
-    """``dim`` at first, then ``dim_2`` and so on for the same ranks.
+def unique_dims() -> tuple[str, str]:
+    """Names of dimensions over replicas and over the ranks of a node: "dp" and "tp", then "dp_2" and "tp_2" and so on.
 
     torch takes two device meshes of equal ranks and names for one, and remembers in DTensor's caches the groups of the
     one that it met first, which may have been destroyed.
     """
-    _dims[dim, tuple(ranks)] += 1
-    count = _dims[dim, tuple(ranks)]
-    return dim if count == 1 else f"{dim}_{count}"
+    number = next(_meshes)
+    return ("dp", "tp") if number == 1 else (f"dp_{number}", f"tp_{number}")
 
 
 def drop_groups(groups: dict[str, dist.ProcessGroup], *, broken: bool) -> None:

@@ -25,7 +25,7 @@ from ldt.runtime.endpoints import Endpoint, await_connected, make_endpoints, sta
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.place import Place
 from ldt.runtime.strands import Transfer
-from ldt.topology import Channel, LanePolicy, Topology
+from ldt.topology import Channel, LanePolicy, Node, Topology
 
 __all__ = ["Mesh"]
 
@@ -64,7 +64,7 @@ class Mesh(Place):
         self._key = key
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._endpoints: dict[Channel, Endpoint] = {}
-        self._meshes: dict[str, DeviceMesh] = {}
+        self._stage_mesh: DeviceMesh | None = None
         self._closed = False
         self._control: ControlPlane | None = None
         self._attendance = Attendance(f"{key}/call", ranks[rank])
@@ -76,14 +76,15 @@ class Mesh(Place):
     def tp_mesh(self) -> DeviceMesh:
         """The ranks of this node, which share its layers: for ``parallelize_module``.
 
-        Its dimension is "tp"; for ranks that this process had in a mesh before, "tp_2" and so on.
+        Its dimension is "tp", in the second mesh of a process "tp_2" and so on. With ``dp_mesh`` it is a part of one
+        mesh of two dimensions, so that layers may be split over both.
         """
-        return self._device_mesh(naming.tp_name(*self.node), "tp")
+        return self._part_of_stage("tp")
 
     @property
     def dp_mesh(self) -> DeviceMesh:
         """The ranks that hold the same weights in other replicas: for DDP or ``fully_shard``. Its dimension is "dp"."""
-        return self._device_mesh(naming.dp_name(self.stage, self.tp_rank), "dp")
+        return self._part_of_stage("dp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
@@ -246,12 +247,21 @@ class Mesh(Place):
             first = self.failures.publish(report)
         return first
 
-    def _device_mesh(self, name: str, dim: str) -> DeviceMesh:
-        if name not in self._meshes:
-            group = self._group_of(name)
-            dims = (naming.unique_dim(dim, dist.get_process_group_ranks(group)),)
-            self._meshes[name] = DeviceMesh.from_group(group, self.device.type, mesh_dim_names=dims)
-        return self._meshes[name]
+    def _part_of_stage(self, dim: str) -> DeviceMesh:
+        """A dimension of the mesh of this stage: its replicas by the ranks of each."""
+        if self._stage_mesh is None:
+            names = (naming.dp_name(self.stage, self.tp_rank), naming.tp_name(*self.node))
+            replicas = range(self.topology.replicas(self.stage))
+            nodes = (self.topology.ranks_of(Node(self.stage, replica)) for replica in replicas)
+            self._stage_mesh = DeviceMesh.from_group(
+                [self._group_of(name) for name in names],
+                self.device.type,
+                mesh=[[self.ranks[rank] for rank in node] for node in nodes],
+                mesh_dim_names=naming.unique_dims(),
+            )
+        dims = self._stage_mesh.mesh_dim_names
+        assert dims is not None
+        return self._stage_mesh[dims[("dp", "tp").index(dim)]]
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""
@@ -281,7 +291,7 @@ class Mesh(Place):
         self._endpoints.clear()
 
     def _drop_groups(self) -> None:
-        self._meshes.clear()
+        self._stage_mesh = None
         if self._control is not None:
             self._control.close()
         naming.drop_groups(self._groups, broken=self.failed)

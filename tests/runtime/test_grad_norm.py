@@ -8,14 +8,16 @@ import pytest
 import torch
 from pipeline_jobs import build
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ldt
+from ldt.runtime import TensorSpec
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
-WORLD_SIZE = 4
+WORLD_SIZE = 6
 
 
 def clipped(tp: list[int], dp: int, max_norm: float) -> float:
@@ -44,6 +46,9 @@ def test_norm_of_the_whole_model(pool: RankPool, tp: list[int], dp: int, max_nor
 
 
 class TwoLayers(nn.Module):
+    def output_spec(self, inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec(inputs.shape, inputs.dtype, requires_grad=True)
+
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 36), nn.Linear(36, 16)
@@ -52,7 +57,7 @@ class TwoLayers(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def sharded(tp: list[int], dp: int) -> list[float]:
+def sharded(tp: list[int], dp: int, over_replicas: bool) -> list[float]:
     """Layers split over the ranks of a stage, beside one that is whole on each."""
     topology = Topology(tp, dp=dp)
     torch.manual_seed(0)
@@ -63,7 +68,7 @@ def sharded(tp: list[int], dp: int) -> list[float]:
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         for chunk in mine:
-            shard(chunk, mesh)
+            shard(chunk, mesh, over_replicas)
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
         pipeline.step(batch if mesh.is_edge else None)
         norm = ldt.clip_grad_norm_(pipeline.parameters(), 1e-2, mesh)
@@ -75,14 +80,28 @@ def sharded(tp: list[int], dp: int) -> list[float]:
         return [norm.item(), expected.item()]
 
 
-def shard(chunk: nn.Module, mesh: ldt.Mesh) -> None:
+def shard(chunk: nn.Module, mesh: ldt.Mesh, over_replicas: bool) -> None:
     if mesh.tp_mesh.size() > 1:
         parallelize_module(chunk, mesh.tp_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if over_replicas:
+        fully_shard(chunk, mesh=mesh.dp_mesh)
 
 
-@pytest.mark.parametrize(("tp", "dp"), [([1, 2], 1), ([2, 1], 1), ([1, 3], 1), ([1, 2, 1], 1)])
-def test_shards_count_where_they_are(pool: RankPool, tp: list[int], dp: int) -> None:
-    for norm, expected in pool.run(sharded, tp, dp, ranks=range(sum(tp) * dp)):
+@pytest.mark.parametrize(
+    ("tp", "dp", "over_replicas"),
+    [
+        ([1, 2], 1, False),
+        ([2, 1], 1, False),
+        ([1, 3], 1, False),
+        ([1, 2, 1], 1, False),
+        ([1, 2], 2, False),
+        ([1, 1], 2, True),
+        ([1, 2], 2, True),
+        ([2, 1], 2, True),
+    ],
+)
+def test_shards_count_where_they_are(pool: RankPool, tp: list[int], dp: int, over_replicas: bool) -> None:
+    for norm, expected in pool.run(sharded, tp, dp, over_replicas, ranks=range(sum(tp) * dp)):
         assert norm == pytest.approx(expected, rel=1e-5)
 
 
