@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldt
 from ldt.runtime.loss import StepLoss
+from ldt.runtime.reduce import Averaging
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 
@@ -92,18 +93,19 @@ def reduced(whole: bool) -> tuple[int, list[bool]]:
     chunks[1].unused = torch.nn.Parameter(torch.zeros(3), requires_grad=not whole)  # type: ignore[assignment]
     with ldt.connect(topology) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, chunks, toy_loss)
-        from ldt.runtime import reduce
-
         number = 0
-        average = reduce._average
 
-        def counted(*arguments: Any) -> None:
-            nonlocal number
-            with pytest.MonkeyPatch.context() as inner, Reads(inner) as reads:
-                average(*arguments)
-            number += reads.number
+        def counting(method: Any) -> Any:
+            def counted(*arguments: Any) -> None:
+                nonlocal number
+                with pytest.MonkeyPatch.context() as inner, Reads(inner) as reads:
+                    method(*arguments)
+                number += reads.number
 
-        patch.setattr(reduce, "_average", counted)
+            return counted
+
+        for name in ("__init__", "finish"):
+            patch.setattr(Averaging, name, counting(getattr(Averaging, name)))
         pipeline.step(toy_microbatches(2))
         grads = [p.grad is not None for p in chunks[1].second.parameters()]
         assert chunks[1].unused.grad is None
