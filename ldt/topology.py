@@ -206,10 +206,6 @@ class Topology:
         """Every channel, by replica, then hop, forward before backward: the one global order."""
         return tuple(self._channels.values())
 
-    def channels_of(self, replica: int) -> tuple[Channel, ...]:
-        """The channels of one cloud replica."""
-        return tuple(channel for channel in self.channels if channel.replica == replica)
-
     # -- text ------------------------------------------------------------------------------------------------
 
     def to_text(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +10,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 __all__ = ["Attendance"]
-
-logger = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store

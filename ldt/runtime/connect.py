@@ -45,8 +45,7 @@ def connect(
     ``transfer`` is how a message gets to the ranks of a stage: "leader" sends it from leader to leader and broadcasts
     it, "scatter" sends a share of it between each pair of ranks (the first min(tp) of both stages) and broadcasts
     those, "direct" sends all of it from each rank to its peer where the stages are of one size (also where ranks have
-    different tensors, as sequence-parallel ones), "auto" is "scatter" for messages of 1 MiB or more and else "leader".
-    Results are the same bit for bit.
+    different tensors, as sequence-parallel ones), "auto" is "scatter" for messages of 16 MiB or more, else "leader".
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched, by the backend's own means).
 

@@ -113,17 +113,16 @@ def make_endpoints(
     made: dict[tuple[LaneKey, Strand], Lane] = {}
 
     def lane_of(key: LaneKey, strand: Strand) -> Lane:
+        """There is a stage group where the node receives on it; specs are agreed, so nothing is announced."""
         if (key, strand) not in made:
             made[key, strand] = Lane(
                 lane_name(key, strand),
                 device=device,
                 p2p=groups[lane_name(key, strand)] if place == strand.place else None,
-                stage=groups.get(
-                    stage_name(key, node, strand)
-                ),  # there is one where the node receives on this lane
+                stage=groups.get(stage_name(key, node, strand)),
                 stage_root=strand.place,
                 timeout=timeout,
-                announce=False,  # the specs of every hop are agreed and checked before anything is sent
+                announce=False,
             )
         return made[key, strand]
 

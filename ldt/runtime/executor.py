@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -24,8 +23,6 @@ from ldt.topology import Channel, Direction
 __all__ = ["Executor"]
 
 BackwardOf = Callable[[StepWork, int, Sequence[torch.Tensor | None]], list[torch.Tensor]]
-
-logger = logging.getLogger(__name__)
 
 
 class Executor:
@@ -124,11 +121,9 @@ class Executor:
     def _reduce(self, action: Action, entry: Entry) -> None:
         row = self._work.plan.rows[self._mesh.node]
         later = [other.chunk for other in row[self._index + 1 :] if other.kind is Kind.REDUCE_GRAD]
-        shared = {
-            id(p) for chunk in later for p in self._runners[chunk].module.parameters()
-        }  # tied: once, at last
-        parameters = self._runners[action.chunk].module.parameters()
-        mine = [p for p in parameters if id(p) not in shared]
+        parameters_of = {chunk: runner.module.parameters() for chunk, runner in self._runners.items()}
+        tied = {id(p) for chunk in later for p in parameters_of[chunk]}  # reduced once, with the last
+        mine = [p for p in parameters_of[action.chunk] if id(p) not in tied]
         for averaging in self._averagings:  # so that those that are over give their memory back
             if averaging.is_done:
                 averaging.finish()

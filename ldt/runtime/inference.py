@@ -30,6 +30,8 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
 )
 _SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
+_SWAPPED_BY_NAME = ("_parameters", "_buffers")
+_Arguments = tuple[Sequence[Any], dict[str, Any]]  # positional, by keyword
 _DECLARE = (
     "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec "
     "per output"
@@ -59,7 +61,7 @@ def infer_specs(
     declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
     try:
         if declared is not None:
-            of_args, of_kwargs = _with_specs(args, kwargs)
+            of_args, of_kwargs = _with_specs((args, kwargs))
             outputs = declared(*of_args, **of_kwargs)
             specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
             if not all(isinstance(spec, TensorSpec) for spec in specs):
@@ -67,11 +69,10 @@ def infer_specs(
         elif needs_declared_shapes(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
-            specs = _run_on_fakes(chunk, module, args, kwargs, device, training)
+            specs = _run_on_fakes(chunk, module, (args, kwargs), device, training)
     except Exception as error:
-        tensors = [
-            leaf for leaf in pytree.tree_leaves(_with_specs(args, kwargs)) if isinstance(leaf, TensorSpec)
-        ]
+        leaves = pytree.tree_leaves(_with_specs((args, kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
         advice = _ADVICE if declared is None and _needs_values(error) else ""
         raise QuotingError(
@@ -81,19 +82,14 @@ def infer_specs(
     return specs if training else tuple(spec.without_grad() for spec in specs)
 
 
-def _with_specs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    specs: tuple[tuple[Any, ...], dict[str, Any]]
-    specs = pytree.tree_map_only(torch.Tensor, TensorSpec.of, (tuple(args), kwargs))
+def _with_specs(arguments: _Arguments) -> _Arguments:
+    args, kwargs = arguments
+    specs: _Arguments = pytree.tree_map_only(torch.Tensor, TensorSpec.of, (tuple(args), kwargs))
     return specs
 
 
 def _run_on_fakes(
-    chunk: int,
-    module: nn.Module,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    device: torch.device,
-    training: bool,
+    chunk: int, module: nn.Module, arguments: _Arguments, device: torch.device, training: bool
 ) -> HopSpecs:
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -105,7 +101,7 @@ def _run_on_fakes(
         named = [*module.named_parameters(), *module.named_buffers()]
         state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
         _fake_attributes(module, mode)
-        fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
+        fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(arguments[0]), arguments[1]))
         output = torch.func.functional_call(module, state, fake_args, fake_kwargs)
         tensors = as_tensors(output, chunk)
         refuse_wrappers(tensors, f"output of chunk {chunk}")
@@ -130,10 +126,7 @@ def _fake_attributes(module: nn.Module, mode: FakeTensorMode) -> None:
         for name, value in part.__dict__.items():
             if isinstance(value, list):
                 value[:] = map(fake, value)
-            elif isinstance(value, dict) and name not in (
-                "_parameters",
-                "_buffers",
-            ):  # those are swapped by name
+            elif isinstance(value, dict) and name not in _SWAPPED_BY_NAME:
                 for key, entry in value.items():
                     value[key] = fake(entry)
             else:

@@ -15,6 +15,7 @@ from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.opening import agree
 from ldt.runtime.probe import probe_links
+from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepStats
 
 __all__ = ["measure_costs"]
@@ -38,14 +39,11 @@ def measure_costs(
     agree(mesh, _CALL, _refusal(repeats), {"numbers of steps": str(repeats)})
     once = isinstance(microbatches, Iterator)  # what it raises is to be raised within a step
     batches = iter(tee(microbatches, repeats + 1)) if once else repeat(microbatches)
-    kept = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in kept:
-        parameter.grad = None
+    earlier = EarlierGradients(parameters)
     try:
         stats = [step(next(batches)) for _ in range(repeats + 1)][1:]
     finally:
-        for parameter, grad in kept:
-            parameter.grad = grad
+        earlier.put_back()
     with mesh.collective(_CALL):
         figures = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])])
         times, sizes = map(_largest, zip(*figures, strict=True))

@@ -61,7 +61,7 @@ def agree(mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str
         "error_type": None if error is None else type(error).__name__,
         "same": dict(same),
     }
-    with mesh.calling(call):
+    with mesh.collective(call):
         answers = dict(zip(mesh.ranks, mesh.control.gather(mine), strict=True))
     if error is not None:
         raise error

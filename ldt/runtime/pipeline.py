@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -32,8 +31,6 @@ from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]
 
-logger = logging.getLogger(__name__)
-
 
 class Pipeline:
     """Runs a model that is split into chunks over the nodes of a mesh.
@@ -62,7 +59,6 @@ class Pipeline:
         plan_factory: PlanFactory | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        mesh.check_usable()
         self._mesh = mesh
         self._loss_fn = loss_fn
         self._reduction: LossReduction = loss_reduction
@@ -128,8 +124,7 @@ class Pipeline:
 
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""
-        self._mesh.check_usable()
-        with self._mesh.calling("gather_stats()"):
+        with self._mesh.collective("gather_stats()"):
             answers = self._mesh.control.gather(result.stats.to_json())
         return [StepStats.from_json(answer) for answer in answers] if self._mesh.is_edge else None
 
@@ -140,7 +135,6 @@ class Pipeline:
         device, and probes each link. Gradients stay as they are; buffers and random states move on as in training.
         Compute in seconds per chunk, of the slowest rank that has it; latency (one way), bandwidth and bytes per hop.
         """
-        self._mesh.check_usable()
         settle = partial(synchronize_current_stream, self._mesh.device)
         return measure_costs(
             self._mesh,

@@ -78,14 +78,21 @@ class Averaging:
 
 
 class EarlierGradients:
-    """Those from before a step, set aside while it averages, or scales, its own."""
+    """Those from before a step, set aside while it averages, scales or measures its own."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, _ in self._grads:
             parameter.grad = None
 
+    def put_back(self) -> None:
+        """In place of those of the step."""
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        self._grads.clear()
+
     def add_back(self) -> None:
+        """Added to those of the step."""
         for parameter, grad in self._grads:
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)

@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 Transfer = Literal["leader", "scatter", "direct", "auto"]
 _BLOCK_BYTES = 512
-AUTO_BYTES = 1 << 20  # from here on "auto" uses all strands: below, the calls cost more than the bytes
+AUTO_BYTES = (
+    16 << 20
+)  # from here on "auto" uses all strands: where they broke even on gloo (docs/performance.md)
 
 
 def check_transfer(topology: Topology, transfer: str) -> None:

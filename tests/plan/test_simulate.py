@@ -155,3 +155,13 @@ def test_a_plan_that_cannot_run_is_refused():
     rows = {**plan.rows, CLOUD: plan.rows[CLOUD][:-1]}
     with pytest.raises(PlanError, match=r"node 1\.0 lacks 1SEND_B1"):
         simulate(plan.with_rows(rows, "dedicated"), Costs(forward=1, backward=1))
+
+
+def test_the_busy_share_of_each_node():
+    """By hand: the edge computes 3 of 9, the cloud 6."""
+    timeline = simulate(
+        ushape(Topology([1, 1]), 1), Costs(forward=[0.5, 2, 0.5], backward=[1, 4, 1], latency=0)
+    )
+    assert timeline.makespan == 9
+    assert {str(node): share for node, share in timeline.busy_share.items()} == {"0.0": 3 / 9, "1.0": 6 / 9}
+    assert timeline.bubble == pytest.approx(1 - sum(timeline.busy_share.values()) / 2)
