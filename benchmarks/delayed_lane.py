@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -20,21 +21,24 @@ __all__ = ["delay"]
 
 
 def delay(mesh: Mesh, seconds: float) -> None:
-    """Every message of ``mesh`` takes ``seconds`` longer from now on. To be called on all ranks, between steps."""
+    """Every message of ``mesh`` takes ``seconds`` longer from now on. To be called on all ranks, between steps.
+
+    Not for tensors that are split over the ranks of a stage.
+    """
     for channel, end in mesh.endpoints.items():
         mesh.endpoints[channel] = _DelayedEnd(end, seconds)
 
 
 class _DelayedEnd(Endpoint):
     def __init__(self, end: Endpoint, seconds: float) -> None:
-        super().__init__(end.channel, end.strands, end.shares, end.scatter_from, end.sends)
+        super().__init__(**{field.name: getattr(end, field.name) for field in fields(Endpoint)})
         self.__dict__.update(end=end, seconds=seconds, last_start=0.0)  # the class is frozen
 
-    def send(self, tensors: Sequence[torch.Tensor], label: str) -> Any:
+    def send(self, tensors: Sequence[torch.Tensor], label: str, specs: object = None) -> Any:
         sent = torch.tensor([time.time()], dtype=torch.float64)
         return super().send([sent, *tensors], label)
 
-    def receive(self, tensors: Sequence[torch.Tensor], label: str) -> Any:
+    def receive(self, tensors: Sequence[torch.Tensor], label: str, specs: object = None) -> Any:
         sent = torch.zeros(1, dtype=torch.float64)
         return _DelayedWork(super().receive([sent, *tensors], label), sent, self.__dict__)
 

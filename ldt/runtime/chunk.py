@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.outputs import as_tensors
+from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.work import StepWork
@@ -70,15 +71,24 @@ class ChunkRunner:
     """Forward and backward of one chunk for any number of microbatches in flight.
 
     With ``free_outputs`` only the graph of an output is kept after the forward, not its memory: whoever takes the
-    returned tensors decides how long they live.
+    returned tensors decides how long they live. What arrives and leaves are this rank's ``shards`` of tensors that are
+    split over its node.
     """
 
-    def __init__(self, index: int, module: nn.Module, device: torch.device, free_outputs: bool) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        device: torch.device,
+        free_outputs: bool,
+        shards: NodeShards | None = None,
+    ) -> None:
         self.index = index
         self.sync = GradientSync(module)
         self.module = module
         self._device = device
         self._free_outputs = free_outputs
+        self._shards = shards or NodeShards()
         self._graphs: dict[int, _InFlight] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -136,12 +146,12 @@ class ChunkRunner:
     def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
         """The tensors to run on, for tensors that came over a hop that carries ``specs``."""
         if not (torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)):
-            return list(tensors)
+            return self._whole(tensors, specs)
         graph = _InFlight([], specs)
         self._graphs[microbatch] = graph
         inputs = _enter(graph, self._anchor, *tensors)
         graph.input_edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
-        return list(inputs)
+        return self._whole(inputs, specs)
 
     def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it.
@@ -171,6 +181,9 @@ class ChunkRunner:
             graph.let_go()
         self._graphs.clear()
 
+    def _whole(self, parts: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
+        return [self._shards.whole(part, spec) for part, spec in zip(parts, specs, strict=True)]
+
     def _root_of(self, output: torch.Tensor) -> Root | None:
         if not output.requires_grad:
             return None
@@ -184,7 +197,8 @@ class ChunkRunner:
         ]
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
-        return torch.zeros(spec.shape, dtype=spec.dtype, device=self._device)
+        shape = spec.shape if spec.shard is None else self._shards.local_shape(spec)
+        return torch.zeros(shape, dtype=spec.dtype, device=self._device)
 
 
 def _backward(starts: Sequence[Start]) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ldt.runtime.calibrate import calibrate
 from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
-from ldt.runtime.strands import Transfer, check_transfer
+from ldt.runtime.strands import TransferChoice, Transfers
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -29,7 +30,7 @@ def connect(
     backend: str | None = None,
     lanes: LanePolicy = "dedicated",
     *,
-    transfer: Transfer = "leader",
+    transfer: TransferChoice = "leader",
     ranks: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
@@ -44,8 +45,11 @@ def connect(
 
     ``transfer`` is how a message gets to the ranks of a stage: "leader" sends it from leader to leader and broadcasts
     it, "scatter" sends a share of it between each pair of ranks (the first min(tp) of both stages) and broadcasts
-    those, "direct" sends all of it from each rank to its peer where the stages are of one size (also where ranks have
-    different tensors, as sequence-parallel ones), "auto" is "scatter" for messages of 16 MiB or more, else "leader".
+    those, "direct" sends from each rank to its peer all that it has where the stages are of one size (also where ranks
+    have different tensors), "auto" is "leader" or, from the size on where that was measured to be faster, "scatter".
+    With "direct" and "auto", chunks may return DTensors that are split (``Shard``) over ``mesh.tp_mesh``: each rank
+    sends the parts that the ranks of the next stage need straight to those. A dict gives links ways of their own, by
+    their two stages: ``{(0, 1): "leader", (1, 2): "direct"}``; the others are "leader".
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched, by the backend's own means).
 
@@ -58,7 +62,7 @@ def connect(
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     lanes_of(topology, lanes)
-    check_transfer(topology, transfer)
+    transfers = Transfers.of(topology, transfer)
     ranks = _check_ranks(topology, ranks)
     if dist.is_initialized():
         store, rank, key = c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
@@ -69,14 +73,15 @@ def connect(
     settings = {
         "topology": topology.to_text(),
         "lanes": lanes,
-        "transfer": transfer,
+        "transfer": transfers.to_text(),
         "backend": str(backend),
         "device": device.type,
     }
     check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
-    mesh = Mesh(topology, lanes, transfer, ranks, rank, device, store, key, share_edge_errors)
+    mesh = Mesh(topology, lanes, transfers, ranks, rank, device, store, key, share_edge_errors)
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
+        mesh.endpoints.update(calibrate(mesh))
     except BaseException as error:
         try:
             mesh.fail(error, "connect")

@@ -1,11 +1,10 @@
-"""This rank's ends of the channels: a lane to call, and the peer's number on it; and how all is connected."""
+"""This rank's ends of the channels: which lanes carry what of a message, and the peers' numbers on them."""
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -13,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import Lane
-from ldt.errors import LdtError
-from ldt.runtime.failure import FailureWatch
-from ldt.runtime.groups import GroupSpec, group_specs, lane_name, stage_name
-from ldt.runtime.strands import LEADERS, AllOf, Strand, Transfer, parts_of, scatter_from, strands_of
+from ldt.runtime.groups import group_specs, lane_name, stage_name
+from ldt.runtime.shards import overlap, span_of
+from ldt.runtime.specs import TensorSpec
+from ldt.runtime.strands import LEADERS, AllOf, Strand, Transfers, parts_of
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["Endpoint", "StrandEnd", "await_connected", "await_on_host", "make_endpoints", "start_connecting"]
+__all__ = ["Endpoint", "StrandEnd", "make_endpoints"]
 
-_POLL_SECONDS = 0.001
+Parts = Mapping[Strand, Sequence[torch.Tensor]]
 
 
 class StrandEnd(NamedTuple):
@@ -33,15 +32,18 @@ class StrandEnd(NamedTuple):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One end of a channel on this rank: of a sending node the strand of this rank, of a receiving one all it hears.
+    """One end of a channel on this rank: of a sending node the strands of this rank, of a receiving one all it hears.
 
-    ``shares`` is into how many parts messages of ``scatter_from`` bytes or more are cut, one for each strand.
+    ``place`` is that of this rank in its node, ``sizes`` the ranks of the sending and of the receiving node, ``shares``
+    into how many parts messages of ``scatter_from`` bytes or more are cut, one for each strand that is broadcast.
     """
 
     channel: Channel
     strands: Mapping[Strand, StrandEnd]
+    place: int
+    sizes: tuple[int, int]
     shares: int
-    scatter_from: int
+    scatter_from: float
     sends: bool
 
     @property
@@ -49,41 +51,40 @@ class Endpoint:
         """That of the first strand that this rank has an end of."""
         return next(iter(self.strands.values())).lane
 
+    def scattering_from(self, nbytes: float) -> Endpoint:
+        """The same end, which cuts messages of ``nbytes`` or more."""
+        return replace(self, scatter_from=nbytes)
+
     def buffers(
-        self, specs: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
+        self, specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], device: torch.device
     ) -> list[torch.Tensor]:
-        """Memory to receive a message into: the lane's own, unless others, which do not know it, write there too."""
-        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs)
-        if self._is_cut(nbytes):
-            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in specs]
-        return [self.lane.empty(shape, dtype) for shape, dtype in specs]
+        """Memory of ``shapes`` for a message: the lane's own, unless others, which do not know it, write there, too."""
+        pairs = [(shape, spec.dtype) for spec, shape in zip(specs, shapes, strict=True)]
+        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
+        if self._is_cut(nbytes) or any(spec.shard is not None for spec in specs):
+            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs]
+        return [self.lane.empty(shape, dtype) for shape, dtype in pairs]
 
-    def send(self, tensors: Sequence[torch.Tensor], label: str) -> dist.Work | None:
-        """Start sending this rank's part; None if others have all of it."""
+    def send(
+        self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None
+    ) -> AllOf | None:
+        """Start sending this rank's part; None if others have all of it. Without ``specs`` no tensor is split."""
         assert self.sends, self.channel
-        ((strand, end),) = self.strands.items()
-        part = self._parts(tensors).get(strand)
-        if part is None:
-            return None
-        assert end.peer is not None, self.channel
-        return end.lane.send(part, end.peer, label=label)
+        works = []
+        for strand, part in self._parts(tensors, specs).items():
+            end = self.strands.get(strand)
+            if end is not None:
+                assert end.peer is not None, self.channel
+                works.append(end.lane.send(part, end.peer, label=label))
+        return AllOf(works) if works else None
 
-    def receive(self, tensors: Sequence[torch.Tensor], label: str) -> dist.Work | AllOf:
+    def receive(
+        self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None
+    ) -> AllOf:
         assert not self.sends, self.channel
         assert all(tensor.is_contiguous() for tensor in tensors), "parts of others would be copies"
-        ends = ((self.strands[strand], part) for strand, part in self._parts(tensors).items())
-        works = [end.lane.recv(part, end.peer, label=label) for end, part in ends]
-        return works[0] if len(works) == 1 else AllOf(works)
-
-    def _is_cut(self, nbytes: int) -> bool:
-        return self.shares > 1 and nbytes >= self.scatter_from
-
-    def _parts(self, tensors: Sequence[torch.Tensor]) -> dict[Strand, Sequence[torch.Tensor]]:
-        """What goes over which strand."""
-        nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        if self._is_cut(nbytes):
-            return {Strand(place): part for place, part in enumerate(parts_of(tensors, self.shares))}
-        return {strand: tensors for strand in self.strands if strand.direct} or {LEADERS: tensors}
+        ends = [(self.strands[strand], part) for strand, part in self._parts(tensors, specs).items()]
+        return AllOf([end.lane.recv(part, end.peer, label=label) for end, part in ends])
 
     def connect(self, device: torch.device) -> Iterator[dist.Work]:
         """One byte through each strand that this rank has an end of, each to be done before the next."""
@@ -95,11 +96,47 @@ class Endpoint:
             else:
                 yield strand.lane.recv(byte, strand.peer, label="connect")
 
+    # -- what goes over which strand ---------------------------------------------------------------------------
+
+    def _is_cut(self, nbytes: int) -> bool:
+        return self.shares > 1 and nbytes >= self.scatter_from
+
+    def _parts(self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None) -> Parts:
+        """Parts without an element are left out, on both ends."""
+        direct = [strand for strand in self.strands if strand.direct]
+        if direct and self.shares == 0:
+            return dict.fromkeys(direct, tensors)
+        if not direct or specs is None:
+            return self._of_whole(tensors)
+        pairs = list(zip(tensors, specs, strict=True))
+        whole = [tensor for tensor, spec in pairs if spec.shard is None]
+        split = [(tensor, spec) for tensor, spec in pairs if spec.shard is not None]
+        parts = dict(self._of_whole(whole)) if whole else {}
+        for strand in direct:
+            pieces = [self._piece(tensor, spec, strand) for tensor, spec in split]
+            if any(piece.numel() for piece in pieces):
+                parts[strand] = pieces
+        return parts
+
+    def _of_whole(self, tensors: Sequence[torch.Tensor]) -> Parts:
+        """Tensors of which each rank of a node has, or gets, all."""
+        if self._is_cut(sum(tensor.numel() * tensor.element_size() for tensor in tensors)):
+            return {Strand(place, place): part for place, part in enumerate(parts_of(tensors, self.shares))}
+        return {LEADERS: tensors}
+
+    def _piece(self, part: torch.Tensor, spec: TensorSpec, strand: Strand) -> torch.Tensor:
+        """What both ends of ``strand`` have of a tensor that is split, as a view of this rank's part of it."""
+        assert spec.shard is not None
+        size = spec.shape[spec.shard]
+        ends = (span_of(size, place, parts) for place, parts in zip(strand[:2], self.sizes, strict=True))
+        mine, theirs = ends if self.sends else reversed(tuple(ends))
+        return overlap(part, spec.shard, mine, theirs)
+
 
 def make_endpoints(
     topology: Topology,
     policy: LanePolicy,
-    transfer: Transfer,
+    transfers: Transfers,
     rank: int,
     groups: Mapping[str, dist.ProcessGroup],
     device: torch.device,
@@ -108,88 +145,41 @@ def make_endpoints(
     """The ends of all channels that touch ``rank``'s node. Of what its node sends, a rank without a strand has none."""
     node = topology.node_of(rank)
     place = topology.ranks_of(node).index(rank)
-    members = {spec.name: spec.ranks for spec in group_specs(topology, policy, transfer)}
-    by_channel = lanes(topology, policy)
+    members = {spec.name: spec.ranks for spec in group_specs(topology, policy, transfers)}
     made: dict[tuple[LaneKey, Strand], Lane] = {}
 
-    def lane_of(key: LaneKey, strand: Strand) -> Lane:
+    def lane_of(key: LaneKey, strand: Strand, mine: bool) -> Lane:
         """There is a stage group where the node receives on it; specs are agreed, so nothing is announced."""
         if (key, strand) not in made:
             made[key, strand] = Lane(
                 lane_name(key, strand),
                 device=device,
-                p2p=groups[lane_name(key, strand)] if place == strand.place else None,
+                p2p=groups[lane_name(key, strand)] if mine else None,
                 stage=groups.get(stage_name(key, node, strand)),
-                stage_root=strand.place,
+                stage_root=strand.target,
                 timeout=timeout,
                 announce=False,
             )
         return made[key, strand]
 
     endpoints = {}
-    for channel, key in by_channel.items():
+    for channel, key in lanes(topology, policy).items():
         if node not in (channel.source, channel.target):
             continue
         sends = channel.source == node
         other = topology.ranks_of(channel.target if sends else channel.source)
-        strands = strands_of(topology, channel, transfer)
+        strands = transfers.strands(channel)
         ends = {}
         for strand in strands:
-            mine = place == strand.place
-            if mine or not (sends or strand.direct):
-                peer = members[lane_name(key, strand)].index(other[strand.place]) if mine else None
-                ends[strand] = StrandEnd(lane_of(key, strand), peer)
+            here, there = strand[:2] if sends else (strand.target, strand.source)
+            if place == here or not (sends or strand.direct):
+                name = lane_name(key, strand)
+                peer = members[name].index(other[there]) if place == here else None
+                ends[strand] = StrandEnd(lane_of(key, strand, place == here), peer)
         if ends:
-            shares = 1 if strands[0].direct else len(strands)
-            endpoints[channel] = Endpoint(channel, ends, shares, scatter_from(transfer), sends)
+            shares = sum(not strand.direct for strand in strands)
+            sizes = transfers.sizes(channel)
+            endpoints[channel] = Endpoint(
+                channel, ends, place, sizes, shares, transfers.scatter_from(channel), sends
+            )
     return endpoints
-
-
-def start_connecting(
-    groups: Mapping[str, dist.ProcessGroup],
-    model_groups: Iterable[GroupSpec],
-    endpoints: Mapping[Channel, Endpoint],
-    channels: Iterable[Channel],
-    device: torch.device,
-) -> Iterator[tuple[str, dist.Work]]:
-    """One element through each group of the model, then one byte through each strand, in the given global orders.
-
-    A step then finds all connected. Yields what is being connected and its work, which must be done before the next
-    is asked for.
-    """
-    for spec in model_groups:
-        if spec.name in groups:
-            one = torch.zeros(1, device=device)
-            yield f"group {spec.name}", dist.all_reduce(one, group=groups[spec.name], async_op=True)
-    for channel in channels:
-        end = endpoints.get(channel)
-        if end is not None:
-            for work in end.connect(device):
-                yield f"channel {channel.name}", work
-
-
-def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline: float) -> None:
-    """``await_on_host``, until ``deadline`` (``time.monotonic()``): then raises LdtError naming ``what``."""
-    if not await_on_host(work, failures, _POLL_SECONDS, deadline):
-        raise LdtError(
-            f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
-            "that the hosts reach each other on all ports and use the same network interface, or give a longer "
-            "timeout"
-        )
-
-
-def await_on_host(
-    work: dist.Work | AllOf, failures: FailureWatch, poll_seconds: float, deadline: float = math.inf
-) -> bool:
-    """Wait for the end of ``work``; False if it was not there by ``deadline``.
-
-    Waiting with a timeout would not do: on a device with streams it only queues a wait there and returns.
-    Raises RemoteStageError if another rank failed, and what went wrong with ``work``.
-    """
-    while not work.is_completed():
-        failures.check()
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(poll_seconds)
-    work.wait()
-    return True

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.mesh import Mesh
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs
 from ldt.runtime.split_backward import Start
 from ldt.runtime.work import StepWork
-from ldt.topology import Topology
 
 __all__ = ["HeadRunner", "TailRunner", "make_runner"]
 
@@ -56,9 +56,7 @@ class TailRunner(ChunkRunner):
             work.announced.start(work.loss.count)
 
 
-def make_runner(
-    topology: Topology, index: int, module: nn.Module, device: torch.device, free_outputs: bool
-) -> ChunkRunner:
+def make_runner(mesh: Mesh, index: int, module: nn.Module, free_outputs: bool) -> ChunkRunner:
     """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
-    kind = {0: HeadRunner, topology.tail: TailRunner}.get(index, ChunkRunner)
-    return kind(index, module, device, free_outputs)
+    kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
+    return kind(index, module, mesh.device, free_outputs, mesh.shards)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
@@ -13,10 +12,10 @@ from ldt.plan.excerpt import excerpt
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.outputs import refuse_wrappers
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging
 from ldt.runtime.specs import HopSpecs, first_difference, specs_of
+from ldt.runtime.strands import AllOf
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 
@@ -37,7 +36,7 @@ class Executor:
         self._work = work
         self._mailbox = Mailbox()
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
-        self._sends: list[tuple[dist.Work, Entry]] = []
+        self._sends: list[tuple[AllOf, Entry]] = []
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
@@ -78,8 +77,8 @@ class Executor:
             self._arrived(Slot(chunk, "F", microbatch), entry),
             self._hop(chunk - 1, microbatch),
         )
-        self._check(tensors, chunk, microbatch)
-        self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, runner.leave(microbatch, tensors))
+        leaving = runner.leave(microbatch, self._checked(tensors, chunk, microbatch))
+        self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, leaving)
 
     def _backward(self, action: Action, entry: Entry) -> None:
         self._runners[action.chunk].sync.set_last(action == self._last[action.chunk])
@@ -101,7 +100,7 @@ class Executor:
         self._sends = [(work, sent) for work, sent in self._sends if not self._seen_done(work, sent)]
         specs = self._carried(action.hop, action.kind.direction, _microbatch(action))
         wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
-        work = end.send(wire, _label(action))
+        work = end.send(wire, _label(action), specs)
         if work is not None:
             self._count(action, tensors)
             self._sends.append((work, entry))
@@ -112,11 +111,11 @@ class Executor:
         if not specs:
             return
         end = self._mesh.endpoints[self._channel(action)]
-        wire = end.buffers([(spec.wire_shape, spec.dtype) for spec in specs], self._mesh.device)
+        wire = end.buffers(specs, list(map(self._mesh.shards.local_shape, specs)), self._mesh.device)
         tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
         self._receives[slot] = entry
         self._count(action, wire)
-        self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action))))
+        self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action), specs)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
         row = self._work.plan.rows[self._mesh.node]
@@ -143,8 +142,6 @@ class Executor:
         if not tensors:
             return
         if self._topology.crosses(hop):
-            if slot.direction == "B":
-                refuse_wrappers(tensors, f"gradient of the input of chunk {hop + 1}")
             self._outbox[slot] = tensors
         else:
             self._mailbox.put(slot, Arrival(tensors))
@@ -175,22 +172,21 @@ class Executor:
             return self._work.hops[microbatch][hop]
         return self._local.get((microbatch, hop), ())
 
-    def _check(self, tensors: tuple[torch.Tensor, ...], chunk: int, microbatch: int) -> None:
-        """Raise before anything is sent that the receiver does not expect."""
-        specs = specs_of(tensors)
-        if (
-            not self._work.plan.training
-        ):  # where a parameter that is passed on requires a gradient all the same
+    def _checked(self, tensors: Sequence[torch.Tensor], chunk: int, microbatch: int) -> list[torch.Tensor]:
+        """What this rank has of a chunk's output. Raises before anything is sent that the receiver does not expect."""
+        crosses = self._topology.crosses(chunk)
+        what = f"output of chunk {chunk} for microbatch {microbatch}"
+        specs = self._mesh.shards.specs_of(tensors, what) if crosses else specs_of(tensors)
+        if not self._work.plan.training:
+            # where a parameter that is passed on requires a gradient all the same
             specs = tuple(spec.without_grad() for spec in specs)
-        if not self._topology.crosses(chunk):
+        if not crosses:
             self._local[microbatch, chunk] = specs
-            return
-        refuse_wrappers(tensors, f"output of chunk {chunk} for microbatch {microbatch}")
+            return list(tensors)
         difference = first_difference(self._hop(chunk, microbatch), specs)
         if difference is not None:
-            raise LdtError(
-                f"output of chunk {chunk} for microbatch {microbatch} is not what was agreed: {difference}"
-            )
+            raise LdtError(f"{what} is not what was agreed: {difference}")
+        return list(map(self._mesh.shards.local, tensors))
 
     def _count(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
         counts = self.traffic.setdefault(self._channel(action), [0, 0])
@@ -200,7 +196,7 @@ class Executor:
     def _channel(self, action: Action) -> Channel:
         return self._work.plan.channel_of(action, self._mesh.node)
 
-    def _seen_done(self, work: dist.Work, entry: Entry) -> bool:
+    def _seen_done(self, work: AllOf, entry: Entry) -> bool:
         if not work.is_completed():
             return False
         work.wait()  # raises what went wrong

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ldt.runtime.strands import LEADERS, Strand, Transfer, strands_of
+from ldt.runtime.strands import LEADERS, Strand, Transfers
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [
@@ -64,7 +64,7 @@ def dp_name(stage: int, tp_rank: int) -> str:
 
 def lane_name(key: LaneKey, strand: Strand = LEADERS) -> str:
     """The leaders on a lane, or the ranks of its other strands."""
-    name = f"lane/{key}" if strand == LEADERS else f"lane/{key}/{strand.place}"
+    name = f"lane/{key}" if strand == LEADERS else f"lane/{key}/{strand.source}-{strand.target}"
     return f"{name}/direct" if strand.direct else name
 
 
@@ -73,15 +73,13 @@ def stage_name(key: LaneKey, node: Node, strand: Strand = LEADERS) -> str:
     return f"{lane_name(key, strand)}/stage/{node}"
 
 
-def group_specs(
-    topology: Topology, policy: LanePolicy, transfer: Transfer = "leader"
-) -> tuple[GroupSpec, ...]:
+def group_specs(topology: Topology, policy: LanePolicy, transfers: Transfers) -> tuple[GroupSpec, ...]:
     """Every group of more than one rank, in the order in which all ranks create theirs.
 
     The groups of a strand of a lane are its own: its ends for point to point, and each receiving stage for the
     broadcast, apart from the group that the model's layers use.
     """
-    specs = [*control_groups(topology), *model_groups(topology), *_lane_groups(topology, policy, transfer)]
+    specs = [*control_groups(topology), *model_groups(topology), *_lane_groups(topology, policy, transfers)]
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
 
 
@@ -103,17 +101,17 @@ def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
 
 
-def _lane_groups(topology: Topology, policy: LanePolicy, transfer: Transfer) -> Iterator[GroupSpec]:
+def _lane_groups(topology: Topology, policy: LanePolicy, transfers: Transfers) -> Iterator[GroupSpec]:
     by_lane: dict[LaneKey, list[Channel]] = {}
     for channel, key in lanes(topology, policy).items():
         by_lane.setdefault(key, []).append(channel)
     for key, channels in by_lane.items():
-        strands = {channel: strands_of(topology, channel, transfer) for channel in channels}
+        strands = {channel: transfers.strands(channel) for channel in channels}
         for strand in sorted({strand for found in strands.values() for strand in found}):
             carried = [channel for channel in channels if strand in strands[channel]]
-            nodes = {node for channel in carried for node in (channel.source, channel.target)}
-            ends = sorted(topology.ranks_of(node)[strand.place] for node in nodes)
-            yield GroupSpec(lane_name(key, strand), tuple(ends))
+            senders = {topology.ranks_of(channel.source)[strand.source] for channel in carried}
+            receivers = {topology.ranks_of(channel.target)[strand.target] for channel in carried}
+            yield GroupSpec(lane_name(key, strand), tuple(sorted(senders | receivers)))
             for node in sorted({channel.target for channel in carried if not strand.direct}):
                 yield GroupSpec(stage_name(key, node, strand), topology.ranks_of(node))
 

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import needs_declared_shapes
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
-from ldt.runtime.outputs import as_tensors, refuse_wrappers
-from ldt.runtime.specs import HopSpecs, TensorSpec, describe, specs_of
+from ldt.runtime.outputs import as_tensors
+from ldt.runtime.shards import NodeShards
+from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 
 __all__ = ["infer_specs", "warm_up"]
 
@@ -50,6 +51,7 @@ def infer_specs(
     kwargs: dict[str, Any],
     device: torch.device,
     training: bool,
+    shards: NodeShards | None = None,
 ) -> HopSpecs:
     """The specs of what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
 
@@ -69,7 +71,7 @@ def infer_specs(
         elif needs_declared_shapes(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
-            specs = _run_on_fakes(chunk, module, (args, kwargs), device, training)
+            specs = _run_on_fakes(chunk, module, (args, kwargs), device, training, shards or NodeShards())
     except Exception as error:
         leaves = pytree.tree_leaves(_with_specs((args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
@@ -89,12 +91,17 @@ def _with_specs(arguments: _Arguments) -> _Arguments:
 
 
 def _run_on_fakes(
-    chunk: int, module: nn.Module, arguments: _Arguments, device: torch.device, training: bool
+    chunk: int,
+    module: nn.Module,
+    arguments: _Arguments,
+    device: torch.device,
+    training: bool,
+    shards: NodeShards,
 ) -> HopSpecs:
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return _fake_of(TensorSpec.of(leaf), leaf.device)
-        return _fake_of(leaf, device) if isinstance(leaf, TensorSpec) else leaf
+            return _fake_of(TensorSpec.of(leaf), leaf.device, shards)
+        return _fake_of(leaf, device, shards) if isinstance(leaf, TensorSpec) else leaf
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _restored(module), torch.set_grad_enabled(training), mode:
@@ -103,17 +110,15 @@ def _run_on_fakes(
         _fake_attributes(module, mode)
         fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(arguments[0]), arguments[1]))
         output = torch.func.functional_call(module, state, fake_args, fake_kwargs)
-        tensors = as_tensors(output, chunk)
-        refuse_wrappers(tensors, f"output of chunk {chunk}")
-        return specs_of(tensors)
+        return shards.specs_of(as_tensors(output, chunk), f"output of chunk {chunk}")
 
 
-def _fake_of(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    tensor = spec.from_wire(torch.empty(spec.wire_shape, dtype=spec.dtype, device=device))
-    if not (spec.requires_grad and torch.is_grad_enabled()):
-        return tensor
-    # Not a leaf: like a received tensor, it may be modified in place.
-    return tensor.requires_grad_().clone()
+def _fake_of(spec: TensorSpec, device: torch.device, shards: NodeShards) -> torch.Tensor:
+    part = spec.from_wire(torch.empty(shards.local_shape(spec), dtype=spec.dtype, device=device))
+    if spec.requires_grad and torch.is_grad_enabled():
+        # Not a leaf: like a received tensor, it may be modified in place.
+        part = part.requires_grad_().clone()
+    return shards.whole(part, spec)
 
 
 def _fake_attributes(module: nn.Module, mode: FakeTensorMode) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ldt.runtime.strands import AllOf
 from ldt.topology import Direction
@@ -28,7 +27,7 @@ class Arrival:
     """Tensors that are there, or that a transfer in flight writes into."""
 
     tensors: Sequence[torch.Tensor]
-    work: dist.Work | AllOf | None = None
+    work: AllOf | None = None
 
 
 class Mailbox:

@@ -18,13 +18,15 @@ from ldt._C import Lane, LaneError
 from ldt.errors import LdtError, RemoteStageError
 from ldt.runtime import groups as naming
 from ldt.runtime.attendance import Attendance
+from ldt.runtime.connecting import await_connected, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
 from ldt.runtime.disclosure import disclose, reveal
-from ldt.runtime.endpoints import Endpoint, await_connected, make_endpoints, start_connecting
+from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.place import Place
-from ldt.runtime.strands import Transfer
+from ldt.runtime.shards import NodeShards
+from ldt.runtime.strands import Transfers
 from ldt.topology import Channel, LanePolicy, Node, Topology
 
 __all__ = ["Mesh"]
@@ -48,7 +50,7 @@ class Mesh(Place):
         self,
         topology: Topology,
         lanes: LanePolicy,
-        transfer: Transfer,
+        transfers: Transfers,
         ranks: tuple[int, ...],
         rank: int,
         device: torch.device,
@@ -58,13 +60,14 @@ class Mesh(Place):
     ) -> None:
         super().__init__(topology, ranks, rank)
         self.lanes = lanes
-        self.transfer: Transfer = transfer
+        self.transfers = transfers
         self.device = device
         self._shares_errors = share_edge_errors or not self.is_edge
         self._key = key
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._endpoints: dict[Channel, Endpoint] = {}
-        self._stage_mesh: DeviceMesh | None = None
+        self._device_meshes: dict[str, DeviceMesh] = {}
+        self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
         self._control: ControlPlane | None = None
         self._attendance = Attendance(f"{key}/call", ranks[rank])
@@ -200,7 +203,7 @@ class Mesh(Place):
         self, backend: str | None, deadline: float, timeout: timedelta, transfer_timeout: timedelta
     ) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        for spec in naming.group_specs(self.topology, self.lanes, self.transfer):
+        for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.failures.check()
                 kind = (
@@ -222,8 +225,10 @@ class Mesh(Place):
             self._groups.get(naming.LEADERS_CONTROL) if self.is_leader else None,
         )
         self._endpoints = make_endpoints(
-            self.topology, self.lanes, self.transfer, self.rank, self._groups, self.device, transfer_timeout
+            self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device, transfer_timeout
         )
+        if dist.is_initialized():
+            self._part_of_stage("tp")  # now, as a chunk may first ask for it while its shapes are inferred
         self.failures.check()  # what failed before there was a lane to abort
         connecting = start_connecting(
             self._groups,
@@ -249,19 +254,20 @@ class Mesh(Place):
 
     def _part_of_stage(self, dim: str) -> DeviceMesh:
         """A dimension of the mesh of this stage: its replicas by the ranks of each."""
-        if self._stage_mesh is None:
+        if dim not in self._device_meshes:
             names = (naming.dp_name(self.stage, self.tp_rank), naming.tp_name(*self.node))
             replicas = range(self.topology.replicas(self.stage))
             nodes = (self.topology.ranks_of(Node(self.stage, replica)) for replica in replicas)
-            self._stage_mesh = DeviceMesh.from_group(
+            stage = DeviceMesh.from_group(
                 [self._group_of(name) for name in names],
                 self.device.type,
                 mesh=[[self.ranks[rank] for rank in node] for node in nodes],
                 mesh_dim_names=naming.unique_dims(),
             )
-        dims = self._stage_mesh.mesh_dim_names
-        assert dims is not None
-        return self._stage_mesh[dims[("dp", "tp").index(dim)]]
+            dims = stage.mesh_dim_names
+            assert dims is not None
+            self._device_meshes = {"dp": stage[dims[0]], "tp": stage[dims[1]]}
+        return self._device_meshes[dim]
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""
@@ -291,7 +297,7 @@ class Mesh(Place):
         self._endpoints.clear()
 
     def _drop_groups(self) -> None:
-        self._stage_mesh = None
+        self._device_meshes.clear()
         if self._control is not None:
             self._control.close()
         naming.drop_groups(self._groups, broken=self.failed)

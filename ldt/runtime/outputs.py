@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.disclosure import InputTypeError
 
-__all__ = ["as_tensors", "refuse_wrappers"]
+__all__ = ["as_tensors", "refuse_wrapper"]
 
 
 def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
@@ -26,12 +25,11 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
     raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
 
 
-def refuse_wrappers(tensors: Sequence[torch.Tensor], what: str) -> None:
-    """Raise TypeError if one of ``tensors``, which are to be sent, only wraps others: a lane sends its own memory."""
-    for index, tensor in enumerate(tensors):
-        if is_traceable_wrapper_subclass(tensor):
-            raise InputTypeError(
-                f"{what}, tensor {index}, is a {type(tensor).__name__}, which cannot be sent to another node: make it "
-                "a plain tensor, a DTensor with to_local() or full_tensor(), the result of an asynchronous collective "
-                "with output * 1.0"
-            )
+def refuse_wrapper(tensor: torch.Tensor, what: str) -> None:
+    """Raise TypeError if ``tensor``, which is to be sent, only wraps others: a lane sends its own memory."""
+    if is_traceable_wrapper_subclass(tensor):
+        raise InputTypeError(
+            f"{what} is a {type(tensor).__name__}, which cannot be sent to another node: make it a plain tensor, a "
+            "DTensor with full_tensor() or to_local(), or one that is Shard over mesh.tp_mesh, the result of an "
+            "asynchronous collective with output * 1.0"
+        )

@@ -75,8 +75,7 @@ class Pipeline:
             error, same = caught, {}
         agree(mesh, "Pipeline()", error, same)
         self._runners = {
-            index: make_runner(mesh.topology, index, module, mesh.device, free_outputs)
-            for index, module in modules.items()
+            index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules)
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ldt.runtime.endpoints import Endpoint, await_on_host
+from ldt.runtime.connecting import await_on_host
+from ldt.runtime.endpoints import Endpoint
 from ldt.runtime.failure import FailureWatch
 from ldt.runtime.mesh import Mesh
 from ldt.topology import Direction
 
-__all__ = ["LinkFigures", "probe_links"]
+__all__ = ["LinkFigures", "end_of", "probe_links", "there_and_back"]
 
 REPEATS = 5
 LEAST_BYTES = 1 << 20  # a smaller message does not tell the bandwidth
@@ -50,24 +51,24 @@ def _probe(mesh: Mesh, hop: int, replica: int, nbytes: int) -> tuple[float, floa
 
     Medians, after one round that is not counted. The answer is always a short one.
     """
-    there, back = _end(mesh, hop, "F", replica), _end(mesh, hop, "B", replica)
+    there, back = end_of(mesh, hop, "F", replica), end_of(mesh, hop, "B", replica)
     if there is None and back is None:
         return None
     answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
     medians = []
     for size in (1, nbytes):
         message = torch.zeros(size, dtype=torch.uint8, device=mesh.device)  # not in the time
-        times = [_round(mesh.failures, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
+        times = [there_and_back(mesh.failures, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
         medians.append(statistics.median(times[1:]))
     return (medians[0], medians[1]) if there is not None and there.sends else None
 
 
-def _end(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint | None:
+def end_of(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint | None:
     """This rank's end of a channel. A member has none of a channel on which its node sends."""
     return mesh.endpoints.get(mesh.topology.channel(hop, direction, replica))
 
 
-def _round(failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor]) -> float:
+def there_and_back(failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor]) -> float:
     """Seconds for a message there and one back, as far as this rank takes part."""
     start = time.perf_counter()
     for end, message in ways:

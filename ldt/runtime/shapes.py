@@ -85,9 +85,7 @@ class ShapeBook:
         if not self._topology.crosses(0):
             return ()
         key = (signature, training, setting)
-        return self._heads.get(
-            key, lambda: infer_specs(0, self._chunks[0], args, kwargs, self._mesh.device, training)
-        )
+        return self._heads.get(key, lambda: self._infer(0, args, kwargs, training))
 
     def hops(self, first: HopSpecs, replica: int, training: bool, setting: str) -> list[HopSpecs]:
         """What each hop carries when hop 0 carries ``first`` in ``replica``. A collective call of all ranks.
@@ -100,7 +98,22 @@ class ShapeBook:
                 hops.append(self._output(chunk, hops[-1], replica, training, setting))
             else:
                 hops.append(())
+        for hop, specs in enumerate(hops):
+            self._check_split(hop, specs, replica)
         return hops
+
+    def _check_split(self, hop: int, specs: HopSpecs, replica: int) -> None:
+        """Raise LdtError where tensors are split over ranks and the strands of their link are not for that."""
+        split = [spec for spec in specs if spec.shard is not None]
+        if split and not self._mesh.transfers.can_split(self._topology.channel(hop, "F", replica)):
+            raise LdtError(
+                f"chunk {hop} returns {describe(split)}, which this link has no way to carry: connect with "
+                'transfer="direct" or "auto", for all links or for this one, or let the chunk return full_tensor()'
+            )
+
+    def _infer(self, chunk: int, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> HopSpecs:
+        mesh = self._mesh
+        return infer_specs(chunk, self._chunks[chunk], args, kwargs, mesh.device, training, mesh.shards)
 
     def _output(self, chunk: int, inputs: HopSpecs, replica: int, training: bool, setting: str) -> HopSpecs:
         key = (chunk, inputs, training, setting)
@@ -111,7 +124,7 @@ class ShapeBook:
         node = self._topology.node_at(chunk, replica)
         mine = None
         if node == self._mesh.node:
-            mine = infer_specs(chunk, self._chunks[chunk], inputs, {}, self._mesh.device, training)
+            mine = self._infer(chunk, inputs, {}, training)
         message = None if mine is None else [spec.to_json() for spec in mine]
         answer = self._mesh.control.broadcast(message, self._topology.leader_of(node))
         agreed = tuple(map(TensorSpec.from_json, answer))

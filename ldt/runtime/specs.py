@@ -18,12 +18,15 @@ class TensorSpec:
     ``order`` is its layout in memory: the dimensions from the outermost to the innermost, empty for the usual order.
     It travels in that order, and arrives in it, gradients too: kernels may sum in the order of memory. A tensor whose
     elements do not fill its memory (a slice, an expanded tensor) has the usual order and arrives contiguous.
+    ``shard`` is the dimension that is split over the ranks of each stage (see ``ldt.runtime.shards``), None where each
+    has all; ``shape`` is that of the whole.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
     order: tuple[int, ...] = ()
+    shard: int | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -54,29 +57,34 @@ class TensorSpec:
     # -- as text ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        """``[[4, 8], "float32", true, []]``."""
+        """``[[4, 8], "float32", true, [], null]``."""
         return [
             list(self.shape),
             str(self.dtype).removeprefix("torch."),
             self.requires_grad,
             list(self.order),
+            self.shard,
         ]
 
     @classmethod
     def from_json(cls, data: Any) -> TensorSpec:
         """Read what ``to_json`` gives. It comes from another rank: raises ValueError if it is not a spec."""
         match data:
-            case [[*shape], str(name), bool(requires_grad), [*order]] if all(
+            case [[*shape], str(name), bool(requires_grad), [*order], shard] if all(
                 type(size) is int and size >= 0 for size in shape
             ):
                 dtype = getattr(torch, name, None)
-                if isinstance(dtype, torch.dtype) and (not order or sorted(order) == list(range(len(shape)))):
-                    return cls(tuple(shape), dtype, requires_grad, tuple(order))
-        raise ValueError(f"expected a tensor spec such as [[4, 8], 'float32', true, []], got {data!r}")
+                dims = range(len(shape))
+                ordered = not order or sorted(order) == list(dims)
+                split = shard is None or (type(shard) is int and shard in dims and not order)
+                if isinstance(dtype, torch.dtype) and ordered and split:
+                    return cls(tuple(shape), dtype, requires_grad, tuple(order), shard)
+        raise ValueError(f"expected a tensor spec such as [[4, 8], 'float32', true, [], None], got {data!r}")
 
     def __str__(self) -> str:
         grad = " with grad" if self.requires_grad else ""
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
+        split = "" if self.shard is None else f" split over the ranks in dimension {self.shard}"
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{split}{grad}"
 
 
 def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -114,7 +122,7 @@ def first_difference(expected: Sequence[TensorSpec], got: Sequence[TensorSpec]) 
         agreed = f"{len(expected)} tensors were agreed ({describe(expected)})"
         return f"{agreed}, it has {len(got)} ({describe(got)}); {_CAUSES}"
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
-        if (want.shape, want.dtype) != (have.shape, have.dtype):
+        if (want.shape, want.dtype, want.shard) != (have.shape, have.dtype, have.shard):
             return f"tensor {index} was agreed as {want}, it is {have}; {_CAUSES}"
         if have.requires_grad and not want.requires_grad:
             return (

@@ -1,81 +1,125 @@
-"""In which strands a channel's messages travel: one between leaders, or one for each pair of ranks.
+"""In which strands a channel's messages travel: one between leaders, one for each pair of ranks, or from all to all.
 
-A strand is a lane of its own, from rank i of the sending node to rank i of the receiving one, which broadcasts what it
+A strand is a lane of its own, from one rank of the sending node to one of the receiving node, which broadcasts what it
 got in its stage. With k of them each carries a k-th of a message, so that k network cards or links work at once.
-Direct strands carry whole messages, each rank's to its peer alone, and are not broadcast.
+Direct strands are not broadcast: they bring each rank what it alone needs.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Union, get_args
 
 import torch
 import torch.distributed as dist
 
 from ldt.topology import Channel, Topology
 
-__all__ = [
-    "LEADERS",
-    "AllOf",
-    "Strand",
-    "Transfer",
-    "check_transfer",
-    "parts_of",
-    "scatter_from",
-    "strands_of",
-]
-
-logger = logging.getLogger(__name__)
+__all__ = ["LEADERS", "AllOf", "Strand", "Transfer", "TransferChoice", "Transfers", "parts_of"]
 
 Transfer = Literal["leader", "scatter", "direct", "auto"]
+TransferChoice = Union[Transfer, Mapping[tuple[int, int], Transfer]]  # noqa: UP007 (evaluated)
 _BLOCK_BYTES = 512
-AUTO_BYTES = (
-    16 << 20
-)  # from here on "auto" uses all strands: where they broke even on gloo (docs/performance.md)
-
-
-def check_transfer(topology: Topology, transfer: str) -> None:
-    """Raise ValueError for anything but a Transfer. Warns where "direct" is not what it says."""
-    if transfer == "direct" and len(set(topology.tp)) > 1:
-        logger.warning(
-            "transfer='direct' is 'leader' between stages of different sizes, here tp=%s: ranks of a stage must have "
-            "equal tensors there",
-            list(topology.tp),
-        )
-    if transfer not in get_args(Transfer):
-        raise ValueError(f"transfer must be 'leader', 'scatter', 'direct' or 'auto', got {transfer!r}")
 
 
 class Strand(NamedTuple):
-    """``place`` is the place of its ranks in their nodes; ``direct`` ones are not broadcast."""
+    """``source`` and ``target`` are the places of its ranks in their nodes; ``direct`` ones are not broadcast."""
 
-    place: int
+    source: int
+    target: int
     direct: bool = False
 
 
-LEADERS = Strand(0)
+LEADERS = Strand(0, 0)
 
 
-def strands_of(topology: Topology, channel: Channel, transfer: Transfer) -> tuple[Strand, ...]:
-    """The strands of ``channel``. Where "direct" cannot be, as the sizes of the stages differ, it is "leader"."""
-    sizes = topology.tp[channel.source.stage], topology.tp[channel.target.stage]
-    direct = transfer == "direct" and sizes[0] == sizes[1] > 1
-    if transfer == "leader" or (transfer == "direct" and not direct):
-        return (LEADERS,)
-    return tuple(Strand(place, direct) for place in range(min(sizes)))
+@dataclass(frozen=True)
+class Transfers:
+    """The way of each link: ``by_link`` has those of links that were named, by their stages, lower one first."""
+
+    topology: Topology
+    default: Transfer
+    by_link: Mapping[tuple[int, int], Transfer]
+
+    @classmethod
+    def of(cls, topology: Topology, choice: TransferChoice) -> Transfers:
+        """``choice`` is one way for all links, or ways by link; links that are not named have "leader".
+
+        Raises ValueError for anything else, and for links that the topology has not.
+        """
+        if not isinstance(choice, Mapping):
+            return cls(topology, _checked(choice), {})
+        links = {_link(channel) for channel in topology.channels}
+        by_link = {}
+        for stages, way in choice.items():
+            link = tuple(sorted(stages)) if isinstance(stages, tuple) else stages
+            if link not in links:
+                raise ValueError(
+                    f"transfer names a link {stages!r}: those of {topology.to_text()} are between stages "
+                    f"{', '.join(map(str, sorted(links))) or '(none)'}"
+                )
+            by_link[link] = _checked(way)
+        return cls(topology, "leader", by_link)
+
+    def way(self, channel: Channel) -> Transfer:
+        return self.by_link.get(_link(channel), self.default)
+
+    def sizes(self, channel: Channel) -> tuple[int, int]:
+        """Ranks of the sending and of the receiving node."""
+        return self.topology.tp[channel.source.stage], self.topology.tp[channel.target.stage]
+
+    def strands(self, channel: Channel) -> tuple[Strand, ...]:
+        """The leaders' first, then others that are broadcast, then direct ones."""
+        sources, targets = self.sizes(channel)
+        way = self.way(channel)
+        if sources == targets == 1:
+            return (LEADERS,)
+        shared = [Strand(place, place) for place in range(min(sources, targets))]
+        if way in ("leader", "scatter"):
+            return tuple(shared if way == "scatter" else shared[:1])
+        if sources == targets:
+            peers = [Strand(place, place, direct=True) for place in range(sources)]
+            return tuple(peers if way == "direct" else shared + peers)
+        pairs = [
+            Strand(source, target, direct=True) for source in range(sources) for target in range(targets)
+        ]
+        return tuple(shared + pairs if way == "auto" else shared[:1] + pairs)
+
+    def scatter_from(self, channel: Channel) -> float:
+        """The bytes of a message from which on it is cut, until "auto" has measured the link."""
+        return 0.0 if self.way(channel) == "scatter" else math.inf
+
+    def can_split(self, channel: Channel) -> bool:
+        """Whether tensors can cross of which each rank has a part."""
+        strands = self.strands(channel)
+        return strands[-1].direct or self.sizes(channel) == (1, 1)
+
+    def to_text(self) -> str:
+        """Equal on ranks that were given the same."""
+        named = [f"{lower}-{upper}:{way}" for (lower, upper), way in sorted(self.by_link.items())]
+        return ", ".join([self.default, *named])
 
 
-def scatter_from(transfer: Transfer) -> int:
-    """The bytes of a message from which on all strands carry it; the first alone carries a shorter one."""
-    return AUTO_BYTES if transfer == "auto" else 0
+def _link(channel: Channel) -> tuple[int, int]:
+    lower, upper = sorted((channel.source.stage, channel.target.stage))
+    return lower, upper
+
+
+def _checked(way: Transfer) -> Transfer:
+    if way not in get_args(Transfer):
+        raise ValueError(
+            f"transfer must be 'leader', 'scatter', 'direct' or 'auto', or a dict of these by link such as "
+            f"{{(0, 1): 'direct'}}, got {way!r}"
+        )
+    return way
 
 
 def parts_of(tensors: Sequence[torch.Tensor], number: int) -> list[list[torch.Tensor]]:
     """What each of ``number`` strands carries: of every tensor a share of its elements. Views where that can be."""
-    return [list(part) for part in zip(*(_cut(tensor, number) for tensor in tensors), strict=True)]
+    cut = [_cut(tensor, number) for tensor in tensors]
+    return [[parts[place] for parts in cut] for place in range(number)]
 
 
 def _cut(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:

@@ -13,9 +13,10 @@ from pipeline_jobs import build, step_and_compare
 from torch.distributed import distributed_c10d as c10d
 
 import ldt
-from ldt.runtime.endpoints import await_connected
+from ldt.runtime.connecting import await_connected
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.groups import drop_groups, group_specs, make_group
+from ldt.runtime.strands import Transfers
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology, lanes
 
@@ -329,7 +330,7 @@ def test_one_rank_needs_no_process_group() -> None:
 def test_groups(tp: list[int], dp: int, policy: Any) -> None:
     """Names are unique, members sorted, and a lane's stage groups lead with the leader."""
     topology = Topology(tp, dp=dp)
-    specs = group_specs(topology, policy)
+    specs = group_specs(topology, policy, Transfers.of(topology, "leader"))
     assert len({spec.name for spec in specs}) == len(specs)
     for name, ranks in specs:
         assert len(ranks) > 1

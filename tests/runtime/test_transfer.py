@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.strands import AUTO_BYTES, Transfer
+from ldt.runtime import calibrate
+from ldt.runtime.calibrate import Line, crossover
+from ldt.runtime.strands import TransferChoice, Transfers
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 
@@ -22,12 +25,13 @@ def sent(stats: Any) -> dict[str, float]:
     return {name: lane["sent_bytes"] for name, lane in stats.lanes.items() if lane["sent_bytes"]}
 
 
-def steps(tp: list[int], laps: int, policy: LanePolicy, transfer: Transfer, batch: int) -> dict[str, float]:
+def steps(
+    tp: list[int], laps: int, policy: LanePolicy, transfer: TransferChoice, batch: int
+) -> dict[str, float]:
     topology = Topology(tp, laps=laps)
     chunks = toy_chunks(topology, width=256)
     microbatches = toy_microbatches(3, width=256, batch=batch)
     with ldt.connect(topology, lanes=policy, transfer=transfer, ranks=range(topology.world_size)) as mesh:
-        assert mesh.transfer == transfer
         pipeline = build(mesh, chunks)
         for _ in range(2):
             result = step_and_compare(mesh, pipeline, chunks, microbatches)
@@ -87,13 +91,49 @@ def test_ranks_may_have_rows_of_their_own(pool: RankPool) -> None:
     pool.run(split_rows, ranks=range(4))
 
 
-def test_short_messages_go_over_one_strand(pool: RankPool) -> None:
-    """Under "auto"; long ones over both. Each way, three messages."""
-    short = pool.run(steps, [2, 2], 1, "dedicated", "auto", 8, ranks=range(4))
-    assert [sum(lanes.values()) for lanes in short] == [2 * 3 * 8 * 256 * 4, 0, 2 * 3 * 8 * 256 * 4, 0]
-    rows = AUTO_BYTES // (256 * 4)
-    long = pool.run(steps, [2, 2], 1, "dedicated", "auto", rows, ranks=range(4))
-    assert [sum(lanes.values()) for lanes in long] == [3 * AUTO_BYTES] * 4
+def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[float]]:
+    """As ``steps`` under "auto", on links for which ``nbytes`` is the size from which on cutting pays."""
+    calibrate.crossover = lambda leader, scatter: nbytes  # type: ignore[assignment]
+    try:
+        return steps([2, 2], 1, "dedicated", "auto", batch)
+    finally:
+        calibrate.crossover = crossover
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "cut"), [(8 * 256 * 4, True), (8 * 256 * 4 + 1, False), (math.inf, False)]
+)
+def test_short_messages_go_over_one_strand(pool: RankPool, nbytes: float, cut: bool) -> None:
+    """Under "auto"; from the measured size on they go over both. Each way, three messages of 8 rows."""
+    by_rank = pool.run(steps_cut_from, nbytes, 8, ranks=range(4))
+    total = 2 * 3 * 8 * 256 * 4
+    expected = [total / 2] * 4 if cut else [total, 0, total, 0]
+    assert [sum(lanes.values()) for lanes in by_rank] == expected
+
+
+def test_as_measured(pool: RankPool) -> None:
+    """Whatever "auto" found, the results are the same, on stages of other sizes as well."""
+    pool.run(steps, [2, 3], 2, "paired", "auto", 1024)
+
+
+@pytest.mark.parametrize(
+    ("leader", "scatter", "expected"),
+    [
+        (Line(0.0, 2e-9), Line(0.001, 1e-9), 1e6),  # a millisecond more, a nanosecond per byte less
+        (Line(0.001, 2e-9), Line(0.0, 1e-9), 0.0),
+        (Line(0.001, 2e-9), Line(0.001, 1.9e-9), math.inf),  # no more than noise
+        (Line(0.001, 1e-9), Line(0.0, 2e-9), math.inf),
+        (Line(0.001, 0.0), Line(0.0, 0.0), math.inf),
+    ],
+)
+def test_where_cutting_begins_to_pay(leader: Line, scatter: Line, expected: float) -> None:
+    assert crossover(leader, scatter) == pytest.approx(expected)
+
+
+def test_a_line_through_what_was_measured() -> None:
+    small, large = calibrate.SIZES
+    assert Line.through(0.01 + small * 1e-9, 0.01 + large * 1e-9) == pytest.approx(Line(0.01, 1e-9))
+    assert Line.through(0.02, 0.01).per_byte == 0.0
 
 
 class Several(nn.Module):
@@ -115,7 +155,7 @@ class Last(Several):
         return self.body(x) * scalar + one + half.sum() + nothing.sum() + counts.sum()  # type: ignore[no-any-return]
 
 
-def odd_tensors(transfer: Transfer) -> None:
+def odd_tensors(transfer: TransferChoice) -> None:
     torch.manual_seed(0)
     topology = Topology([2, 3])
     chunks = [Several(), Several(), Last()]
@@ -124,12 +164,19 @@ def odd_tensors(transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize("transfer", ["leader", "scatter"])
-def test_tensors_of_any_size_and_layout(pool: RankPool, transfer: Transfer) -> None:
+def test_tensors_of_any_size_and_layout(pool: RankPool, transfer: TransferChoice) -> None:
     pool.run(odd_tensors, transfer)
 
 
 def test_an_unknown_way() -> None:
     with pytest.raises(
-        ValueError, match="transfer must be 'leader', 'scatter', 'direct' or 'auto', got 'pigeon'"
+        ValueError,
+        match=r"transfer must be 'leader', 'scatter', 'direct' or 'auto', or a dict .* got 'pigeon'",
     ):
         ldt.connect(Topology([1]), transfer="pigeon")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("link", [(1, 1), (1, 3), (3, 4), 2, "01"], ids=str)
+def test_a_link_that_is_not_there(link: Any) -> None:
+    with pytest.raises(ValueError, match=r"between stages \(0, 1\), \(0, 3\), \(1, 2\), \(2, 3\)"):
+        Transfers.of(Topology([1, 2, 2, 1]), {link: "direct"})

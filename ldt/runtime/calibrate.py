@@ -1,0 +1,81 @@
+"""From which size on it pays to cut a message in shares: measured on each link when a mesh with "auto" is connected."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import NamedTuple
+
+import torch
+
+from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.probe import end_of, there_and_back
+from ldt.topology import Channel, Node
+
+__all__ = ["SIZES", "Line", "calibrate", "crossover"]
+
+SIZES = (64 << 10, 4 << 20)
+_REPEATS = 3
+_GAIN = 1.1  # so much faster per byte, or the difference is noise
+
+
+class Line(NamedTuple):
+    """Seconds for a message of n bytes: ``start + n * per_byte``."""
+
+    start: float
+    per_byte: float
+
+    @classmethod
+    def through(cls, small: float, large: float) -> Line:
+        """The line through the seconds of both sizes that are measured."""
+        per_byte = max(0.0, large - small) / (SIZES[1] - SIZES[0])
+        return cls(small - per_byte * SIZES[0], per_byte)
+
+
+def crossover(leader: Line, scatter: Line) -> float:
+    """The bytes from which on ``scatter`` is the faster one; infinite if it gains less than a tenth per byte."""
+    if scatter.per_byte * _GAIN > leader.per_byte or leader.per_byte == 0.0:
+        return math.inf
+    return max(0.0, (scatter.start - leader.start) / (leader.per_byte - scatter.per_byte))
+
+
+def calibrate(mesh: Mesh) -> dict[Channel, Endpoint]:
+    """This rank's ends of the channels that are "auto", set to what was measured. A collective call of all ranks.
+
+    Links are measured one after the other, both ways alike: a message there, and one byte back.
+    """
+    found: dict[frozenset[Node], float] = {}
+    ends = {}
+    for channel in mesh.topology.channels:
+        if mesh.transfers.way(channel) != "auto" or min(mesh.transfers.sizes(channel)) == 1:
+            continue
+        link = frozenset((channel.source, channel.target))
+        if link not in found:
+            mine = _measure(mesh, channel)
+            answer = mesh.control.broadcast(mine, mesh.topology.leader_of(channel.source))
+            found[link] = math.inf if answer is None else float(answer)
+        if channel in mesh.endpoints:
+            ends[channel] = mesh.endpoints[channel].scattering_from(found[link])
+    return ends
+
+
+def _measure(mesh: Mesh, channel: Channel) -> float | None:
+    """The crossover, as the sending node sees it; None for infinite (JSON has none) and on the other ranks."""
+    replica = channel.target.replica if channel.source.stage == 0 else channel.source.replica
+    there, back = (end_of(mesh, channel.hop, direction, replica) for direction in ("F", "B"))
+    if there is None and back is None:
+        return None
+    leader, scatter = (
+        [_seconds(mesh, there and there.scattering_from(least), back, nbytes) for nbytes in SIZES]
+        for least in (math.inf, 0.0)
+    )
+    bytes_from = crossover(Line.through(*leader), Line.through(*scatter))
+    return bytes_from if math.isfinite(bytes_from) else None
+
+
+def _seconds(mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int) -> float:
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
+    answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
+    rounds = (there_and_back(mesh.failures, (there, message), (back, answer)) for _ in range(_REPEATS + 1))
+    return statistics.median(list(rounds)[1:])

@@ -1,0 +1,71 @@
+"""Connects the groups and strands of a mesh, one after the other, under a deadline."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from ldt.errors import LdtError
+from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.failure import FailureWatch
+from ldt.runtime.groups import GroupSpec
+from ldt.runtime.strands import AllOf
+from ldt.topology import Channel
+
+__all__ = ["await_connected", "await_on_host", "start_connecting"]
+
+_POLL_SECONDS = 0.001
+
+
+def start_connecting(
+    groups: Mapping[str, dist.ProcessGroup],
+    model_groups: Iterable[GroupSpec],
+    endpoints: Mapping[Channel, Endpoint],
+    channels: Iterable[Channel],
+    device: torch.device,
+) -> Iterator[tuple[str, dist.Work]]:
+    """One element through each group of the model, then one byte through each strand, in the given global orders.
+
+    A step then finds all connected. Yields what is being connected and its work, which must be done before the next
+    is asked for.
+    """
+    for spec in model_groups:
+        if spec.name in groups:
+            one = torch.zeros(1, device=device)
+            yield f"group {spec.name}", dist.all_reduce(one, group=groups[spec.name], async_op=True)
+    for channel in channels:
+        end = endpoints.get(channel)
+        if end is not None:
+            for work in end.connect(device):
+                yield f"channel {channel.name}", work
+
+
+def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline: float) -> None:
+    """``await_on_host``, until ``deadline`` (``time.monotonic()``): then raises LdtError naming ``what``."""
+    if not await_on_host(work, failures, _POLL_SECONDS, deadline):
+        raise LdtError(
+            f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
+            "that the hosts reach each other on all ports and use the same network interface, or give a longer "
+            "timeout"
+        )
+
+
+def await_on_host(
+    work: dist.Work | AllOf, failures: FailureWatch, poll_seconds: float, deadline: float = math.inf
+) -> bool:
+    """Wait for the end of ``work``; False if it was not there by ``deadline``.
+
+    Waiting with a timeout would not do: on a device with streams it only queues a wait there and returns.
+    Raises RemoteStageError if another rank failed, and what went wrong with ``work``.
+    """
+    while not work.is_completed():
+        failures.check()
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_seconds)
+    work.wait()
+    return True

@@ -1,0 +1,188 @@
+"""Tensors that are split over the ranks of stages of any sizes: each part goes straight to those that need it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import ldt
+from ldt.runtime.shards import overlap, span_of
+from ldt.runtime.strands import TransferChoice
+from ldt.testing import RankPool, toy_loss, toy_microbatches, unsplit_step
+from ldt.topology import LanePolicy, Topology
+
+WORLD_SIZE = 9
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """Works row by row, so that each rank can have rows of its own, as sequence-parallel layers do.
+
+    In a pipeline the head splits them and the tail puts them together; beside them goes a tensor that all ranks have.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.mesh: ldt.Mesh | None = None
+        self.dim = 0
+        self.is_tail = False
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Any:
+        y: Tensor
+        if isinstance(x, DTensor):
+            assert self.mesh is not None
+            assert x.placements == (Shard(self.dim),)
+            assert x.device_mesh.size() == self.mesh.topology.tp[self.mesh.stage]
+            part = self.body(x.to_local(), factor)
+            y = DTensor.from_local(part, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+            y = y.full_tensor() if self.is_tail else y
+        else:
+            y = self.body(x, factor)
+            if self.mesh is not None:
+                y = DTensor.from_local(y, self.mesh.tp_mesh, [Replicate()]).redistribute(
+                    placements=[Shard(self.dim)]
+                )
+        return y if self.is_tail else (y, torch.full((3,), 0.5))
+
+    def body(self, x: Tensor, factor: Tensor | None) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return y if factor is None else y * factor.sum()
+
+
+def run(
+    tp: Sequence[int],
+    laps: int,
+    policy: LanePolicy,
+    transfer: TransferChoice,
+    rows: Sequence[int],
+    dim: int,
+    edge_dp: int = 1,
+    dp: int = 1,
+) -> dict[str, int]:
+    """Two steps against the unsplit model. Returns bytes sent, by lane."""
+    torch.manual_seed(0)
+    topology = Topology(tp, laps=laps, dp=dp, edge_dp=edge_dp)
+    chunks = [Block() for _ in range(topology.num_chunks)]
+    chunks[-1].is_tail = True
+    microbatches = [toy_microbatches(1, width=WIDTH, batch=n, seed=n)[0] for n in rows]
+    if dim == 1:
+        microbatches = [(x[None], y[None]) for x, y in microbatches]
+    losses, reference = unsplit_step(chunks, microbatches, toy_loss)
+    with ldt.connect(topology, lanes=policy, transfer=transfer, ranks=range(topology.world_size)) as mesh:
+        mine = copy.deepcopy([chunks[c] for c in topology.chunks_of(mesh.stage)])
+        for module in mine:
+            module.mesh, module.dim = mesh, dim
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        for times in (1, 2):
+            result = pipeline.step(microbatches if mesh.is_edge else None)
+            if mesh.is_edge:
+                torch.testing.assert_close(result.losses, losses, rtol=1e-6, atol=0.0)
+            for chunk, module in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+                for parameter, theirs in zip(module.parameters(), reference[chunk].parameters(), strict=True):
+                    grad = parameter.grad.clone()  # type: ignore[union-attr]
+                    if chunk > 0:  # of this rank's rows only
+                        dist.all_reduce(grad, group=mesh.tp_mesh.get_group())
+                    torch.testing.assert_close(grad, times * theirs.grad, rtol=1e-5, atol=1e-6)
+        return {name: lane["sent_bytes"] for name, lane in result.stats.lanes.items() if lane["sent_bytes"]}
+
+
+SIZES = [[1, 2], [2, 1], [2, 2], [1, 4], [4, 1, 3], [2, 3], [2, 4, 1]]
+
+
+@pytest.mark.parametrize("transfer", ["direct", "auto"])
+@pytest.mark.parametrize(("laps", "policy", "dim"), [(1, "dedicated", 0), (2, "paired", 1)])
+@pytest.mark.parametrize("tp", SIZES, ids=str)
+def test_between_stages_of_any_sizes(
+    pool: RankPool, tp: list[int], laps: int, policy: LanePolicy, dim: int, transfer: TransferChoice
+) -> None:
+    """Rows that divide evenly, and fewer and more than ranks, of which some then have none."""
+    pool.run(run, tp, laps, policy, transfer, [12, 7, 1, 5], dim, ranks=range(sum(tp)))
+
+
+def test_each_row_crosses_a_link_once(pool: RankPool) -> None:
+    """Two ranks to four and on to three: what leaves a node is the tensor, however many ranks there are."""
+    rows = [12, 12]
+    by_rank = pool.run(run, [2, 4, 3], 1, "dedicated", "direct", rows, 0, ranks=range(9))
+    tensor, factor = sum(rows) * WIDTH * 4, len(rows) * 3 * 4
+    sent = [sum(lanes.values()) for lanes in by_rank]
+    assert sum(sent[:2]) == 2 * tensor + factor, "activations to stage 1, gradients to stage 2"
+    assert sum(sent[2:6]) == 2 * tensor + factor
+    assert sum(sent[6:]) == 2 * tensor + factor
+    assert min(sent) >= tensor // 4, "every rank sends rows of its own"
+
+
+@pytest.mark.parametrize(("dp", "edge_dp"), [(2, 1), (2, 2)])
+def test_replicas(pool: RankPool, dp: int, edge_dp: int) -> None:
+    pool.run(run_replicas, dp, edge_dp, ranks=range(edge_dp + 2 * dp))
+
+
+def run_replicas(dp: int, edge_dp: int) -> None:
+    run([1, 2], 1, "dedicated", "direct", [4, 6], 0, edge_dp=edge_dp, dp=dp)
+
+
+def test_a_way_for_each_link(pool: RankPool) -> None:
+    ways = {(1, 2): "direct", (1, 0): "direct", (0, 2): "auto"}
+    pool.run(run, [1, 2, 2], 1, "dedicated", ways, [4], 0, ranks=range(5))
+
+
+def refused(transfer: TransferChoice) -> str:
+    with pytest.raises(ldt.LdtError) as caught:
+        run([1, 2], 1, "dedicated", transfer, [4], 0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transfer", ["leader", "scatter", {(0, 1): "leader"}], ids=str)
+def test_links_that_have_no_way_for_parts(pool: RankPool, transfer: TransferChoice) -> None:
+    for text in pool.run(refused, transfer, ranks=range(3)):
+        assert "chunk 0 returns float32[4, 6] split over the ranks in dimension 0 with grad" in text
+        assert 'transfer="direct"' in text
+
+
+class Replicating(Block):
+    """Returns a DTensor of which each rank has all."""
+
+    def forward(self, x: Tensor, factor: Tensor | None = None) -> Any:
+        assert self.mesh is not None
+        return DTensor.from_local(self.body(x, None), self.mesh.tp_mesh, [Replicate()])
+
+
+def other_dtensors() -> str:
+    topology = Topology([1, 2])
+    with ldt.connect(topology, transfer="direct", ranks=range(3)) as mesh:
+        mine = [Replicating() for _ in topology.chunks_of(mesh.stage)]
+        for module in mine:
+            module.mesh = mesh
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        with pytest.raises((TypeError, ldt.LdtError)) as caught:
+            pipeline.step(toy_microbatches(1, width=WIDTH) if mesh.is_edge else None)
+        return str(caught.value)
+
+
+def test_dtensors_that_are_not_split(pool: RankPool) -> None:
+    for text in pool.run(other_dtensors, ranks=range(3)):
+        assert "is a DTensor, which cannot be sent to another node" in text
+
+
+@given(st.integers(0, 40), st.integers(1, 8), st.integers(1, 8))
+def test_parts_tile_a_dimension(size: int, sources: int, targets: int) -> None:
+    """Those of torch.chunk; what a target gets from all sources is its part, in order."""
+    whole = torch.arange(size)
+    chunks = list(whole.chunk(sources)) if size else []
+    spans = [span_of(size, place, sources) for place in range(sources)]
+    for place, span in enumerate(spans):
+        expected = chunks[place] if place < len(chunks) else whole[:0]
+        assert torch.equal(whole[slice(*span)], expected)
+    for place in range(targets):
+        target = span_of(size, place, targets)
+        got = [overlap(whole[slice(*span)], 0, span, target) for span in spans]
+        assert torch.equal(torch.cat(got), whole[slice(*target)])
