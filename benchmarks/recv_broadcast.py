@@ -1,7 +1,8 @@
 """How much of a receive and its broadcast inside the stage is exposed behind compute?
 
-Rank 0 sends to a stage of ranks 1 (leader) and 2. Each message is launched, then comes a gap of compute twice as long
-as the bare receive takes (a sleep: compute on an accelerator leaves the host's cores free), then the wait. Paths:
+Rank 0 sends to a stage of ``--tp`` ranks, of which rank 1 leads. Each message is launched, then comes a gap of compute
+twice as long as the bare receive takes (a sleep: compute on an accelerator leaves the host's cores free), then the
+wait. Paths:
 
 - ``receive``    the bare receive on the leader, without any broadcast: the floor
 - ``hand-made``  irecv, and in its wait a blocking broadcast, as code without lanes does: the baseline
@@ -28,7 +29,7 @@ from harness import parser, run, slowest
 from ldt._C import Lane
 from ldt.cli.units import nbytes
 
-SENDER, LEADER, MEMBER = 0, 1, 2
+SENDER, LEADER = 0, 1
 Wait = Callable[[], object]
 Launch = Callable[[torch.Tensor], Wait]
 
@@ -57,11 +58,15 @@ class MessageRow:
     wrong: int
 
 
+def stage_ranks() -> list[int]:
+    return list(range(LEADER, dist.get_world_size()))
+
+
 def bare_receive() -> Launch:
     group = dist.new_group([SENDER, LEADER])
 
     def launch(buffer: torch.Tensor) -> Wait:
-        if dist.get_rank() == MEMBER:
+        if dist.get_rank() > LEADER:
             return lambda: None
         work = (
             dist.isend(buffer, LEADER, group)
@@ -75,7 +80,7 @@ def bare_receive() -> Launch:
 
 
 def hand_made() -> Launch:
-    receive, stage = bare_receive(), dist.new_group([LEADER, MEMBER])
+    receive, stage = bare_receive(), dist.new_group(stage_ranks())
 
     def launch(buffer: torch.Tensor) -> Wait:
         wait_for_receive = receive(buffer)
@@ -91,9 +96,9 @@ def hand_made() -> Launch:
 
 
 def fused(chunk_bytes: int | None) -> Launch:
-    p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group([LEADER, MEMBER])
+    p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group(stage_ranks())
     rank = dist.get_rank()
-    lane = Lane("fused", p2p=None if rank == MEMBER else p2p, stage=None if rank == SENDER else stage,
+    lane = Lane("fused", p2p=None if rank > LEADER else p2p, stage=None if rank == SENDER else stage,
                 chunk_bytes=chunk_bytes, announce=False)  # fmt: skip
 
     def launch(buffer: torch.Tensor) -> Wait:
@@ -135,8 +140,8 @@ def measure(arguments: argparse.Namespace) -> list[MessageRow]:
                 direct[path].append(time_one(launch, buffer, 0.0))
                 hidden[path].append(time_one(launch, buffer, gap))
         for path in paths:
-            # The bare receive leaves the member out: it has nothing there to be wrong.
-            alone = path == "receive" and dist.get_rank() == MEMBER
+            # The bare receive leaves the members out: they have nothing there to be wrong.
+            alone = path == "receive" and dist.get_rank() > LEADER
             wrong = 0 if alone else sum(sample[2] for sample in direct[path] + hidden[path])
             seconds = [sample[0] for sample in direct[path][1:]]
             exposed = [sample[1] for sample in hidden[path][1:]]
@@ -166,7 +171,7 @@ def message_row(
 
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
-    sizes = [1 << 12, 1 << 20, 16 << 20, 64 << 20]
+    sizes = [64 << 10, 1 << 20, 16 << 20, 64 << 20]
     options.add_argument(
         "--sizes", type=nbytes, nargs="+", default=sizes, help="per message: 4096, 64KiB, 16MiB"
     )
@@ -174,12 +179,7 @@ if __name__ == "__main__":
     options.add_argument(
         "--chunk-bytes", type=int, nargs="+", help="piece sizes of the fused lane to compare"
     )
-    sys.exit(
-        run(
-            3,
-            measure,
-            MessageRow,
-            options.parse_args(),
-            "receive on rank 1, broadcast to rank 2; gap: twice the bare receive",
-        )
-    )
+    options.add_argument("--tp", type=int, default=2, help="ranks of the receiving stage")
+    given = options.parse_args()
+    context = f"receive on rank 1, broadcast in a stage of {given.tp}; gap: twice the bare receive"
+    sys.exit(run(1 + given.tp, measure, MessageRow, given, context))

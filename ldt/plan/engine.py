@@ -4,9 +4,9 @@ The rules. A node works through its row in order. A compute action waits for its
 sends and receives only join their node's queue of their lane and never block the row. A queue is first in,
 first out. A message is transferred once it is at the head of its sender's and of its receiver's queue
 (rendezvous) and its direction of the link is free; it leaves both queues with its last byte, and arrives a
-latency later. A reduction is a barrier: it blocks its row until every replica of the stage has come to it. A
-plan without communication runs as if every receive were posted at the start and every channel had a lane of
-its own.
+latency later. A reduction is a barrier: it blocks its row until every replica of the stage has come to it. In a
+stage in lockstep so is every compute action, once its message is there. A plan without communication runs as if
+every receive were posted at the start and every channel had a lane of its own.
 
 Dependencies within a node are not looked at: the order of its row keeps them, which verify checks beforehand.
 """
@@ -14,8 +14,9 @@ Dependencies within a node are not looked at: the order of its row keeps them, w
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
 from ldt.plan.action import Action
@@ -46,10 +47,10 @@ class Transferred(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """Where a node stands (place in its row) and what it waits for: a message, or replicas in a reduction.
+    """Where a node stands (place in its row) and what it waits for: a message, or replicas to come to it, too.
 
     ``behind`` is the node and the head of the queue in the message's way, or None if it has not been sent.
-    ``absent`` are the replicas that have not come to the reduction.
+    ``absent`` are the replicas that have not come.
     """
 
     place: int
@@ -67,13 +68,16 @@ class Run:
     stuck: dict[Node, Stuck] = field(default_factory=dict)
 
 
-def run(plan: Plan, costs: Costs, policy: LanePolicy | None) -> Run:
-    """Run ``plan`` with its channels on the lanes of ``policy`` (None: a plan of compute actions only)."""
-    return _Engine(plan, costs, policy).run()
+def run(plan: Plan, costs: Costs, policy: LanePolicy | None, lockstep: Collection[int] = ()) -> Run:
+    """Run ``plan`` with its channels on the lanes of ``policy`` (None: a plan of compute actions only).
+
+    Replicas of the stages in ``lockstep`` meet at each of their compute actions.
+    """
+    return _Engine(plan, costs, policy, lockstep).run()
 
 
 class _Barrier:
-    """The reduction of one chunk: which of the stage's replicas have come to it."""
+    """The reduction of one chunk, or an action in lockstep: which of the stage's replicas have come to it."""
 
     __slots__ = ("expected", "here")
 
@@ -83,9 +87,9 @@ class _Barrier:
 
 
 class _Step(NamedTuple):
-    """An action ready to run: a post (``end`` is set), a reduction (``barrier`` is), or else a compute action.
+    """An action ready to run: a post (``end`` is set), a reduction (has no ``flow`` but a ``barrier``) or compute.
 
-    A compute action may have to wait for ``flow``.
+    A compute action may have to wait for ``flow``, and then for the others at ``barrier``.
     """
 
     place: int
@@ -108,10 +112,14 @@ class _Worker:
 
 
 class _Engine:
-    def __init__(self, plan: Plan, costs: Costs, policy: LanePolicy | None) -> None:
-        self._plan, self._costs = plan, costs
+    def __init__(
+        self, plan: Plan, costs: Costs, policy: LanePolicy | None, lockstep: Collection[int]
+    ) -> None:
+        self._plan, self._costs, self._lockstep = plan, costs, lockstep
         self._network = Network(plan.topology, costs, policy)
-        self._barriers: dict[int, _Barrier] = {}  # by chunk
+        self._barriers: dict[
+            Hashable, _Barrier
+        ] = {}  # by chunk, or by stage and place among its compute actions
         self._waiting: dict[Flow, _Worker] = {}
         self._workers = [_Worker(node, list(self._steps_of(node))) for node in plan.rows]
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
@@ -129,17 +137,18 @@ class _Engine:
 
     def _steps_of(self, node: Node) -> Iterator[_Step]:
         network, topology = self._network, self._plan.topology
+        turns = count() if node.stage in self._lockstep else None
         for place, action in enumerate(self._plan.rows[node]):
             chunk, kind, microbatch = action
             if microbatch is None:
-                barrier = _Barrier(topology.replicas(node.stage))
-                yield _Step(place, action, barrier=self._barriers.setdefault(chunk, barrier))
+                yield _Step(place, action, barrier=self._barrier(node, chunk))
                 continue
             replica = topology.cloud_replica(node, microbatch)
             if kind.is_compute:
                 source = message_into(action)
                 flow = network.flow(*source, replica, microbatch) if source else None
-                yield _Step(place, action, self._costs.compute(action, node), flow)
+                barrier = None if turns is None else self._barrier(node, (node.stage, next(turns)))
+                yield _Step(place, action, self._costs.compute(action, node), flow, barrier=barrier)
                 if self._plan.lanes is None:
                     target = message_out_of(action)
                     flow = network.flow(*target, replica, microbatch) if target else None
@@ -151,6 +160,9 @@ class _Engine:
                 end = flow.route.sender if kind.is_send else flow.route.receiver
                 yield _Step(place, action, flow=flow, end=end)
 
+    def _barrier(self, node: Node, key: Hashable) -> _Barrier:
+        return self._barriers.setdefault(key, _Barrier(self._plan.topology.replicas(node.stage)))
+
     # -- running ---------------------------------------------------------------------------------------------
 
     def _at(self, time: float, handle: Callable[[Any, float], None], subject: object) -> None:
@@ -161,28 +173,34 @@ class _Engine:
     def _advance(self, worker: _Worker, now: float) -> None:
         steps = worker.steps
         while worker.cursor < len(steps):
-            _, _, duration, flow, end, barrier = steps[worker.cursor]
-            if barrier is not None:
-                self._join(worker, barrier, now)
-                return
+            _, _, _, flow, end, barrier = steps[worker.cursor]
             if end is None:
                 if flow is not None and not flow.arrived:
                     self._waiting[flow] = worker
-                    return
-                worker.start = now
-                self._at(now + duration, self._on_computed, worker)
+                elif barrier is not None:
+                    self._join(barrier, worker, now)
+                else:
+                    self._start(worker, now)
                 return
             assert flow is not None
             end.queue.append(flow)
             worker.cursor += 1
             self._try_transfer(flow, now)
 
-    def _join(self, worker: _Worker, barrier: _Barrier, now: float) -> None:
+    def _join(self, barrier: _Barrier, worker: _Worker, now: float) -> None:
         barrier.here.append(worker)
         if len(barrier.here) == barrier.expected:
             for replica in barrier.here:
-                replica.cursor += 1
-                self._at(now, self._advance, replica)
+                self._at(now, self._start, replica)
+
+    def _start(self, worker: _Worker, now: float) -> None:
+        _, action, duration, *_ = worker.steps[worker.cursor]
+        if action.kind.is_compute:
+            worker.start = now
+            self._at(now + duration, self._on_computed, worker)
+        else:  # a reduction, which takes no time here
+            worker.cursor += 1
+            self._advance(worker, now)
 
     def _on_computed(self, worker: _Worker, now: float) -> None:
         action = worker.steps[worker.cursor].action
@@ -224,7 +242,7 @@ class _Engine:
             if worker.cursor == len(worker.steps):
                 continue
             step = worker.steps[worker.cursor]
-            if step.barrier is not None:
+            if step.barrier is not None and worker in step.barrier.here:
                 here = [replica.node for replica in step.barrier.here]
                 stage = [other.node for other in self._workers if other.node.stage == worker.node.stage]
                 yield worker.node, Stuck(step.place, absent=tuple(n for n in stage if n not in here))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn
 
 from ldt.errors import PlanError
@@ -18,7 +18,7 @@ from ldt.topology import LanePolicy, Node, lanes
 __all__ = ["prove", "verify"]
 
 
-def verify(plan: Plan, lanes: LanePolicy | None = None) -> None:
+def verify(plan: Plan, lanes: LanePolicy | None = None, *, lockstep: Collection[int] = ()) -> None:
     """Raise PlanError, with the grid and the place marked, unless ``plan`` is proven to work.
 
     Proven are: each action is there exactly once and on its chunk's node; every action comes after what it
@@ -26,23 +26,28 @@ def verify(plan: Plan, lanes: LanePolicy | None = None) -> None:
     lane have one order; the replicas of a stage reduce its chunks in one order; and no deadlock, by a run in
     which a message passes only at the head of both its queues and a reduction waits for all replicas.
     ``lanes`` proves the plan for another lane policy than its own. A plan without communication is proven as
-    such.
+    such. ``lockstep`` are stages whose replicas meet in all they do, as with layers in ``fully_shard``, which
+    gather their weights from them in each forward and backward: those replicas must have one order of chunks.
     """
     if lanes is not None and plan.lanes is None:
         raise PlanError(
             "this plan has no communication yet, so it cannot be verified for lanes: use add_communication"
         )
-    prove(plan, UNIT_COSTS, lanes or plan.lanes)
+    prove(plan, UNIT_COSTS, lanes or plan.lanes, lockstep)
 
 
-def prove(plan: Plan, costs: Costs, policy: LanePolicy | None) -> Run:
+def prove(plan: Plan, costs: Costs, policy: LanePolicy | None, lockstep: Collection[int] = ()) -> Run:
     """Verify ``plan``, running it with ``costs`` in the last step, and return that run."""
     for node in plan.rows:
         _check_row(plan, node)
-    _check_reduction_order(plan)
+    _check_replicas_agree(plan, _is_reduction, "reduce its chunks")
+    for stage in lockstep:
+        _check_replicas_agree(
+            plan, _is_compute, "run its chunks, as layers in fully_shard gather them,", {stage}
+        )
     if policy is not None:
         _check_lane_order(plan, policy)
-    result = run(plan, costs, policy)
+    result = run(plan, costs, policy, lockstep)
     if result.stuck:
         _fail_deadlock(plan, result, policy)
     return result
@@ -79,21 +84,40 @@ def _check_row(plan: Plan, node: Node) -> None:
                 _fail(plan, f"node {node} has {action} before {needed}, which it needs", {node: index})
 
 
-def _check_reduction_order(plan: Plan) -> None:
-    """Replicas of a stage meet in their reductions, so they must come to them in one order."""
+def _check_replicas_agree(
+    plan: Plan, concerns: Callable[[Action], bool], what: str, stages: Collection[int] | None = None
+) -> None:
+    """Replicas of a stage meet in the actions that ``concerns`` picks: chunks and kinds must come in one order."""
     for node in plan.rows:
+        if stages is not None and node.stage not in stages:
+            continue
         first = Node(node.stage, 0)
         ours, theirs = (
-            [(index, action) for index, action in enumerate(plan.rows[n]) if action.kind is Kind.REDUCE_GRAD]
+            [(index, action) for index, action in enumerate(plan.rows[n]) if concerns(action)]
             for n in (node, first)
         )
+        if len(ours) != len(theirs):
+            served = plan.topology.served
+            raise PlanError(
+                f"all replicas of a stage must {what} equally often: node {node} has {len(ours)} actions for that, "
+                f"node {first} {len(theirs)}; the number of microbatches must be a multiple of the {served} "
+                "replicas that each one of the edge serves"
+            )
         for (index, action), (first_index, first_action) in zip(ours, theirs, strict=True):
-            if action != first_action:
+            if action[:2] != first_action[:2]:
                 problem = (
-                    f"all replicas of a stage must reduce its chunks in one order: node {node} has {action} "
-                    f"where node {first} has {first_action}"
+                    f"all replicas of a stage must {what} in one order: node {node} has {action} where node {first} "
+                    f"has {first_action}"
                 )
                 _fail(plan, problem, {node: index, first: first_index})
+
+
+def _is_reduction(action: Action) -> bool:
+    return action.kind is Kind.REDUCE_GRAD
+
+
+def _is_compute(action: Action) -> bool:
+    return action.kind.is_compute
 
 
 def _check_lane_order(plan: Plan, policy: LanePolicy) -> None:

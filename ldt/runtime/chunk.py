@@ -82,9 +82,10 @@ class ChunkRunner:
         device: torch.device,
         free_outputs: bool,
         shards: NodeShards | None = None,
+        sync: GradientSync | None = None,
     ) -> None:
         self.index = index
-        self.sync = GradientSync(module)
+        self.sync = sync or GradientSync(module)
         self.module = module
         self._device = device
         self._free_outputs = free_outputs

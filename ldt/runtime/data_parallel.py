@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.place import Place
 
-__all__ = ["GradientSync", "check_sharded", "needs_declared_shapes", "unwrapped"]
+__all__ = ["GradientSync", "check_sharded", "is_fully_sharded", "unwrapped"]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -21,20 +21,17 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def needs_declared_shapes(module: nn.Module) -> bool:
-    """True with parts of ``fully_shard``: their hooks gather parameters, which fake tensors cannot stand in for."""
+def is_fully_sharded(module: nn.Module) -> bool:
+    """True with parts of ``fully_shard``, whose hooks gather parameters from all replicas.
+
+    Fake tensors cannot stand in for those, and replicas must run such chunks in one order.
+    """
     return bool(_sharded_parts(module))
 
 
 def check_sharded(module: nn.Module, place: Place) -> None:
-    """Raise ValueError where parts of ``fully_shard`` would hang, or divide by a wrong number."""
+    """Raise ValueError where parts of ``fully_shard`` would divide by a wrong number."""
     parts = _sharded_parts(module)
-    if parts and place.topology.served > 1 and not place.is_edge:
-        raise InputValueError(
-            f"fully_shard gathers parameters on all replicas at once, but stage {place.stage} has "
-            f"{place.topology.served} for each one of the edge, with microbatches of their own: leave such chunks "
-            "plain, or give edge_dp=dp"
-        )
     for mesh in (p.device_mesh for part in parts for p in part.parameters() if isinstance(p, DTensor)):
         if mesh.ndim == 1 and place.spans_node(mesh) and not place.spans_replicas(mesh):
             raise InputValueError(
@@ -48,10 +45,17 @@ def _sharded_parts(module: nn.Module) -> list[Any]:
 
 
 class GradientSync:
-    """Tells the parts of a chunk that ``fully_shard`` made to reduce with the last backward of a step alone."""
+    """Tells the parts of a chunk that ``fully_shard`` made to reduce with the last backward of a step alone.
 
-    def __init__(self, module: nn.Module) -> None:
+    They divide the sum over replicas by their number, unless ``divisor`` says otherwise.
+    """
+
+    def __init__(self, module: nn.Module, divisor: int | None = None) -> None:
         self._parts = _sharded_parts(module)
+        if divisor is not None:
+            for part in self._parts:
+                part.set_gradient_divide_factor(float(divisor))
+                part.set_force_sum_reduction_for_comms(True)  # gloo has no sums that are scaled on the way
 
     def set_last(self, last: bool) -> None:
         """Before each backward: whether it is the last of the step."""

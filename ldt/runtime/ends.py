@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.specs import HopSpecs
@@ -57,6 +58,11 @@ class TailRunner(ChunkRunner):
 
 
 def make_runner(mesh: Mesh, index: int, module: nn.Module, free_outputs: bool) -> ChunkRunner:
-    """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
+    """The runner for chunk ``index``: only here, and once, its place in the model makes a difference.
+
+    Replicas that share one of the edge have shares of its microbatches: their gradients are summed, not averaged.
+    """
     kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
-    return kind(index, module, mesh.device, free_outputs, mesh.shards)
+    shared = mesh.topology.served > 1 and not mesh.is_edge
+    sync = GradientSync(module, divisor=mesh.topology.edge_dp if shared else None)
+    return kind(index, module, mesh.device, free_outputs, mesh.shards, sync)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ldt.errors import LdtError
-from ldt.runtime.data_parallel import needs_declared_shapes
+from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
@@ -68,7 +68,7 @@ def infer_specs(
             specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
             if not all(isinstance(spec, TensorSpec) for spec in specs):
                 raise TypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
-        elif needs_declared_shapes(module):
+        elif is_fully_sharded(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
             specs = _run_on_fakes(chunk, module, (args, kwargs), device, training, shards or NodeShards())

@@ -51,15 +51,18 @@ class Agreement:
     hops: Sequence[Sequence[HopSpecs]]
 
 
-def agree(mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str]) -> None:
+def agree(
+    mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str], own: object = None
+) -> list[Any]:
     """Raise on every rank if one cannot begin ``call`` for an ``error``, or was given other values.
 
-    A collective call. ``same`` has what must be equal, by the name it has in texts.
+    A collective call. ``same`` has what must be equal, by the name it has in texts. Returns each rank's ``own``.
     """
     mine = {
         "error": None if error is None else mesh.tell(error),
         "error_type": None if error is None else type(error).__name__,
         "same": dict(same),
+        "own": own,
     }
     with mesh.collective(call):
         answers = dict(zip(mesh.ranks, mesh.control.gather(mine), strict=True))
@@ -80,6 +83,7 @@ def agree(mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str
             raise LdtError(
                 f"every rank must be given the same: ranks {others} have other {what} than this rank"
             )
+    return [answer["own"] for answer in answers.values()]
 
 
 def open_step(mesh: Mesh, shapes: ShapeBook, plans: PlanBook, call: Call) -> Agreement:

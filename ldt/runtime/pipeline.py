@@ -11,7 +11,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
-from ldt.runtime.data_parallel import check_sharded, unwrapped
+from ldt.runtime.data_parallel import check_sharded, is_fully_sharded, unwrapped
 from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
@@ -65,15 +65,18 @@ class Pipeline:
         self._scaler = grad_scaler
         self._serial = 0
         error: Exception | None = None
+        lockstep: list[int] = []
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
             check_scaler(grad_scaler)
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
             same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
+            lockstep = [mesh.stage] if any(map(is_fully_sharded, modules.values())) else []
         except Exception as caught:
             error, same = caught, {}
-        agree(mesh, "Pipeline()", error, same)
+        stages = agree(mesh, "Pipeline()", error, same, own=lockstep)
+        self._plans.keep_lockstep({stage for found in stages for stage in found})
         self._runners = {
             index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
         }

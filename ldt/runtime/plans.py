@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ldt.errors import PlanError
 from ldt.plan import Plan, add_communication, add_grad_reduction, ushape, verify
@@ -29,6 +29,7 @@ class PlanBook:
         self._factory = factory
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._digests: dict[tuple[int, bool], str] = {}
+        self._lockstep: Collection[int] = ()
         self._given = plan
         if plan is not None:
             self._given = self._completed(plan)
@@ -40,6 +41,15 @@ class PlanBook:
         if key not in self._plans:
             self._plans[key] = self._completed(self._make(num_microbatches, training))
         return self._plans[key]
+
+    def keep_lockstep(self, stages: Collection[int]) -> None:
+        """Prove all plans, those that there are and those to come, for replicas of ``stages`` that run in lockstep.
+
+        Raises PlanError.
+        """
+        self._lockstep = stages
+        for plan in self._plans.values():
+            verify(plan, lockstep=stages)
 
     def digest(self, num_microbatches: int, training: bool) -> str:
         """A short text that is equal on ranks whose plans are."""
@@ -89,7 +99,7 @@ class PlanBook:
                 f"the plan is for {plan.lanes!r} lanes, the mesh was connected with lanes={self._lanes!r}: "
                 "use the same for both"
             )
-        verify(plan)
+        verify(plan, lockstep=self._lockstep)
         return plan
 
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ldt.errors import PlanError
-from ldt.plan import Action, Kind, Plan, remove_communication, ushape, verify
+from ldt.plan import Action, Kind, Plan, add_grad_reduction, remove_communication, ushape, verify
 from ldt.topology import Node, Topology
 
 EDGE, CLOUD, LAST = Node(0, 0), Node(1, 0), Node(2, 0)
@@ -263,3 +263,31 @@ def test_replicas_that_share_an_edge_wait_for_each_other():
     with pytest.raises(PlanError, match="deadlock: 3 of 3 nodes") as caught:
         verify(plan)
     assert "node 1.0 waits at 3REDUCE_GRAD for node 1.1 to come to it, too\n" in str(caught.value)
+
+
+@pytest.mark.parametrize("lanes", ["dedicated", "paired"])
+@pytest.mark.parametrize(("dp", "edge_dp", "num_microbatches"), [(2, 2, 3), (2, 1, 4), (3, 1, 9), (4, 2, 8)])
+@pytest.mark.parametrize(("stages", "laps"), [(2, 1), (3, 1), (3, 2), (4, 1)])
+def test_the_fixed_order_keeps_replicas_in_step(stages, laps, dp, edge_dp, num_microbatches, lanes):
+    topology = Topology([1] * stages, dp=dp, edge_dp=edge_dp, laps=laps)
+    verify(ushape(topology, num_microbatches, lanes=lanes), lockstep=range(stages))
+
+
+def test_replicas_in_step_wait_for_one_another():
+    """The edge does all for replica 0 before it begins for replica 1, which replica 0 meets in its first forward."""
+    topology = Topology([1, 1], dp=2, edge_dp=1)
+    edge = parse(*(text for m in (0, 1) for text in (f"0F{m}", f"2F{m}", f"2B{m}", f"0B{m}")))
+    plan = Plan(topology, 2, {EDGE: edge, CLOUD: parse("1F0", "1B0"), Node(1, 1): parse("1F1", "1B1")})
+    plan = add_grad_reduction(plan)
+    verify(plan)
+    with pytest.raises(PlanError, match=r"node 1\.0 waits at 1F0 for node 1\.1 to come to it, too"):
+        verify(plan, lockstep=[1])
+
+
+def test_replicas_in_step_do_equally_much():
+    plan = ushape(Topology([1, 1], dp=2, edge_dp=1), 3)
+    verify(plan, lockstep=[0])
+    with pytest.raises(
+        PlanError, match="must be a multiple of the 2 replicas that each one of the edge serves"
+    ):
+        verify(plan, lockstep=[1])

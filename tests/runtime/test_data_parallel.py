@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldt
-from ldt.plan import Costs, optimize
+from ldt.plan import Action, Costs, Kind, Plan, optimize, remove_communication, ushape
 from ldt.runtime import TensorSpec
 from ldt.testing import RankPool, ToyChunk, toy_loss, toy_microbatches, unsplit_step
-from ldt.topology import Topology
+from ldt.topology import Node, Topology
 
 WORLD_SIZE = 4
 
@@ -72,7 +72,8 @@ def replicas(way: str, edge_dp: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("way", "edge_dp"), [("plain", 2), ("plain", 1), ("ddp", 2), ("ddp", 1), ("fully_shard", 2)]
+    ("way", "edge_dp"),
+    [("plain", 2), ("plain", 1), ("ddp", 2), ("ddp", 1), ("fully_shard", 2), ("fully_shard", 1)],
 )
 def test_one_reduction_for_each_chunk_and_step(pool: RankPool, way: str, edge_dp: int) -> None:
     counts = pool.run(replicas, way, edge_dp, ranks=range(edge_dp + 2))
@@ -134,7 +135,7 @@ def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
 @pytest.mark.parametrize(
     ("tp", "dp", "edge_dp", "plan", "sentence"),
     [
-        ([1, 1], 2, 1, "", "stage 1 has 2 for each one of the edge"),
+        ([1, 1], 2, 1, "", "equally often: node 1.1 has 2 actions for that, node 1.0 4"),
         ([1, 2], 1, 1, "", "fully_shard must go over the replicas"),
         ([1, 1], 2, 2, "split", "the backward of modules of fully_shard cannot be split"),
     ],
@@ -164,3 +165,40 @@ def test_shapes_of_sharded_chunks_are_to_be_declared(pool: RankPool) -> None:
     for text in pool.run(undeclared):
         assert "modules of fully_shard cannot be run on fake tensors" in text
         assert "output_spec(*input_specs)" in text
+
+
+def hand_written() -> str:
+    """Replica 1 runs its forwards of two chunks in another order: right for plain chunks, never for gathered ones."""
+    topology = Topology([1, 1], dp=2, laps=2)
+    plan = remove_communication(ushape(topology, 2))
+    rows = {node: [a for a in row if a.kind is not Kind.REDUCE_GRAD] for node, row in plan.rows.items()}
+    place = [action.kind for action in rows[Node(1, 1)]].index(Kind.B)
+    rows[Node(1, 1)][:place] = [
+        Action(1, Kind.F, 0),
+        Action(3, Kind.F, 0),
+        Action(1, Kind.F, 1),
+        Action(3, Kind.F, 1),
+    ]
+    rows[Node(1, 0)][:place] = [
+        Action(1, Kind.F, 0),
+        Action(1, Kind.F, 1),
+        Action(3, Kind.F, 0),
+        Action(3, Kind.F, 1),
+    ]
+    other = Plan(topology, 2, {node: tuple(row) for node, row in rows.items()})
+    chunks = [Declared(16) for _ in range(topology.num_chunks)]
+    with ldt.connect(topology) as mesh:
+        mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
+        ldt.Pipeline(copy.deepcopy(mine), mesh, other, loss_fn=toy_loss).step(
+            toy_microbatches(2) if mesh.is_edge else None
+        )
+        for chunk in mine[: 1 if mesh.stage else 0]:
+            fully_shard(chunk, mesh=mesh.dp_mesh)
+        with pytest.raises(ldt.PlanError) as caught:
+            ldt.Pipeline(mine, mesh, other, loss_fn=toy_loss)
+        return str(caught.value)
+
+
+def test_replicas_of_gathered_chunks_keep_one_order(pool: RankPool) -> None:
+    for text in pool.run(hand_written):
+        assert "run its chunks, as layers in fully_shard gather them, in one order: node 1.1 has" in text
