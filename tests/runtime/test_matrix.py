@@ -6,9 +6,11 @@ Sums are made in another order there, over ranks and over replicas, so that equa
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -18,7 +20,7 @@ from ldt.testing import RankPool, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
 WORLD_SIZE = 12
-TP = [[1, 2], [2, 1], [1, 4], [2, 1, 2], [1, 3, 2]]
+TP = [[1, 2], [2, 1], [1, 4], [2, 4], [2, 1, 2], [1, 3, 2]]
 REPLICAS = [(1, 1), (2, 1), (2, 2)]  # dp and edge_dp
 MICROBATCHES = 3  # of each edge replica: not a multiple of what it serves
 
@@ -34,13 +36,13 @@ class Layers(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
 
 
-def run(tp: list[int], dp: int, edge_dp: int, laps: int) -> float:
+def run(tp: list[int], dp: int, edge_dp: int, laps: int, ranks: Sequence[int] | None = None) -> float:
     topology = Topology(tp, dp=dp, edge_dp=edge_dp, laps=laps)
     torch.manual_seed(0)
     chunks = [Layers() for _ in range(topology.num_chunks)]
     batches = [toy_microbatches(MICROBATCHES, seed=seed) for seed in range(edge_dp)]
     unsplit = [unsplit_step(chunks, batch, toy_loss) for batch in batches]
-    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+    with ldt.connect(topology, ranks=ranks or range(topology.world_size)) as mesh:
         mine = [copy.deepcopy(chunks[index]) for index in topology.chunks_of(mesh.stage)]
         for chunk in mine if mesh.tp_mesh.size() > 1 else []:
             parallelize_module(chunk, mesh.tp_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -86,3 +88,16 @@ def test_unequal_stages(pool: RankPool, tp: list[int], dp: int, edge_dp: int, la
     size = Topology(tp, dp=dp, edge_dp=edge_dp).world_size
     norms = pool.run(run, tp, dp, edge_dp, laps, ranks=range(size), timeout=60)
     assert len(set(norms)) == 1
+
+
+def two_at_once(edge_dp: int) -> float:
+    """Case A15 with replicas: odd and even ranks, each a pipeline of their own, in orders of their own."""
+    even = dist.get_rank() % 2 == 0
+    size = Topology([1, 2], dp=2, edge_dp=edge_dp).world_size
+    return run([1, 2], 2, edge_dp, 1, range(0, 2 * size, 2) if even else range(2 * size - 1, 0, -2))
+
+
+@pytest.mark.parametrize("edge_dp", [1, 2])
+def test_two_pipelines_with_replicas(pool: RankPool, edge_dp: int) -> None:
+    size = Topology([1, 2], dp=2, edge_dp=edge_dp).world_size
+    assert len(set(pool.run(two_at_once, edge_dp, ranks=range(2 * size), timeout=60))) == 1
