@@ -1,7 +1,8 @@
 """What the compiled module offers. Checked against the module by tests/build."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import DistBackendError, ProcessGroup, Work
@@ -63,3 +64,40 @@ class Lane:
 
 def abort_all(reason: str) -> None:
     """Aborts and stops every lane of this process; runs at exit."""
+
+MAX_METADATA_ELEMENTS: int
+METADATA_NAMES: tuple[str, ...]
+
+class _Microbatch(Protocol):
+    @property
+    def id(self) -> int: ...
+    @property
+    def hops(self) -> Sequence[Sequence[object]]: ...
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+def pack_step(
+    *,
+    training: bool,
+    serial: int,
+    plan: str,
+    setting: str,
+    autocast: str | None,
+    microbatches: Sequence[_Microbatch],
+    max_elements: int,
+) -> torch.Tensor:
+    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.metadata.pack."""
+
+def pack_called_off(*, serial: int, error_type: str, error_text: str) -> torch.Tensor:
+    """The message that a step is called off."""
+
+def unpack_message(data: torch.Tensor, *, device: torch.device, max_elements: int) -> tuple[Any, ...]:
+    """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.metadata.unpack.
+
+    Of a step: (training, serial, plan, setting, autocast, hops, microbatches), where a hop is a tuple of (shape,
+    dtype, requires_grad, order) and a microbatch (id, numbers of hops, tensors by name). Of one that is called off:
+    (None, serial, error_type, error_text).
+    """
+
+def has_metadata_kernels(device: torch.device) -> bool:
+    """Whether this build scans and rebuilds masks with kernels on ``device``."""

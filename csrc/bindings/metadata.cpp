@@ -1,0 +1,163 @@
+// ldt._C's pack and unpack: Python's values in and out of messages. ldt/runtime/metadata.py gives
+// them their types.
+#include <map>
+#include <unordered_map>
+
+#include "bindings/bindings.h"
+#include "metadata/error.h"
+#include "metadata/tensors.h"
+
+namespace py = pybind11;
+
+namespace ldt {
+namespace {
+
+using metadata::Call;
+using metadata::Content;
+using metadata::Hop;
+using metadata::HopTensor;
+using metadata::Kind;
+using metadata::TensorMicrobatch;
+
+HopTensor hop_tensor_from(py::handle spec) {
+  HopTensor tensor;
+  tensor.dtype = metadata::wire_dtype(spec.attr("dtype").cast<at::ScalarType>(), "a hop's tensor");
+  tensor.requires_grad = spec.attr("requires_grad").cast<bool>();
+  tensor.shape = spec.attr("shape").cast<std::vector<int64_t>>();
+  tensor.order = spec.attr("order").cast<std::vector<uint8_t>>();
+  return tensor;
+}
+
+// Numbers hops as they come. Most steps have few of them, and often as one object.
+class HopTable {
+ public:
+  explicit HopTable(std::vector<Hop>& hops) : hops_(hops) {}
+
+  uint32_t number_of(py::handle specs) {
+    const auto known = by_object_.find(specs.ptr());
+    if (known != by_object_.end()) return known->second;
+    Hop hop;
+    for (const py::handle spec : specs) hop.push_back(hop_tensor_from(spec));
+    const auto next = static_cast<uint32_t>(hops_.size());
+    const auto [found, is_new] = by_value_.emplace(hop, next);
+    if (is_new) hops_.push_back(std::move(hop));
+    alive_.push_back(py::reinterpret_borrow<py::object>(specs));
+    by_object_.emplace(specs.ptr(), found->second);
+    return found->second;
+  }
+
+ private:
+  std::vector<Hop>& hops_;
+  std::unordered_map<PyObject*, uint32_t> by_object_;
+  std::map<Hop, uint32_t> by_value_;
+  std::vector<py::object> alive_;  // an address names an object only as long as it lives
+};
+
+std::vector<TensorMicrobatch> microbatches_from(const py::sequence& microbatches,
+                                                std::vector<Hop>& hops) {
+  HopTable table(hops);
+  std::vector<TensorMicrobatch> result;
+  result.reserve(microbatches.size());
+  for (const py::handle source : microbatches) {
+    TensorMicrobatch& microbatch = result.emplace_back();
+    microbatch.id = source.attr("id").cast<int64_t>();
+    for (const py::handle specs : py::object(source.attr("hops"))) {
+      microbatch.hops.push_back(table.number_of(specs));
+    }
+    const py::object items = source.attr("tensors").attr("items")();
+    for (const py::handle item : items) {
+      const auto pair = py::reinterpret_borrow<py::tuple>(item);
+      if (!THPVariable_Check(pair[1].ptr())) {
+        metadata::fail("microbatch ", microbatch.id, ": expected a tensor as '",
+                       py::str(pair[0]).cast<std::string>(), "', got ",
+                       py::str(py::type::of(pair[1])).cast<std::string>(),
+                       "; only tensors are metadata");
+      }
+      microbatch.tensors.emplace_back(pair[0].cast<std::string>(), pair[1].cast<at::Tensor>());
+    }
+  }
+  return result;
+}
+
+at::Tensor pack_step(bool training, int64_t serial, std::string plan, std::string setting,
+                     std::optional<std::string> autocast, const py::sequence& microbatches,
+                     int64_t max_elements) {
+  Content content;
+  content.call = {training ? Kind::kStep : Kind::kEval, serial,
+                  std::move(plan), std::move(setting), std::move(autocast), {}, {}};
+  const auto sources = microbatches_from(microbatches, content.hops);
+  py::gil_scoped_release no_gil;
+  return metadata::pack(std::move(content), sources, max_elements);
+}
+
+at::Tensor pack_called_off(int64_t serial, std::string error_type, std::string error_text) {
+  Content content;
+  content.call.kind = Kind::kCalledOff;
+  content.call.serial = serial;
+  content.call.error_type = std::move(error_type);
+  content.call.error_text = std::move(error_text);
+  py::gil_scoped_release no_gil;
+  return metadata::pack(std::move(content), {}, 0);
+}
+
+py::tuple specs_to_python(const Hop& hop) {
+  py::tuple specs(hop.size());
+  for (size_t index = 0; index < hop.size(); ++index) {
+    const HopTensor& tensor = hop[index];
+    specs[index] =
+        py::make_tuple(py::tuple(py::cast(tensor.shape)), metadata::torch_dtype(tensor.dtype),
+                       tensor.requires_grad, py::tuple(py::cast(std::vector<int64_t>(
+                                                 tensor.order.begin(), tensor.order.end()))));
+  }
+  return specs;
+}
+
+py::list microbatches_to_python(const metadata::Unpacked& unpacked) {
+  std::vector<py::str> names;
+  for (const auto& name : metadata::kNames) names.emplace_back(std::string(name.text));
+  py::list microbatches;
+  size_t tensor = 0;
+  for (const auto& microbatch : unpacked.content.microbatches) {
+    py::dict tensors;
+    for (const uint32_t form : microbatch.forms) {
+      tensors[names[unpacked.content.forms[form].name]] = unpacked.tensors[tensor++];
+    }
+    microbatches.append(py::make_tuple(microbatch.id, py::cast(microbatch.hops), tensors));
+  }
+  return microbatches;
+}
+
+py::tuple unpack_message(const at::Tensor& data, c10::Device device, int64_t max_elements) {
+  metadata::Unpacked unpacked;
+  {
+    py::gil_scoped_release no_gil;
+    unpacked = metadata::unpack(data, device, max_elements);
+  }
+  const Call& call = unpacked.content.call;
+  if (call.kind == Kind::kCalledOff) {
+    return py::make_tuple(py::none(), call.serial, call.error_type, call.error_text);
+  }
+  py::list hops;
+  for (const Hop& hop : unpacked.content.hops) hops.append(specs_to_python(hop));
+  return py::make_tuple(call.kind == Kind::kStep, call.serial, call.plan, call.setting,
+                        call.autocast, hops, microbatches_to_python(unpacked));
+}
+
+}  // namespace
+
+void bind_metadata(py::module_& module) {
+  module.def("pack_step", &pack_step, py::kw_only(), py::arg("training"), py::arg("serial"),
+             py::arg("plan"), py::arg("setting"), py::arg("autocast").none(true),
+             py::arg("microbatches"), py::arg("max_elements"));
+  module.def("pack_called_off", &pack_called_off, py::kw_only(), py::arg("serial"),
+             py::arg("error_type"), py::arg("error_text"));
+  module.def("unpack_message", &unpack_message, py::arg("data"), py::kw_only(), py::arg("device"),
+             py::arg("max_elements"));
+  module.def("has_metadata_kernels", &metadata::has_kernels, py::arg("device"));
+  module.attr("MAX_METADATA_ELEMENTS") = metadata::kDefaultMaxElements;
+  py::list names;
+  for (const auto& name : metadata::kNames) names.append(std::string(name.text));
+  module.attr("METADATA_NAMES") = py::tuple(names);
+}
+
+}  // namespace ldt
