@@ -1,8 +1,8 @@
 """What the compiled module offers. Checked against the module by tests/build."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import DistBackendError, ProcessGroup, Work
@@ -68,14 +68,6 @@ def abort_all(reason: str) -> None:
 MAX_METADATA_ELEMENTS: int
 METADATA_NAMES: tuple[str, ...]
 
-class _Microbatch(Protocol):
-    @property
-    def id(self) -> int: ...
-    @property
-    def hops(self) -> Sequence[Sequence[object]]: ...
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
-
 def pack_step(
     *,
     training: bool,
@@ -83,10 +75,13 @@ def pack_step(
     plan: str,
     setting: str,
     autocast: str | None,
-    microbatches: Sequence[_Microbatch],
+    microbatches: Sequence[object],
     max_elements: int,
 ) -> torch.Tensor:
-    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.metadata.pack."""
+    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.metadata.pack.
+
+    Of each microbatch the attributes id, hops (sequences of TensorSpec) and tensors (by name) are read.
+    """
 
 def pack_called_off(*, serial: int, error_type: str, error_text: str) -> torch.Tensor:
     """The message that a step is called off."""

@@ -1,5 +1,7 @@
 // ldt._C's pack and unpack: Python's values in and out of messages. ldt/runtime/metadata.py gives
 // them their types.
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <map>
 #include <unordered_map>
 

@@ -35,7 +35,7 @@ std::vector<const void*> ScannedRows::elements_on_host(const std::vector<at::Ten
   std::vector<size_t> open;
   std::vector<at::Tensor> open_tensors;
   for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
-    if (tensors[tensor].is_cpu()) {
+    if (!table_.away[tensor]) {
       data[tensor] = tensors[tensor].const_data_ptr();
     } else if (const ScanJob* job = scan_of(tensor)) {
       if (!leaves_open(*job, tensors[tensor])) continue;
@@ -124,7 +124,9 @@ bool has_kernels(c10::Device device) { return device.is_cuda(); }
 std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content,
                                                   const std::vector<at::Tensor>& tensors,
                                                   c10::Device device) {
-  ScanTable table = plan_scan(content, tensors);
+  std::vector<bool> away;
+  for (const at::Tensor& tensor : tensors) away.push_back(!tensor.is_cpu());
+  ScanTable table = plan_scan(content, tensors, away);
   const c10::DeviceGuard guard(device);
   at::Tensor output = staging_bytes(table.output_bytes, device);
   if (table.rows > std::numeric_limits<int>::max()) {

@@ -17,11 +17,14 @@ namespace ldt::metadata {
 struct ScanTable {
   std::vector<ScanJob> jobs;    // ascending by first row
   std::vector<size_t> job_of;   // of each tensor; kNoTensor for those on the host or without rows
+  std::vector<bool> away;       // which tensors are on the device
   int64_t rows = 0;
   int64_t longest = 0;
   int64_t output_bytes = 0;
 };
-ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tensors);
+/// `away`: which of the tensors are on the device.
+ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tensors,
+                    const std::vector<bool>& away);
 
 /// Reads a scan's output: facts of the rows that were scanned, the elements of the tensors that
 /// were copied, and those of tensors that were fetched since they have rows that neither bits nor

@@ -29,19 +29,19 @@ class Collector {
   Collector(Content& content, int64_t max_elements) : content_(content), budget_(max_elements) {}
 
   void add(const TensorMicrobatch& source) {
-    std::vector<std::pair<uint32_t, const at::Tensor*>> forms;  // number of the form
+    std::vector<std::pair<Form, const at::Tensor*>> tensors;
     for (const auto& [name, tensor] : source.tensors) {
       const std::string where =
           "microbatch " + std::to_string(source.id) + ", tensor '" + name + "'";
-      forms.emplace_back(number_of(form_of(name, tensor, where)), &tensor);
+      tensors.emplace_back(form_of(name, tensor, where), &tensor);
     }
-    std::sort(forms.begin(), forms.end(), [this](const auto& left, const auto& right) {
-      return content_.forms[left.first].name < content_.forms[right.first].name;
+    std::sort(tensors.begin(), tensors.end(), [](const auto& left, const auto& right) {
+      return left.first.name < right.first.name;
     });
     Microbatch microbatch{source.id, source.hops, {}};
-    for (const auto& [form, tensor] : forms) {
-      microbatch.forms.push_back(form);
-      budget_.spend(content_.forms[form]);  // before an expanded tensor is made contiguous
+    for (const auto& [form, tensor] : tensors) {
+      microbatch.forms.push_back(number_of(form));
+      budget_.spend(form);  // before an expanded tensor is made contiguous
       tensors_.push_back(tensor->contiguous());
     }
     content_.microbatches.push_back(std::move(microbatch));

@@ -11,18 +11,20 @@ constexpr int64_t kOutputAlignment = 16;
 
 class TableMaker {
  public:
-  TableMaker(const Content& content, const std::vector<at::Tensor>& tensors)
+  TableMaker(const Content& content, const std::vector<at::Tensor>& tensors,
+             const std::vector<bool>& away)
       : tensors_(tensors), masks_(masks_to_follow(content)), follower_on_host_(tensors.size()) {
+    table_.away = away;
     for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
       const size_t mask = masks_[tensor];
-      if (mask != kNoTensor && tensors[tensor].is_cpu()) follower_on_host_[mask] = true;
+      if (mask != kNoTensor && !away[tensor]) follower_on_host_[mask] = true;
     }
   }
 
   void add(size_t tensor, const Form& form) {
     const RowShape shape = rows_of(form);
     table_.job_of.push_back(kNoTensor);
-    if (tensors_[tensor].is_cpu() || shape.rows == 0) return;
+    if (!table_.away[tensor] || shape.rows == 0) return;
     ScanJob job{};
     job.kind = kind_of(tensor, form);
     job.begin = table_.rows;
@@ -47,7 +49,7 @@ class TableMaker {
     if (form.name == kAttentionMask) {
       return follower_on_host_[tensor] ? ScanKind::kCopy : ScanKind::kMask;
     }
-    const bool mask_on_host = masks_[tensor] != kNoTensor && tensors_[masks_[tensor]].is_cpu();
+    const bool mask_on_host = masks_[tensor] != kNoTensor && !table_.away[masks_[tensor]];
     return form.name == kPositionIds && !mask_on_host ? ScanKind::kRule : ScanKind::kCopy;
   }
 
@@ -81,8 +83,9 @@ class TableMaker {
 
 }  // namespace
 
-ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tensors) {
-  TableMaker maker(content, tensors);
+ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tensors,
+                    const std::vector<bool>& away) {
+  TableMaker maker(content, tensors, away);
   size_t tensor = 0;
   for (const Microbatch& microbatch : content.microbatches) {
     for (const uint32_t form : microbatch.forms) maker.add(tensor++, content.forms[form]);
