@@ -1,6 +1,6 @@
 """What the compiled module offers. Checked against the module by tests/build."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -86,12 +86,19 @@ def pack_step(
 def pack_called_off(*, serial: int, error_type: str, error_text: str) -> torch.Tensor:
     """The message that a step is called off."""
 
-def unpack_message(data: torch.Tensor, *, device: torch.device, max_elements: int) -> tuple[Any, ...]:
+def unpack_message(
+    data: torch.Tensor,
+    *,
+    device: torch.device,
+    max_elements: int,
+    spec_type: Callable[..., object],
+    microbatch_type: type,
+) -> tuple[Any, ...]:
     """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.metadata.unpack.
 
-    Of a step: (training, serial, plan, setting, autocast, hops, microbatches), where a hop is a tuple of (shape,
-    dtype, requires_grad, order) and a microbatch (id, numbers of hops, tensors by name). Of one that is called off:
-    (None, serial, error_type, error_text).
+    Of a step: (mode, serial, plan, setting, autocast, microbatches). Of one that is called off: (None, serial,
+    error_type, error_text). ``spec_type`` is called with shape, dtype, requires_grad and order; ``microbatch_type`` is
+    a class with the attributes id, hops and tensors, whose ``__init__`` is not called.
     """
 
 def has_metadata_kernels(device: torch.device) -> bool:

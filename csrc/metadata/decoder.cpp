@@ -29,8 +29,7 @@ Hop read_hop(ByteReader& in, size_t number) {
       const uint8_t* order = in.take(tensor.shape.size(), "a memory order");
       tensor.order.assign(order, order + tensor.shape.size());
     }
-    check_hop(tensor, "metadata message: hop " + std::to_string(number) + ", tensor " +
-                          std::to_string(index));
+    with_title(title_of_hop(number, index), [&] { check_hop(tensor); });
   }
   return hop;
 }
@@ -40,7 +39,7 @@ Form read_form(ByteReader& in) {
   form.name = in.byte("a tensor's name");
   form.dtype = in.byte("a data type");
   form.shape = read_sizes(in);
-  check_form(form, "metadata message");
+  with_title([] { return "metadata message"; }, [&] { check_form(form); });
   return form;
 }
 

@@ -17,7 +17,7 @@ void write_hop(ByteWriter& out, const Hop& hop, size_t number) {
   out.varint(hop.size());
   for (size_t index = 0; index < hop.size(); ++index) {
     const HopTensor& tensor = hop[index];
-    check_hop(tensor, "hop " + std::to_string(number) + ", tensor " + std::to_string(index));
+    with_title(title_of_hop(number, index), [&] { check_hop(tensor); });
     out.byte(tensor.dtype);
     out.byte(static_cast<uint8_t>((tensor.requires_grad ? 1 : 0) | (tensor.order.empty() ? 0 : 2)));
     write_sizes(out, tensor.shape);
@@ -92,7 +92,7 @@ void write_body(ByteWriter& out, const Content& content, RowFactsSource& rows) {
 
 std::vector<uint8_t> encode(const Content& content, RowFactsSource& rows, int64_t max_elements) {
   ElementBudget budget(max_elements);
-  for (const Form& form : content.forms) check_form(form, "metadata");
+  for (const Form& form : content.forms) check_form(form);
   for (const Microbatch& microbatch : content.microbatches) {
     for (const uint32_t form : microbatch.forms) budget.spend(content.forms[form]);
   }

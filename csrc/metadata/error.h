@@ -21,4 +21,20 @@ template <typename... Args>
   throw MetadataError(text.str());
 }
 
+/// Runs `step`; the text of a MetadataError from it is put behind `title()`. Titles cost nothing
+/// where nothing fails.
+template <typename Title, typename Step>
+decltype(auto) with_title(const Title& title, const Step& step) {
+  try {
+    return step();
+  } catch (const MetadataError& error) {
+    fail(title(), ": ", error.what());
+  }
+}
+
+/// The title for tensor `tensor` of hop `hop` in the message's table.
+inline auto title_of_hop(size_t hop, size_t tensor) {
+  return [=] { return "hop " + std::to_string(hop) + ", tensor " + std::to_string(tensor); };
+}
+
 }  // namespace ldt::metadata

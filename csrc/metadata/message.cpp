@@ -27,12 +27,12 @@ std::string shape_text(const std::vector<int64_t>& shape) {
   return text + "]";
 }
 
-void check_sizes(const std::vector<int64_t>& shape, const std::string& where) {
+void check_sizes(const std::vector<int64_t>& shape) {
   if (shape.size() > kMaxDims) {
-    fail(where, ": expected at most ", kMaxDims, " dimensions, got ", shape.size());
+    fail("expected at most ", kMaxDims, " dimensions, got ", shape.size());
   }
   for (const int64_t size : shape) {
-    if (size < 0) fail(where, ": expected sizes of 0 or more, got ", shape_text(shape));
+    if (size < 0) fail("expected sizes of 0 or more, got ", shape_text(shape));
   }
 }
 
@@ -50,35 +50,35 @@ std::string describe(const Form& form) {
          shape_text(form.shape);
 }
 
-void check_form(const Form& form, const std::string& where) {
+void check_form(const Form& form) {
   if (form.name >= kNames.size()) {
-    fail(where, ": expected the number of a tensor name below ", kNames.size(), ", got ",
+    fail("expected the number of a tensor name below ", kNames.size(), ", got ",
          int{form.name}, "; use the same version of ldt on all ranks");
   }
   const Name& name = kNames[form.name];
   if (form.dtype >= kDTypes.size() || !kDTypes[form.dtype].integer) {
-    fail(where, ": expected ", name.text, " of a bool or integer type, got ",
+    fail("expected ", name.text, " of a bool or integer type, got ",
          form.dtype < kDTypes.size() ? kDTypes[form.dtype].name : "an unknown one",
          "; convert it, or keep it out of the metadata");
   }
-  check_sizes(form.shape, where);
+  check_sizes(form.shape);
   const size_t dims = form.shape.size();
   const bool last_fits = name.last_size < 0 || (dims > 0 && form.shape.back() == name.last_size);
   if (dims < name.min_dims || dims > name.max_dims || !last_fits) {
-    fail(where, ": expected ", name.text, " of ", int{name.min_dims}, " to ", int{name.max_dims},
+    fail("expected ", name.text, " of ", int{name.min_dims}, " to ", int{name.max_dims},
          " dimensions", name.last_size < 0 ? "" : ", the last of size 3", ", got ", describe(form));
   }
 }
 
-void check_hop(const HopTensor& tensor, const std::string& where) {
+void check_hop(const HopTensor& tensor) {
   if (tensor.dtype >= kDTypes.size()) {
-    fail(where, ": expected the number of a data type below ", kDTypes.size(), ", got ",
+    fail("expected the number of a data type below ", kDTypes.size(), ", got ",
          int{tensor.dtype}, "; use the same version of ldt on all ranks");
   }
-  check_sizes(tensor.shape, where);
+  check_sizes(tensor.shape);
   const int64_t most = std::numeric_limits<int64_t>::max() / kDTypes[tensor.dtype].bytes;
   if (!product_up_to(tensor.shape, most)) {
-    fail(where, ": expected fewer than 2^63 bytes, got a tensor of shape ",
+    fail("expected fewer than 2^63 bytes, got a tensor of shape ",
          shape_text(tensor.shape));
   }
   if (tensor.order.empty()) return;
@@ -87,7 +87,7 @@ void check_hop(const HopTensor& tensor, const std::string& where) {
   const size_t dims = tensor.shape.size();
   const uint64_t all = dims == kMaxDims ? ~uint64_t{0} : (uint64_t{1} << dims) - 1;
   if (tensor.order.size() != dims || seen != all) {
-    fail(where, ": expected a memory order that names each of ", dims, " dimensions once");
+    fail("expected a memory order that names each of ", dims, " dimensions once");
   }
 }
 

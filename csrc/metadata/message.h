@@ -66,10 +66,10 @@ struct RowShape {
 };
 RowShape rows_of(const Form& form);
 
-/// Throws MetadataError, beginning with `where`, for what no message may hold. `form` checks data
-/// type and dimensions against its name, `hop` that the order is one of its dimensions.
-void check_form(const Form& form, const std::string& where);
-void check_hop(const HopTensor& tensor, const std::string& where);
+/// Throw MetadataError for what no message may hold: a form whose data type or dimensions are not
+/// those of its name, a tensor of a hop whose order is not one of its dimensions.
+void check_form(const Form& form);
+void check_hop(const HopTensor& tensor);
 
 /// Adds up the elements that a message asks for.
 class ElementBudget {

@@ -13,13 +13,13 @@
 namespace ldt::metadata {
 namespace {
 
-uint8_t name_number(const std::string& name, const std::string& where) {
+uint8_t name_number(const std::string& name) {
   const auto found = std::find_if(kNames.begin(), kNames.end(),
                                   [&](const Name& known) { return known.text == name; });
   if (found != kNames.end()) return static_cast<uint8_t>(found - kNames.begin());
   std::string known;
   for (const Name& one : kNames) known += (known.empty() ? "" : ", ") + std::string(one.text);
-  fail(where, ": '", name, "' may not leave the edge: expected one of ", known,
+  fail("'", name, "' may not leave the edge: expected one of ", known,
        "; use it in chunks of the edge only");
 }
 
@@ -31,9 +31,12 @@ class Collector {
   void add(const TensorMicrobatch& source) {
     std::vector<std::pair<Form, const at::Tensor*>> tensors;
     for (const auto& [name, tensor] : source.tensors) {
-      const std::string where =
-          "microbatch " + std::to_string(source.id) + ", tensor '" + name + "'";
-      tensors.emplace_back(form_of(name, tensor, where), &tensor);
+      const auto title = [&source, &name = name] {
+        return "microbatch " + std::to_string(source.id) + ", tensor '" + name + "'";
+      };
+      with_title(title, [&, &name = name, &tensor = tensor] {
+        tensors.emplace_back(form_of(name, tensor), &tensor);
+      });
     }
     std::sort(tensors.begin(), tensors.end(), [](const auto& left, const auto& right) {
       return left.first.name < right.first.name;
@@ -50,13 +53,13 @@ class Collector {
   std::vector<at::Tensor> take() { return std::move(tensors_); }
 
  private:
-  static Form form_of(const std::string& name, const at::Tensor& tensor, const std::string& where) {
-    const uint8_t number = name_number(name, where);
+  static Form form_of(const std::string& name, const at::Tensor& tensor) {
+    const uint8_t number = name_number(name);
     if (!travels(tensor)) {
-      fail(where, ": expected a plain, dense, strided tensor; convert it, or leave it out");
+      fail("expected a plain, dense, strided tensor; convert it, or leave it out");
     }
-    const Form form{number, wire_dtype(tensor.scalar_type(), where), tensor.sizes().vec()};
-    check_form(form, where);
+    Form form{number, wire_dtype(tensor.scalar_type()), tensor.sizes().vec()};
+    check_form(form);
     return form;
   }
 

@@ -19,8 +19,8 @@ struct TensorMicrobatch {
 };
 
 /// The place of a torch type in kDTypes, and back. Throws MetadataError for a type that is not
-/// there, beginning with `where`.
-uint8_t wire_dtype(at::ScalarType dtype, const std::string& where);
+/// there.
+uint8_t wire_dtype(at::ScalarType dtype);
 at::ScalarType torch_dtype(uint8_t dtype);
 
 /// The message that says `content` (whose call and hops are set) and the microbatches: bytes on the

@@ -38,10 +38,11 @@ const TypeTables& tables() {
 
 }  // namespace
 
-uint8_t wire_dtype(at::ScalarType dtype, const std::string& where) {
+uint8_t wire_dtype(at::ScalarType dtype) {
   const uint8_t place = tables().to_wire.at(static_cast<size_t>(dtype));
   if (place == kUnknown) {
-    fail(where, ": ", dtype_name(dtype), " has no place in the wire format; convert the tensor");
+    fail("expected a data type that the wire format knows, got ", dtype_name(dtype),
+         "; convert the tensor");
   }
   return place;
 }

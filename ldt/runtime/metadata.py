@@ -106,22 +106,14 @@ def unpack(
     ``max_elements`` elements are made. On a device the tensors are ready for its current stream; the host does not
     wait. The tensors share one buffer, which lives as long as any of them.
     """
-    content = unpack_message(data, device=torch.device(device), max_elements=max_elements)
-    if content[0] is None:
-        return StepCalledOff(*content[1:])
-    training, serial, plan, setting, autocast, hops, microbatches = content
-    specs = [tuple(TensorSpec(*spec) for spec in hop) for hop in hops]
-    return StepMessage(
-        mode="step" if training else "eval",
-        serial=serial,
-        plan=plan,
-        setting=setting,
-        autocast=autocast,
-        microbatches=tuple(
-            MicrobatchMetadata(id_, tuple(specs[number] for number in numbers), tensors)
-            for id_, numbers, tensors in microbatches
-        ),
+    content = unpack_message(
+        data,
+        device=torch.device(device),
+        max_elements=max_elements,
+        spec_type=TensorSpec,
+        microbatch_type=MicrobatchMetadata,
     )
+    return StepMessage(*content) if content[0] is not None else StepCalledOff(*content[1:])
 
 
 def _encodable(text: str) -> str:

@@ -144,7 +144,7 @@ Case random_case() {
       const at::Tensor tensor = tensors[i].contiguous();
       microbatch.forms.push_back(static_cast<uint32_t>(made.content.forms.size()));
       made.content.forms.push_back(
-          {names[i], wire_dtype(tensor.scalar_type(), ""), tensor.sizes().vec()});
+          {names[i], wire_dtype(tensor.scalar_type()), tensor.sizes().vec()});
       made.tensors.push_back(tensor);
     }
     made.content.microbatches.push_back(microbatch);
