@@ -97,8 +97,13 @@ at::Tensor pack_step(bool training, int64_t serial, std::string plan, std::strin
                      std::optional<std::string> autocast, const py::sequence& microbatches,
                      int64_t max_elements) {
   Content content;
-  content.call = {training ? Kind::kStep : Kind::kEval, serial,
-                  std::move(plan), std::move(setting), std::move(autocast), {}, {}};
+  content.call = {training ? Kind::kStep : Kind::kEval,
+                  serial,
+                  std::move(plan),
+                  std::move(setting),
+                  std::move(autocast),
+                  {},
+                  {}};
   const auto sources = microbatches_from(microbatches, content.hops);
   py::gil_scoped_release no_gil;
   return metadata::pack(std::move(content), sources, max_elements);
@@ -119,9 +124,8 @@ py::tuple specs_to_python(const Hop& hop, const py::object& spec_type) {
   for (size_t index = 0; index < hop.size(); ++index) {
     const HopTensor& tensor = hop[index];
     const std::vector<int64_t> order(tensor.order.begin(), tensor.order.end());
-    specs[index] =
-        spec_type(py::tuple(py::cast(tensor.shape)), metadata::torch_dtype(tensor.dtype),
-                  tensor.requires_grad, py::tuple(py::cast(order)));
+    specs[index] = spec_type(py::tuple(py::cast(tensor.shape)), metadata::torch_dtype(tensor.dtype),
+                             tensor.requires_grad, py::tuple(py::cast(order)));
   }
   return specs;
 }

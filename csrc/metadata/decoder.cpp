@@ -55,7 +55,8 @@ Call read_call(ByteReader& in, Kind kind) {
   call.plan = in.text("the plan's digest");
   call.setting = in.text("the setting");
   const uint8_t has_autocast = in.byte("whether there is autocast");
-  if (has_autocast > 1) fail("metadata message: expected 0 or 1 for autocast, got ", int{has_autocast});
+  if (has_autocast > 1)
+    fail("metadata message: expected 0 or 1 for autocast, got ", int{has_autocast});
   if (has_autocast == 1) call.autocast = in.text("the autocast state");
   return call;
 }
@@ -128,8 +129,9 @@ void read_body(ByteReader& in, Decoded& decoded, int64_t max_elements) {
 Kind read_header(ByteReader& in) {
   for (const uint8_t letter : kMagic) {
     if (in.byte("the header") != letter) {
-      fail("expected a metadata message, which begins with LDTM, got something else; all ranks "
-           "must make the same calls in the same order");
+      fail(
+          "expected a metadata message, which begins with LDTM, got something else; all ranks "
+          "must make the same calls in the same order");
     }
   }
   const uint8_t version = in.byte("the version");

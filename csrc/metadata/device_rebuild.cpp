@@ -42,8 +42,8 @@ class Payload {
   }
   RowLists lists(const uint8_t* at) const {
     return {reinterpret_cast<const Segment*>(at + segments_),
-            reinterpret_cast<const Run*>(at + runs_), reinterpret_cast<const int64_t*>(at + values_),
-            at + bits_};
+            reinterpret_cast<const Run*>(at + runs_),
+            reinterpret_cast<const int64_t*>(at + values_), at + bits_};
   }
 
  private:

@@ -102,7 +102,8 @@ const int64_t* ScannedRows::values() {
 
 // Zeros and ones are the bits themselves; segment numbers rise by one where an element differs.
 void ScannedRows::values_from_bits(const ScanJob& job) {
-  const auto* planes = reinterpret_cast<const uint32_t*>(output_.const_data_ptr<uint8_t>() + job.bits);
+  const auto* planes =
+      reinterpret_cast<const uint32_t*>(output_.const_data_ptr<uint8_t>() + job.bits);
   const uint32_t* nonzero = planes + row_ * 2 * words_of(job.length);
   const uint32_t* changed = nonzero + words_of(job.length);
   const ScanFacts& facts = facts_of(job, row_);

@@ -15,9 +15,9 @@ namespace ldt::metadata {
 
 /// What a scan does with each tensor, and where its output puts the results.
 struct ScanTable {
-  std::vector<ScanJob> jobs;    // ascending by first row
-  std::vector<size_t> job_of;   // of each tensor; kNoTensor for those on the host or without rows
-  std::vector<bool> away;       // which tensors are on the device
+  std::vector<ScanJob> jobs;   // ascending by first row
+  std::vector<size_t> job_of;  // of each tensor; kNoTensor for those on the host or without rows
+  std::vector<bool> away;      // which tensors are on the device
   int64_t rows = 0;
   int64_t longest = 0;
   int64_t output_bytes = 0;

@@ -75,8 +75,8 @@ void write_body(ByteWriter& out, const Content& content, RowFactsSource& rows) {
   int64_t before = -1;
   for (const Microbatch& microbatch : content.microbatches) {
     check_names(content, microbatch);
-    out.signed_varint(static_cast<int64_t>(static_cast<uint64_t>(microbatch.id) -
-                                           static_cast<uint64_t>(before)));
+    out.signed_varint(
+        static_cast<int64_t>(static_cast<uint64_t>(microbatch.id) - static_cast<uint64_t>(before)));
     before = microbatch.id;
     out.varint(microbatch.hops.size());
     for (const uint32_t hop : microbatch.hops) out.varint(hop);

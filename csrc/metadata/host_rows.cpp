@@ -12,8 +12,8 @@ namespace {
 bool may_follow(const Form& form, const Form& mask) {
   const RowShape rows = rows_of(form);
   const RowShape mask_rows = rows_of(mask);
-  return mask.name == kAttentionMask && form.name == kPositionIds &&
-         mask_rows.rows > 0 && rows.length == mask_rows.length;
+  return mask.name == kAttentionMask && form.name == kPositionIds && mask_rows.rows > 0 &&
+         rows.length == mask_rows.length;
 }
 
 }  // namespace

@@ -52,8 +52,8 @@ std::string describe(const Form& form) {
 
 void check_form(const Form& form) {
   if (form.name >= kNames.size()) {
-    fail("expected the number of a tensor name below ", kNames.size(), ", got ",
-         int{form.name}, "; use the same version of ldt on all ranks");
+    fail("expected the number of a tensor name below ", kNames.size(), ", got ", int{form.name},
+         "; use the same version of ldt on all ranks");
   }
   const Name& name = kNames[form.name];
   if (form.dtype >= kDTypes.size() || !kDTypes[form.dtype].integer) {
@@ -72,14 +72,13 @@ void check_form(const Form& form) {
 
 void check_hop(const HopTensor& tensor) {
   if (tensor.dtype >= kDTypes.size()) {
-    fail("expected the number of a data type below ", kDTypes.size(), ", got ",
-         int{tensor.dtype}, "; use the same version of ldt on all ranks");
+    fail("expected the number of a data type below ", kDTypes.size(), ", got ", int{tensor.dtype},
+         "; use the same version of ldt on all ranks");
   }
   check_sizes(tensor.shape);
   const int64_t most = std::numeric_limits<int64_t>::max() / kDTypes[tensor.dtype].bytes;
   if (!product_up_to(tensor.shape, most)) {
-    fail("expected fewer than 2^63 bytes, got a tensor of shape ",
-         shape_text(tensor.shape));
+    fail("expected fewer than 2^63 bytes, got a tensor of shape ", shape_text(tensor.shape));
   }
   if (tensor.order.empty()) return;
   uint64_t seen = 0;

@@ -18,6 +18,13 @@ bool fits(const DType& type, int64_t value) {
   return value >= -(int64_t{1} << (bits - 1)) && value < (int64_t{1} << (bits - 1));
 }
 
+// Padding and segments are for masks, rules for what follows them, integers for all.
+bool may_have(uint8_t name, RowCode code) {
+  if (name == kAttentionMask) return code <= RowCode::kRaw;
+  const bool follows = code == RowCode::kCumsum || code == RowCode::kSegments;
+  return code >= RowCode::kRuns && (!follows || name == kPositionIds);
+}
+
 // The run's last element; nothing if 64 bits cannot hold it.
 std::optional<int64_t> last_of(const Run& run, int64_t length) {
   int64_t way = 0;
@@ -37,16 +44,25 @@ void RowDecoder::tensor(const Form& form, int64_t output) {
   }
   const DType& type = kDTypes[form.dtype];
   for (int64_t index = 0; index < shape.rows; ++index) {
-    RowPlan row{output + index * shape.length * type.bytes, shape.length, 0, 0, 0, Source::kRuns,
-                form.dtype, type.bytes};
+    RowPlan row{output + index * shape.length * type.bytes,
+                shape.length,
+                0,
+                0,
+                0,
+                Source::kRuns,
+                form.dtype,
+                type.bytes};
     const uint8_t code = in_.byte("a row's code");
     if (code >= kRowCodes) {
       fail("metadata message: expected the code of a row below ", int{kRowCodes}, " at byte ",
            in_.offset() - 1, ", got ", int{code}, "; use the same version of ldt on all ranks");
     }
     const auto known = static_cast<RowCode>(code);
+    if (!may_have(form.name, known)) {
+      fail("metadata message: a row of ", kNames[form.name].text, " has the code ", int{code},
+           " at byte ", in_.offset() - 1, ", which is not for it; the message is damaged");
+    }
     if (known == RowCode::kCumsum || known == RowCode::kSegments) {
-      if (form.name == kAttentionMask) fail("metadata message: a mask's row follows the mask itself");
       rule(known, static_cast<size_t>(index), row);
     } else {
       read(known, row);

@@ -46,7 +46,7 @@ class RowDecoder {
   ByteReader& in_;
   Plans& plans_;
   ElementBudget& budget_;
-  std::vector<size_t> mask_rows_;       // numbers in plans_.rows
+  std::vector<size_t> mask_rows_;        // numbers in plans_.rows
   std::vector<SegmentList> mask_lists_;  // one for each of them
   std::vector<int64_t> scratch_values_;
   std::vector<Segment> scratch_segments_;

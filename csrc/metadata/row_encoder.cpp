@@ -49,7 +49,8 @@ void RowEncoder::simple_mask(const MaskFacts& facts, int64_t length, RowValues& 
   const auto left = static_cast<uint64_t>(facts.begin);
   const auto right = static_cast<uint64_t>(length - facts.end);
   if (left == 0 && right == 0) return write_code(out_, RowCode::kFull);
-  const uint64_t counts = (left != 0 ? varint_bytes(left) : 0) + (right != 0 ? varint_bytes(right) : 0);
+  const uint64_t counts =
+      (left != 0 ? varint_bytes(left) : 0) + (right != 0 ? varint_bytes(right) : 0);
   if (bytes_of_bits(length) < counts) {  // rows of at most 8 elements, padded on both sides
     best_.clear();
     try_bits(source.values(), length);

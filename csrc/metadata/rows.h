@@ -69,9 +69,9 @@ struct MaskFacts {
 
 /// What a scan found out about a row of any other tensor. Only position_ids follow a mask.
 struct RuleFacts {
-  bool arange;    // 0, 1, 2, ...
-  bool cumsum;    // Source::kKeptCount of the mask's row, with padding
-  bool segments;  // Source::kSegmentIndex of the mask's row, with padding
+  bool arange;      // 0, 1, 2, ...
+  bool cumsum;      // Source::kKeptCount of the mask's row, with padding
+  bool segments;    // Source::kSegmentIndex of the mask's row, with padding
   int64_t padding;  // the element at the mask's first 0; 0 if there is none
 };
 

@@ -44,7 +44,8 @@ Unpacked unpack(const at::Tensor& data, c10::Device device, int64_t max_elements
   if (!data.is_cpu() || data.scalar_type() != at::kByte || data.dim() != 1 ||
       !data.is_contiguous()) {
     fail("expected the message as a contiguous uint8 tensor of one dimension on the CPU, got ",
-         c10::toString(data.scalar_type()), " of shape ", data.sizes(), " on ", data.device().str());
+         c10::toString(data.scalar_type()), " of shape ", data.sizes(), " on ",
+         data.device().str());
   }
   Decoded decoded =
       decode(data.const_data_ptr<uint8_t>(), static_cast<size_t>(data.numel()), max_elements);

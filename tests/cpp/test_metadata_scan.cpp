@@ -45,7 +45,8 @@ void play_mask(const std::vector<int64_t>& row, uint32_t* planes, ScanFacts& fac
                 (numbered && no_holes && kept > 0 ? kNumbered : 0);
 }
 
-void play_rule(const std::vector<int64_t>& row, const std::vector<int64_t>& mask, ScanFacts& facts) {
+void play_rule(const std::vector<int64_t>& row, const std::vector<int64_t>& mask,
+               ScanFacts& facts) {
   const auto length = static_cast<int64_t>(row.size());
   facts = {0, 0, 0, kArangeHolds | (mask.empty() ? 0 : kCumsumHolds | kSegmentsHolds), 0};
   const auto zero = std::find(mask.begin(), mask.end(), 0) - mask.begin();
@@ -66,7 +67,8 @@ at::Tensor play_kernel(const ScanTable& table) {
   auto output = at::zeros({table.output_bytes}, at::kByte);
   auto* bytes = output.data_ptr<uint8_t>();
   for (int64_t block = 0; block < table.rows; ++block) {
-    const auto number = last_begun(table.jobs.data(), static_cast<int64_t>(table.jobs.size()), block);
+    const auto number =
+        last_begun(table.jobs.data(), static_cast<int64_t>(table.jobs.size()), block);
     const ScanJob& job = table.jobs[static_cast<size_t>(number)];
     const int64_t row = block - job.begin;
     const auto values = row_of(job.elements, row, job.length);
@@ -104,7 +106,8 @@ at::Tensor random_row(int64_t length) {
   row.slice(0, begin, end).fill_(1);
   if (form == 3) return row;
   const auto begins = at::randint(0, 8, {length}, at::kLong).eq(0).to(at::kLong);
-  return row * (1 + begins.slice(0, 0).cumsum(0) - begins.cumsum(0).index({std::min(begin, length - 1)}));
+  return row *
+         (1 + begins.slice(0, 0).cumsum(0) - begins.cumsum(0).index({std::min(begin, length - 1)}));
 }
 
 at::Tensor random_mask(int64_t batch, int64_t length, at::ScalarType dtype) {

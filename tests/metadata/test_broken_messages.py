@@ -111,8 +111,9 @@ def test_what_is_no_byte_string(data: torch.Tensor) -> None:
         ((6, 5, 0, 0), "run's length of at most 4"),
         ((7, 0, 0, 0), "needs 4 bytes"),
         ((7, 0x80, 0, 0, 0), "shortest form"),
-        ((9, 0), "follows the mask itself"),
-        ((10, 0), "follows the mask itself"),
+        ((8,), "attention_mask has the code 8"),
+        ((9, 0), "attention_mask has the code 9"),
+        ((10, 0), "attention_mask has the code 10"),
         ((0, 0), "bytes follow"),
         ((), "1 rows, but only 0 bytes"),
     ],
@@ -123,8 +124,8 @@ def test_rows_that_cannot_be(rows: tuple[int, ...], expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "rows"),
-    [(0, (4, 0, 2, 1, 1)), (0, (7, 4, 0, 0, 0)), (2, (6, 4, 126, 126)), (1, (6, 4, 1, 0)), (0, (8,))],
-    ids=["bool segments", "bool integers", "int8 run", "uint8 negative", "bool arange"],
+    [(0, (4, 0, 2, 1, 1)), (0, (7, 4, 0, 0, 0)), (2, (6, 4, 126, 126)), (1, (6, 4, 1, 0)), (2, (7, 0, 0, 0, 0x80, 2))],
+    ids=["bool segments", "bool integers", "int8 run", "uint8 negative", "int8 integers"],
 )
 def test_elements_that_the_type_cannot_hold(dtype: int, rows: tuple[int, ...]) -> None:
     assert "can hold" in error_of(one_mask(dtype, [4], *rows))
@@ -133,6 +134,12 @@ def test_elements_that_the_type_cannot_hold(dtype: int, rows: tuple[int, ...]) -
 def test_positions_without_a_mask_of_their_length() -> None:
     alone_ = framed(0, 0, 0, 0, 0, 0, 1, 1, 1, 8, 1, 4, 2, 0, 1, 0, 9, 0)
     assert "follows a mask, but the microbatch has none" in error_of(alone_)
+
+
+@pytest.mark.parametrize("code", [0, 1, 4, 5, 9, 10])
+def test_codes_of_masks_and_positions_are_for_them_alone(code: int) -> None:
+    lengths = framed(0, 0, 0, 0, 0, 0, 1, 1, 2, 8, 1, 4, 2, 0, 1, 0, code, 1)
+    assert f"cu_seqlens has the code {code}" in error_of(lengths)
 
 
 def test_tensors_in_another_order_or_twice() -> None:

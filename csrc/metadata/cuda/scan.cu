@@ -113,8 +113,7 @@ __device__ MaskWord next_word(const Elements& mask, int64_t length, int64_t word
   MaskWord result;
   result.keeps = value != 0;
   result.kept_before = prefix.kept + __popc(kept & earlier);
-  result.segment =
-      begun_here != 0 ? word * kWarpSize + (31 - __clz(begun_here)) : prefix.segment;
+  result.segment = begun_here != 0 ? word * kWarpSize + (31 - __clz(begun_here)) : prefix.segment;
   prefix.kept += __popc(kept);
   if (begun != 0) prefix.segment = word * kWarpSize + (31 - __clz(begun));
   return result;
@@ -203,8 +202,7 @@ __global__ void scan_rows(const ScanJob* jobs, int64_t job_count, uint8_t* outpu
       if (mask.data != nullptr) mask = row_of(mask, number % job.mask_rows, job.length);
       return scan_rule_row(row, mask, job.length, facts);
     }
-    default:
-      return copy_row(row, job.length, output + job.copy + number * job.length * row.bytes);
+    default: return copy_row(row, job.length, output + job.copy + number * job.length * row.bytes);
   }
 }
 
@@ -218,8 +216,9 @@ extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int
   cudaError_t status = cudaSetDevice(device);
   if (status != cudaSuccess) return cudaGetErrorString(status);
   const unsigned threads = longest > 8192 ? 1024 : 256;
-  ldt::metadata::scan_rows<<<static_cast<unsigned>(rows), threads, 0,
-                             static_cast<cudaStream_t>(stream)>>>(jobs, job_count, output);
+  ldt::metadata::
+      scan_rows<<<static_cast<unsigned>(rows), threads, 0, static_cast<cudaStream_t>(stream)>>>(
+          jobs, job_count, output);
   status = cudaGetLastError();
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
