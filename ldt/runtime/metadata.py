@@ -69,9 +69,7 @@ class StepCalledOff:
     error_text: str
 
 
-def pack(
-    message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADATA_ELEMENTS
-) -> torch.Tensor:
+def pack(message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADATA_ELEMENTS) -> torch.Tensor:
     """The message as bytes: uint8 ``[n]`` on the CPU (docs/wire_format.md).
 
     Tensors may lie on the CPU or on one device, and on a device are read after what its current stream has queued.

@@ -122,7 +122,9 @@ def microbatches(draw: st.DrawFn) -> MicrobatchMetadata:
         tensors["video_grid_thw"] = torch.empty(0, 3, dtype=torch.int64)
     names = draw(st.permutations(sorted(tensors)))
     hop = (TensorSpec((2, 5, 8), torch.bfloat16, True), TensorSpec((3,), torch.bool))
-    hops = draw(st.sampled_from(((), (hop,), (hop, ()), ((TensorSpec((4, 8), torch.float32, order=(1, 0)),),))))
+    hops = draw(
+        st.sampled_from(((), (hop,), (hop, ()), ((TensorSpec((4, 8), torch.float32, order=(1, 0)),),)))
+    )
     identity = draw(st.integers(-(2**63), 2**63 - 1))
     return MicrobatchMetadata(identity, hops, {name: tensors[name] for name in names})
 

@@ -90,7 +90,12 @@ def test_headers_of_something_else() -> None:
 
 @pytest.mark.parametrize(
     "data",
-    [pack(MASK).view(1, -1), pack(MASK).to(torch.int64), pack(MASK).repeat_interleave(2)[::2], torch.tensor(1)],
+    [
+        pack(MASK).view(1, -1),
+        pack(MASK).to(torch.int64),
+        pack(MASK).repeat_interleave(2)[::2],
+        torch.tensor(1),
+    ],
     ids=["two dimensions", "another type", "strided", "scalar"],
 )
 def test_what_is_no_byte_string(data: torch.Tensor) -> None:
@@ -124,7 +129,13 @@ def test_rows_that_cannot_be(rows: tuple[int, ...], expected: str) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "rows"),
-    [(0, (4, 0, 2, 1, 1)), (0, (7, 4, 0, 0, 0)), (2, (6, 4, 126, 126)), (1, (6, 4, 1, 0)), (2, (7, 0, 0, 0, 0x80, 2))],
+    [
+        (0, (4, 0, 2, 1, 1)),
+        (0, (7, 4, 0, 0, 0)),
+        (2, (6, 4, 126, 126)),
+        (1, (6, 4, 1, 0)),
+        (2, (7, 0, 0, 0, 0x80, 2)),
+    ],
     ids=["bool segments", "bool integers", "int8 run", "uint8 negative", "int8 integers"],
 )
 def test_elements_that_the_type_cannot_hold(dtype: int, rows: tuple[int, ...]) -> None:
