@@ -14,7 +14,11 @@ template <typename Differs>
 int64_t first_difference(int64_t begin, int64_t end, const Differs& differs) {
   using Result = std::decay_t<decltype(differs(begin))>;
   constexpr int64_t kBlock = 512 / sizeof(Result);
+  constexpr int64_t kNear = 8;  // a block is a waste where stretches are short
   int64_t index = begin;
+  for (const int64_t near = end - begin < kNear ? end : begin + kNear; index < near; ++index) {
+    if (differs(index) != 0) return index;
+  }
   for (; end - index >= kBlock; index += kBlock) {
     Result any = 0;
     for (int64_t step = 0; step < kBlock; ++step) any |= differs(index + step);

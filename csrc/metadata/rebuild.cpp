@@ -27,6 +27,17 @@ void fill_run(Element* out, int64_t length, int64_t value, int64_t step) {
 }
 
 template <typename Element>
+void expand_bits(const uint8_t* bits, int64_t length, Element* out) {
+  for (int64_t byte = 0; byte < length / 8; ++byte) {
+    const unsigned value = bits[byte];
+    for (int bit = 0; bit < 8; ++bit) out[8 * byte + bit] = static_cast<Element>(value >> bit & 1);
+  }
+  for (int64_t i = length / 8 * 8; i < length; ++i) {
+    out[i] = static_cast<Element>(bits[i / 8] >> (i % 8) & 1);
+  }
+}
+
+template <typename Element>
 void rebuild_segments(const RowPlan& row, const Segment* segments, Element* out) {
   int64_t index = 0;
   for (int64_t number = 0; number < row.count; ++number) {
@@ -56,10 +67,7 @@ void rebuild_as(const RowPlan& row, const RowLists& lists, Element* out) {
       fill_run(out + run.begin, end - run.begin, run.value, run.step);
     }
   } else if (row.source == Source::kBits) {
-    const uint8_t* bits = lists.bits + row.first;
-    for (int64_t i = 0; i < row.length; ++i) {
-      out[i] = static_cast<Element>((bits[i / 8] >> (i % 8)) & 1);
-    }
+    expand_bits(lists.bits + row.first, row.length, out);
   } else if (row.source == Source::kValues) {
     const int64_t* values = lists.values + row.first;
     std::transform(values, values + row.length, out,

@@ -85,7 +85,14 @@ void RowEncoder::try_bits(const int64_t* values, int64_t length) {
   trial_.clear();
   write_code(trial_, RowCode::kBits);
   uint8_t* bits = trial_.extend(bytes_of_bits(length));
-  for (int64_t index = 0; index < length; ++index) {
+  for (int64_t byte = 0; byte < length / 8; ++byte) {
+    unsigned value = 0;
+    for (int bit = 0; bit < 8; ++bit) {
+      value |= static_cast<unsigned>(values[8 * byte + bit] & 1) << bit;
+    }
+    bits[byte] = static_cast<uint8_t>(value);
+  }
+  for (int64_t index = length / 8 * 8; index < length; ++index) {
     bits[index / 8] = static_cast<uint8_t>(bits[index / 8] | (values[index] & 1) << (index % 8));
   }
   keep_if_shorter();
