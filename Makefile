@@ -22,7 +22,7 @@ comma := ,
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ldt-ready
-CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'tests/fuzz/*.cpp' 'tests/fuzz/*.h')
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'tests/cpp/fake_cuda/*.h' 'tests/fuzz/*.cpp' 'tests/fuzz/*.h')
 
 # The native tools of the environment first: CMake, Ninja, ccache.
 export PATH := $(BIN):$(PATH)

@@ -35,7 +35,8 @@ at::Tensor rebuild_on_host(const Decoded& decoded, bool pinned) {
 at::Tensor rebuild(const Decoded& decoded, c10::Device device) {
   if (device.is_cpu()) return rebuild_on_host(decoded, false);
   if (has_kernels(device)) return rebuild_on_device(decoded, device);
-  return rebuild_on_host(decoded, device.is_cuda()).to(device, /*non_blocking=*/true);
+  // Only pinned memory may be let go of while it is still read.
+  return rebuild_on_host(decoded, device.is_cuda()).to(device, /*non_blocking=*/device.is_cuda());
 }
 
 }  // namespace

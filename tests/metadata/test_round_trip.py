@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -147,6 +149,26 @@ def test_rebuilt_tensors_are_apart() -> None:
     )
     tensors["attention_mask"].zero_()
     assert tensors["num_images"].tolist() == [1, 1]
+
+
+def test_any_mapping_and_any_mode_of_autograd() -> None:
+    mask = torch.tensor([[0, 1, 1]])
+    message = step(MicrobatchMetadata(0, (), MappingProxyType({"attention_mask": mask})))
+    with torch.inference_mode():
+        data = pack(message)
+        assert_same(message, opened(data))
+    weight = torch.ones(3, requires_grad=True)
+    (weight * opened(data).microbatches[0].tensors["attention_mask"]).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [0, 1, 1]
+
+
+def test_threads_pack_side_by_side() -> None:
+    message = alone(attention_mask=torch.tensor([[0, 1, 1, 0, 1]] * 50))
+    data = pack(message)
+    with ThreadPoolExecutor(4) as threads:
+        for packed in threads.map(lambda _: pack(opened(data)), range(200)):
+            assert torch.equal(packed, data)
 
 
 def refused(tensor: object, name: str = "attention_mask") -> str:

@@ -209,6 +209,7 @@ __global__ void scan_rows(const ScanJob* jobs, int64_t job_count, uint8_t* outpu
 }  // namespace
 }  // namespace ldt::metadata
 
+#ifdef __CUDACC__  // tests include the kernel as C++, and launch it themselves
 extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int64_t job_count,
                                          int64_t rows, int64_t longest, uint8_t* output, int device,
                                          void* stream) {
@@ -222,3 +223,4 @@ extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int
   status = cudaGetLastError();
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
+#endif
