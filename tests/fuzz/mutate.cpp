@@ -98,7 +98,7 @@ void mutate(Bytes& message, Generator& generator) {
 }  // namespace
 
 int main(int count, char** arguments) {
-  const long rounds = count > 1 ? std::atol(arguments[1]) : 200000;
+  const long rounds = count > 1 ? std::atol(arguments[1]) : 100000;
   Generator generator(count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1);
   for (long round = 0; round < rounds; ++round) {
     Bytes message = random_message(generator);
