@@ -2,11 +2,13 @@
 #
 #   make demo                       a real training job in three processes (ARGS="--steps 50 ..." is passed on)
 #   make build | test | lint | format | clean
+#   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
 #
 # PYTHON         interpreter for the environment (Python 3.10 or newer)
 # VENV           folder of the environment; one that exists already, and a torch in it, is used as it is
 # TORCH_INSTALL  what pip installs where there is no torch, e.g. "torch==2.13.0 --index-url <index of CPU builds>"
-# ARGS           further arguments for pytest or for the demo
+# ARGS           further arguments for pytest, for the demo or for the fuzzer: libFuzzer's own options if the compiler
+#                is Clang (CXX=clang++), else the number of messages and a seed
 # NPROC          processes of the demo; the sum of --stages in ARGS unless given
 
 PYTHON ?= python3
@@ -20,7 +22,7 @@ comma := ,
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ldt-ready
-CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h')
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'tests/cpp/fake_cuda/*.h' 'tests/fuzz/*.cpp' 'tests/fuzz/*.h')
 
 # The native tools of the environment first: CMake, Ninja, ccache.
 export PATH := $(BIN):$(PATH)
@@ -31,7 +33,7 @@ build demo: EXTRAS = examples
 test: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo matrix clean
+.PHONY: build test lint format demo fuzz matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -65,6 +67,12 @@ format: $(READY)
 demo: $(READY)
 	$(INSTALL)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
+
+# libFuzzer runs until it is stopped unless ARGS say otherwise, such as -max_total_time=60.
+fuzz: $(READY)
+	cmake -G Ninja -S . -B build/fuzz -DLDT_BUILD_FUZZ=ON -DLDT_WITH_CUDA=off -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build build/fuzz --target fuzz_metadata
+	build/fuzz/fuzz_metadata $(ARGS)
 
 # Installs into fresh environments in every supported way; minutes, so it is not part of `make test`.
 matrix: $(READY)

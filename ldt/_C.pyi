@@ -1,7 +1,8 @@
 """What the compiled module offers. Checked against the module by tests/build."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch.distributed import DistBackendError, ProcessGroup, Work
@@ -63,3 +64,42 @@ class Lane:
 
 def abort_all(reason: str) -> None:
     """Aborts and stops every lane of this process; runs at exit."""
+
+MAX_METADATA_ELEMENTS: int
+METADATA_NAMES: tuple[str, ...]
+
+def pack_step(
+    *,
+    training: bool,
+    serial: int,
+    plan: str,
+    setting: str,
+    autocast: str | None,
+    microbatches: Sequence[object],
+    max_elements: int,
+) -> torch.Tensor:
+    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.metadata.pack.
+
+    Of each microbatch the attributes id, hops (sequences of TensorSpec) and tensors (by name) are read.
+    """
+
+def pack_called_off(*, serial: int, error_type: str, error_text: str) -> torch.Tensor:
+    """The message that a step is called off."""
+
+def unpack_message(
+    data: torch.Tensor,
+    *,
+    device: torch.device,
+    max_elements: int,
+    spec_type: Callable[..., object],
+    microbatch_type: type,
+) -> tuple[Any, ...]:
+    """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.metadata.unpack.
+
+    Of a step: (mode, serial, plan, setting, autocast, microbatches). Of one that is called off: (None, serial,
+    error_type, error_text). ``spec_type`` is called with shape, dtype, requires_grad and order; ``microbatch_type`` is
+    a class with the attributes id, hops and tensors, whose ``__init__`` is not called.
+    """
+
+def has_metadata_kernels(device: torch.device) -> bool:
+    """Whether this build scans and rebuilds masks with kernels on ``device``."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ldt import plan as plan
     from ldt._C import LaneError as LaneError
     from ldt.errors import LdtError as LdtError
+    from ldt.errors import MetadataError as MetadataError
     from ldt.errors import PlanError as PlanError
     from ldt.errors import RemoteStageError as RemoteStageError
     from ldt.errors import TopologyError as TopologyError
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 _PURE = {
     "LdtError": "ldt.errors",
+    "MetadataError": "ldt.errors",
     "PlanError": "ldt.errors",
     "RemoteStageError": "ldt.errors",
     "TopologyError": "ldt.errors",

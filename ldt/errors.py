@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LdtError", "PlanError", "RemoteStageError", "TopologyError"]
+__all__ = ["LdtError", "MetadataError", "PlanError", "RemoteStageError", "TopologyError"]
 
 
 class LdtError(Exception):
@@ -11,6 +11,10 @@ class LdtError(Exception):
 
 class TopologyError(LdtError, ValueError):
     """A topology that cannot exist; the text names the number that is wrong."""
+
+
+class MetadataError(LdtError, ValueError):
+    """A step's metadata that cannot be packed, or a message that is none; the text names the tensor or the byte."""
 
 
 class PlanError(LdtError, ValueError):

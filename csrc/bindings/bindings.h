@@ -8,5 +8,6 @@ namespace ldt {
 void bind_errors(pybind11::module_& module);
 void bind_interrupt();
 void bind_lanes(pybind11::module_& module);
+void bind_metadata(pybind11::module_& module);
 
 }  // namespace ldt

@@ -2,6 +2,7 @@
 #include "bindings/bindings.h"
 #include "common/error.h"
 #include "common/interrupt.h"
+#include "metadata/error.h"
 
 namespace ldt {
 
@@ -13,11 +14,15 @@ void bind_errors(pybind11::module_& module) {
           "A lane or a work of it failed; the text says which, with both sides' figures.",
           base.ptr(), nullptr));
   module.attr("LaneError") = lane_error;
+  static pybind11::object metadata_error =
+      pybind11::module_::import("ldt.errors").attr("MetadataError");
   pybind11::register_exception_translator([](std::exception_ptr error) {
     try {
       std::rethrow_exception(error);
     } catch (const LaneError& e) {
       PyErr_SetString(lane_error.ptr(), e.what_without_backtrace());
+    } catch (const metadata::MetadataError& e) {
+      PyErr_SetString(metadata_error.ptr(), e.what());
     }
   });
 }

@@ -4,8 +4,9 @@
 PYBIND11_MODULE(_C, module) {
   // c10d's own types (ProcessGroup, Work) are registered by torch.distributed.
   pybind11::module_::import("torch.distributed");
-  module.doc() = "Compiled core of ldt: lanes and works.";
+  module.doc() = "Compiled core of ldt: lanes, works and metadata.";
   ldt::bind_errors(module);
   ldt::bind_interrupt();
   ldt::bind_lanes(module);
+  ldt::bind_metadata(module);
 }

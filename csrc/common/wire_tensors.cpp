@@ -12,13 +12,6 @@
 namespace ldt {
 namespace {
 
-// Whether the tensor's elements are bytes in memory of its own. A wrapper (a fake tensor, a
-// DTensor, the result of a collective that is not waited for) has a null or foreign address.
-bool travels(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
-         !tensor.is_nested() && !tensor.key_set().has(c10::DispatchKey::Python);
-}
-
 // Whether the memory is the values in order: the bits of a conjugated or negated view are not.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
@@ -35,6 +28,11 @@ at::Tensor byte_view(const at::Tensor& contiguous) {
 }
 
 }  // namespace
+
+bool travels(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
+         !tensor.is_nested() && !tensor.key_set().has(c10::DispatchKey::Python);
+}
 
 std::string dtype_name(at::ScalarType dtype) {
   if (dtype == at::ScalarType::Undefined) return "undefined";  // torch has no name for it

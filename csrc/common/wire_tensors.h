@@ -13,6 +13,9 @@ namespace ldt {
 std::string dtype_name(at::ScalarType dtype);
 /// "float32[4, 8], int64[3]": what a message holds, for checks and error texts.
 std::string describe(const std::vector<at::Tensor>& tensors);
+/// Whether the tensor's elements are bytes in memory of its own. A wrapper (a fake tensor, a
+/// DTensor, the result of a collective that is not waited for) has a null or foreign address.
+bool travels(const at::Tensor& tensor);
 
 /// The tensors of one message and the contiguous bytes that travel.
 ///

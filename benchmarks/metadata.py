@@ -1,0 +1,236 @@
+"""How long do packing and unpacking a step's metadata take?
+
+A step has 64 microbatches of an attention mask and position ids, int64 [4, 4096] each. Paths:
+
+- ``tensor ops``  small tensor operations, one microbatch at a time, as code without a wire format does it (padding on
+  either side only; its message is a list of figures): the baseline
+- ``one call``    ldt.runtime.metadata.pack and unpack
+- ``no rows``     the same with rows of one element: what a call takes beside scanning and rebuilding rows
+
+Times are in microseconds per step: median and 90th percentile of the whole call on the host, with the device's work
+(``--device cuda``: the device is synchronized after each). ``GB/s`` counts masks and positions once. The launch of an
+unpack alone, which does not wait, is ``returns``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from harness import parser, run
+
+from ldt.runtime.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
+from ldt.runtime.specs import TensorSpec
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One direction of one path over one kind of masks."""
+
+    COLUMNS: ClassVar[Mapping[str, str]] = {
+        "masks": "<8",
+        "path": "<12",
+        "what": "<8",
+        "p50 µs": ">10.0f",
+        "p90 µs": ">10.0f",
+        "returns µs": ">11.0f",
+        "GB/s": ">7.2f",
+        "message": ">8",
+        "wrong": ">6",
+    }
+    masks: str
+    path: str
+    what: str
+    p50: float
+    p90: float
+    returns: float
+    gigabytes_per_second: float
+    message: int
+    wrong: int
+
+
+def mask_of(kind: str, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
+    """A mask whose rows differ, but for those without padding."""
+    index = torch.arange(length).expand(batch, -1)
+    cut = torch.randint(length // 4, length // 2 + 1, (batch, 1), generator=generator)
+    match kind:
+        case "none":
+            return torch.ones(batch, length, dtype=torch.int64)
+        case "left":
+            return (index >= cut).long()
+        case "packed":
+            return (index >= cut // 4).long() + (index >= cut) + (index >= length - cut // 2)
+        case _:
+            return torch.randint(0, 2, (batch, length), generator=generator)
+
+
+def positions_of(mask: torch.Tensor) -> torch.Tensor:
+    """The running count of what the mask keeps, 1 on padding."""
+    kept = mask != 0
+    return (kept.long().cumsum(-1) - 1).masked_fill(~kept, 1)
+
+
+def pack_with_tensor_ops(microbatches: Sequence[Tensors]) -> torch.Tensor:
+    """For each microbatch its shape and each row's padding; what a device finds is brought over at once."""
+    figures = []
+    for tensors in microbatches:
+        mask = tensors["attention_mask"]
+        length = mask.shape[-1]
+        kept = (mask != 0).long()
+        left = kept.argmax(-1)
+        right = kept.flip(-1).argmax(-1)
+        simple = kept.sum(-1) == length - left - right
+        shape = torch.tensor(mask.shape, device=mask.device)
+        figures += [shape, left, right, simple.long()]
+    return torch.cat(figures).cpu()
+
+
+def unpack_with_tensor_ops(data: torch.Tensor, device: torch.device) -> list[Tensors]:
+    """Masks and positions out of the figures, one microbatch at a time."""
+    result: list[Tensors] = []
+    data_there, place = data.to(device), 0
+    while place < len(data):
+        batch, length = data[place : place + 2].tolist()
+        left, right = data_there[place + 2 : place + 2 + 2 * batch].view(2, batch, 1)
+        index = torch.arange(length, device=device)
+        mask = ((index >= left) & (index < length - right)).long()
+        result.append({"attention_mask": mask, "position_ids": positions_of(mask)})
+        place += 2 + 3 * batch
+    return result
+
+
+def message_of(microbatches: Sequence[Tensors]) -> StepMessage:
+    shape = tuple(microbatches[0]["attention_mask"].shape)
+    hop = (TensorSpec((*shape, 2048), torch.bfloat16, True),)
+    return StepMessage(
+        "step",
+        1,
+        "0123456789abcdef",
+        "autocast=None",
+        None,
+        tuple(MicrobatchMetadata(index, (hop,), tensors) for index, tensors in enumerate(microbatches)),
+    )
+
+
+def wrong_elements(truth: Sequence[Tensors], got: Sequence[Tensors]) -> int:
+    return sum(
+        int((want[name] != have[name]).sum()) if want[name].dtype == have[name].dtype else want[name].numel()
+        for want, have in zip(truth, got, strict=True)
+        for name in want
+    )
+
+
+def time_calls(call: Callable[[], Any], count: int, device: torch.device) -> tuple[list[float], list[float]]:
+    """Seconds until the device is done, and until the call returned; the first calls do not count."""
+    done, returned = [], []
+    for index in range(count + 3):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = call()
+        middle = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        del result
+        if index >= 3:
+            done.append(end - start)
+            returned.append(middle - start)
+    return done, returned
+
+
+def rows_of(
+    names: tuple[str, str],
+    truth: Sequence[Tensors],
+    pack_it: Callable[[], torch.Tensor],
+    unpack_it: Callable[[torch.Tensor], Sequence[Tensors]],
+    arguments: argparse.Namespace,
+) -> list[StepRow]:
+    device = truth[0]["attention_mask"].device
+    data = pack_it()
+    wrong = wrong_elements(truth, unpack_it(data))
+    size = sum(tensor.nbytes for tensors in truth for tensor in tensors.values())
+    made = []
+    for what, call in (("pack", pack_it), ("unpack", lambda: unpack_it(data))):
+        done, returned = time_calls(call, arguments.count, device)
+        median = statistics.median(done)
+        slow = sorted(done)[round(0.9 * (len(done) - 1))]
+        made.append(
+            StepRow(
+                *names,
+                what,
+                median * 1e6,
+                slow * 1e6,
+                statistics.median(returned) * 1e6,
+                size / median / 1e9,
+                data.nbytes,
+                wrong,
+            )
+        )
+    return made
+
+
+def measure(arguments: argparse.Namespace) -> list[StepRow]:
+    device = torch.device(arguments.device)
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+
+    def unpack_all(data: torch.Tensor) -> Sequence[Tensors]:
+        message = unpack(data, device)
+        assert isinstance(message, StepMessage)
+        return [microbatch.tensors for microbatch in message.microbatches]
+
+    for kind in arguments.masks:
+        steps = {}
+        for path, length in (("one call", arguments.length), ("no rows", 1)):
+            masks = [
+                mask_of(kind, arguments.batch, length, generator).to(device)
+                for _ in range(arguments.microbatches)
+            ]
+            steps[path] = [{"attention_mask": mask, "position_ids": positions_of(mask)} for mask in masks]
+        if kind in ("none", "left"):
+            truth = steps["one call"]
+            rows += rows_of(
+                (kind, "tensor ops"),
+                truth,
+                lambda truth=truth: pack_with_tensor_ops(truth),  # type: ignore[misc]
+                lambda data: unpack_with_tensor_ops(data, device),
+                arguments,
+            )
+        for path, truth in steps.items():
+            message = message_of(truth)
+            rows += rows_of(
+                (kind, path),
+                truth,
+                lambda message=message: pack(message),  # type: ignore[misc]
+                unpack_all,
+                arguments,
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    options = parser(__doc__.splitlines()[0])
+    kinds = ["none", "left", "packed", "holes"]
+    options.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where masks lie")
+    options.add_argument("--microbatches", type=int, default=64, help="per step")
+    options.add_argument("--batch", type=int, default=4, help="rows of a mask")
+    options.add_argument("--length", type=int, default=4096, help="elements of a row")
+    options.add_argument("--count", type=int, default=50, help="steps per row")
+    options.add_argument("--masks", nargs="+", default=kinds, choices=kinds, help="kinds of masks")
+    chosen = options.parse_args()
+    kernels = "with" if has_metadata_kernels(torch.device(chosen.device)) else "without"
+    context = (
+        f"{chosen.microbatches} microbatches of {chosen.batch} rows of {chosen.length} elements, "
+        f"{chosen.device}, {kernels} kernels"
+    )
+    backend = "nccl" if chosen.device == "cuda" else "gloo"
+    sys.exit(run(1, measure, StepRow, chosen, context, backend))

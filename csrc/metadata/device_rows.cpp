@@ -1,0 +1,61 @@
+// How rows on a device are looked at: by kernels where there are some, after one copy elsewhere.
+#include "metadata/device_rows.h"
+
+#include <utility>
+
+#include "metadata/device_scan.h"
+#include "metadata/error.h"
+#include "metadata/fetch.h"
+#include "metadata/host_rows.h"
+#include "metadata/tensors.h"
+
+namespace ldt::metadata {
+namespace {
+
+c10::Device device_of(const std::vector<at::Tensor>& tensors) {
+  std::optional<c10::Device> device;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.is_cpu()) continue;
+    if (device && tensor.device() != *device) {
+      fail("metadata: expected tensors on the CPU and one device, got some on ", device->str(),
+           " and some on ", tensor.device().str(), "; move them to one");
+    }
+    device = tensor.device();
+  }
+  return *device;
+}
+
+class FetchedRows final : public HostRows {
+ public:
+  FetchedRows(const Content& content, std::vector<const void*> data, Fetched fetched)
+      : HostRows(content, std::move(data)), fetched_(std::move(fetched)) {}
+
+ private:
+  Fetched fetched_;
+};
+
+std::unique_ptr<RowFactsSource> fetch_all(const Content& content,
+                                          const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> away;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_cpu()) away.push_back(tensor);
+  }
+  Fetched fetched = fetch(away);
+  std::vector<const void*> data;
+  size_t next = 0;
+  for (const at::Tensor& tensor : tensors) {
+    data.push_back(tensor.is_cpu() ? tensor.const_data_ptr() : fetched.data[next++]);
+  }
+  return std::make_unique<FetchedRows>(content, std::move(data), std::move(fetched));
+}
+
+}  // namespace
+
+std::unique_ptr<RowFactsSource> scan_on_device(const Content& content,
+                                               const std::vector<at::Tensor>& tensors) {
+  const c10::Device device = device_of(tensors);
+  if (has_kernels(device)) return scan_with_kernels(content, tensors, device);
+  return fetch_all(content, tensors);
+}
+
+}  // namespace ldt::metadata

@@ -1,0 +1,40 @@
+// The one exception of the wire format: it knows neither torch nor Python.
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace ldt::metadata {
+
+/// A message cannot be written or read; the text says what was expected, what was found and what to
+/// do. Bound to Python as `ldt.errors.MetadataError`.
+class MetadataError : public std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// Throws MetadataError with the concatenated arguments as its text.
+template <typename... Args>
+[[noreturn]] void fail(const Args&... args) {
+  std::ostringstream text;
+  (text << ... << args);
+  throw MetadataError(text.str());
+}
+
+/// Runs `step`; the text of a MetadataError from it is put behind `title()`. Titles cost nothing
+/// where nothing fails.
+template <typename Title, typename Step>
+decltype(auto) with_title(const Title& title, const Step& step) {
+  try {
+    return step();
+  } catch (const MetadataError& error) {
+    fail(title(), ": ", error.what());
+  }
+}
+
+/// The title for tensor `tensor` of hop `hop` in the message's table.
+inline auto title_of_hop(size_t hop, size_t tensor) {
+  return [=] { return "hop " + std::to_string(hop) + ", tensor " + std::to_string(tensor); };
+}
+
+}  // namespace ldt::metadata

@@ -1,0 +1,69 @@
+// From a message to the tensors of a step, in one buffer.
+#include "metadata/decoder.h"
+#include "metadata/device_rebuild.h"
+#include "metadata/error.h"
+#include "metadata/rebuild.h"
+#include "metadata/tensors.h"
+
+namespace ldt::metadata {
+namespace {
+
+// A contiguous view of the buffer's bytes from `offset` on. Made without a dispatched operator: a
+// step has a hundred of them.
+at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const Form& form) {
+  const at::ScalarType dtype = torch_dtype(form.dtype);
+  auto view = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(dtype));
+  auto* impl = view.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(form.shape);
+  impl->set_storage_offset(offset / kDTypes[form.dtype].bytes);
+  return view;
+}
+
+at::Tensor empty_bytes(int64_t bytes, bool pinned) {
+  return at::empty({bytes}, at::TensorOptions(at::kByte).pinned_memory(pinned));
+}
+
+at::Tensor rebuild_on_host(const Decoded& decoded, bool pinned) {
+  auto buffer = empty_bytes(decoded.bytes, pinned);
+  auto* bytes = buffer.data_ptr<uint8_t>();
+  const RowLists lists = decoded.plans.lists();
+  for (const RowPlan& row : decoded.plans.rows) rebuild_row(row, lists, bytes);
+  return buffer;
+}
+
+at::Tensor rebuild(const Decoded& decoded, c10::Device device) {
+  if (device.is_cpu()) return rebuild_on_host(decoded, false);
+  if (has_kernels(device)) return rebuild_on_device(decoded, device);
+  // Only pinned memory may be let go of while it is still read.
+  return rebuild_on_host(decoded, device.is_cuda()).to(device, /*non_blocking=*/device.is_cuda());
+}
+
+}  // namespace
+
+Unpacked unpack(const at::Tensor& data, c10::Device device, int64_t max_elements) {
+  if (!data.is_cpu() || data.scalar_type() != at::kByte || data.dim() != 1 ||
+      !data.is_contiguous()) {
+    fail("expected the message as a contiguous uint8 tensor of one dimension on the CPU, got ",
+         c10::toString(data.scalar_type()), " of shape ", data.sizes(), " on ",
+         data.device().str());
+  }
+  Decoded decoded =
+      decode(data.const_data_ptr<uint8_t>(), static_cast<size_t>(data.numel()), max_elements);
+  Unpacked unpacked;
+  if (!decoded.offsets.empty()) {
+    const at::Tensor buffer = rebuild(decoded, device);
+    size_t tensor = 0;
+    unpacked.tensors.reserve(decoded.offsets.size());
+    for (const Microbatch& microbatch : decoded.content.microbatches) {
+      for (const uint32_t form : microbatch.forms) {
+        const int64_t offset = decoded.offsets[tensor++];
+        unpacked.tensors.push_back(view_of(buffer, offset, decoded.content.forms[form]));
+      }
+    }
+  }
+  unpacked.content = std::move(decoded.content);
+  return unpacked;
+}
+
+}  // namespace ldt::metadata

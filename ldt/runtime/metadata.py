@@ -1,0 +1,119 @@
+"""The message of one step from the edge to every rank: what the call is, shapes of hops, masks and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ldt._C import (
+    MAX_METADATA_ELEMENTS,
+    METADATA_NAMES,
+    has_metadata_kernels,
+    pack_called_off,
+    pack_step,
+    unpack_message,
+)
+from ldt.errors import MetadataError
+from ldt.runtime.specs import HopSpecs, TensorSpec
+
+__all__ = [
+    "MAX_METADATA_ELEMENTS",
+    "METADATA_NAMES",
+    "MicrobatchMetadata",
+    "StepCalledOff",
+    "StepMessage",
+    "has_metadata_kernels",
+    "pack",
+    "unpack",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class MicrobatchMetadata:
+    """What leaves the edge of one microbatch, but for activations and gradients.
+
+    ``hops`` has what hop 0, 1, ... carry, as far as the sender knows. ``tensors``: see ``METADATA_NAMES``; of bool or
+    any integer dtype. Two objects are never equal: tensors have no equality that is a bool.
+    """
+
+    id: int
+    hops: tuple[HopSpecs, ...] = ()
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepMessage:
+    """One call of ``step`` or ``eval``, the ``serial``-th, and all of its microbatches.
+
+    ``plan`` is the plan's digest, ``setting`` what may give one input other shapes, ``autocast`` the dtype that
+    autocast casts to, None where it is off.
+    """
+
+    mode: Literal["step", "eval"]
+    serial: int
+    plan: str
+    setting: str
+    autocast: str | None
+    microbatches: tuple[MicrobatchMetadata, ...]
+
+
+@dataclass(frozen=True)
+class StepCalledOff:
+    """Instead of a StepMessage: the edge cannot make the call. ``error_type`` is the name of the error's class."""
+
+    serial: int
+    error_type: str
+    error_text: str
+
+
+def pack(message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADATA_ELEMENTS) -> torch.Tensor:
+    """The message as bytes: uint8 ``[n]`` on the CPU (docs/wire_format.md).
+
+    Tensors may lie on the CPU or on one device, and on a device are read after what its current stream has queued.
+    Equal content gives equal bytes, wherever it lies. The GIL is released while rows are scanned.
+    Raises MetadataError for names and tensors that may not cross, and for more than ``max_elements`` elements.
+    """
+    if isinstance(message, StepCalledOff):
+        return pack_called_off(
+            serial=message.serial,
+            error_type=_encodable(message.error_type),
+            error_text=_encodable(message.error_text),
+        )
+    if message.mode not in ("step", "eval"):
+        raise MetadataError(f"expected mode 'step' or 'eval', got {message.mode!r}; use one of the two")
+    return pack_step(
+        training=message.mode == "step",
+        serial=message.serial,
+        plan=message.plan,
+        setting=message.setting,
+        autocast=message.autocast,
+        microbatches=message.microbatches,
+        max_elements=max_elements,
+    )
+
+
+def unpack(
+    data: torch.Tensor, device: torch.device | str = "cpu", *, max_elements: int = MAX_METADATA_ELEMENTS
+) -> StepMessage | StepCalledOff:
+    """What ``pack`` was given, its tensors rebuilt on ``device``, bit-equal, contiguous, with dtype and shape.
+
+    ``data`` may come from anywhere: whatever is no message of this version raises MetadataError, and no more than
+    ``max_elements`` elements are made. On a device the tensors are ready for its current stream; the host does not
+    wait. The tensors share one buffer, which lives as long as any of them.
+    """
+    content = unpack_message(
+        data,
+        device=torch.device(device),
+        max_elements=max_elements,
+        spec_type=TensorSpec,
+        microbatch_type=MicrobatchMetadata,
+    )
+    return StepMessage(*content) if content[0] is not None else StepCalledOff(*content[1:])
+
+
+def _encodable(text: str) -> str:
+    """The text without what UTF-8 cannot say: names of files may hold such characters."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
