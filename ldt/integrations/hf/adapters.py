@@ -1,0 +1,43 @@
+"""Adapters of peft in a chunk, which stays the chunk that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from ldt.integrations.hf.chunks import Chunk
+from ldt.integrations.hf.skeleton import has_layers
+
+__all__ = ["add_adapter"]
+
+
+def add_adapter(chunks: Iterable[Chunk], config: Any, adapter_name: str = "default") -> None:
+    """Put the adapters of a ``peft`` config, such as LoraConfig, into ``chunks`` and freeze all other weights.
+
+    ``peft.get_peft_model`` would wrap a chunk in a module that hides which keywords its forward takes. A chunk that
+    has none of the config's target modules is frozen. Call it once weights are loaded; the adapter weights of a chunk
+    are then those of ``peft.get_peft_model_state_dict``. Raises ValueError if these chunks have layers, but none has
+    a target.
+    """
+    from peft import inject_adapter_in_model  # an optional dependency of an optional dependency
+
+    chunks = list(chunks)
+    refusals = []
+    for chunk in chunks:
+        try:
+            inject_adapter_in_model(config, chunk, adapter_name)
+        except ValueError as error:
+            if _has_adapters(chunk):
+                raise
+            refusals.append(error)
+            chunk.requires_grad_(False)
+    if len(refusals) == len(chunks) and any(map(has_layers, chunks)):
+        raise refusals[0]
+
+
+def _has_adapters(chunk: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(part, BaseTunerLayer) for part in chunk.modules())
