@@ -17,9 +17,9 @@ def add_adapter(chunks: Iterable[Chunk], config: Any, adapter_name: str = "defau
     """Put the adapters of a ``peft`` config, such as LoraConfig, into ``chunks`` and freeze all other weights.
 
     ``peft.get_peft_model`` would wrap a chunk in a module that hides which keywords its forward takes. A chunk that
-    has none of the config's target modules is frozen. Call it once weights are loaded; the adapter weights of a chunk
-    are then those of ``peft.get_peft_model_state_dict``. Raises ValueError if these chunks have layers, but none has
-    a target.
+    has none of the config's target modules is frozen. Call it once weights are loaded;
+    ``peft.get_peft_model_state_dict(chunk.model)`` then gives a chunk's adapter weights by their names in the whole
+    model. Raises ValueError if these chunks have layers, but none has a target.
     """
     from peft import inject_adapter_in_model  # an optional dependency of an optional dependency
 
@@ -27,13 +27,13 @@ def add_adapter(chunks: Iterable[Chunk], config: Any, adapter_name: str = "defau
     refusals = []
     for chunk in chunks:
         try:
-            inject_adapter_in_model(config, chunk, adapter_name)
+            inject_adapter_in_model(config, chunk.model, adapter_name)
         except ValueError as error:
             if _has_adapters(chunk):
                 raise
             refusals.append(error)
             chunk.requires_grad_(False)
-    if len(refusals) == len(chunks) and any(map(has_layers, chunks)):
+    if len(refusals) == len(chunks) and any(has_layers(chunk.model) for chunk in chunks):
         raise refusals[0]
 
 

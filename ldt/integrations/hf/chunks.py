@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ldt.integrations.hf.skeleton import decoder_of
 from ldt.runtime.specs import TensorSpec
@@ -18,30 +17,27 @@ Sized = torch.Tensor | TensorSpec  # what output_spec is given: of either, only 
 
 
 class Chunk(nn.Module):
-    """A part of a Hugging Face model. Its parameters have the names that they have in the whole one.
+    """A part of a Hugging Face model.
 
-    ``config`` is that of the whole model, ``renamings`` what leads from the names in a checkpoint to those of
-    parameters. ``output_spec`` tells what ``forward`` returns for tensors of such shapes.
+    ``model`` is the whole model's class and config with only this chunk's parts: what can be done with a model of
+    transformers, such as checkpointing activations, can be done with it, and its parameters have the names that they
+    have in the whole. ``output_spec`` tells what ``forward`` returns for tensors of such shapes.
     """
 
-    config: PreTrainedConfig
+    model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.config = model.config
-        self.renamings = tuple(get_model_conversion_mapping(model))
-        self.model = model.model
-        self.lm_head = model.lm_head
+        self.model = model
 
-    def _language(
-        self, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, **inputs: torch.Tensor
-    ) -> torch.Tensor:
-        """The hidden states [batch, sequence, width] after this chunk's language layers."""
-        if position_ids is not None and position_ids.dim() == 1:
-            position_ids = position_ids[None]
-        masks = {"attention_mask": attention_mask, "position_ids": position_ids}
-        hidden: torch.Tensor = decoder_of(self.model)(**inputs, **masks, use_cache=False)[0]
-        return hidden
+    @property
+    def config(self) -> PreTrainedConfig:
+        """That of the whole model."""
+        return self.model.config
+
+    @property
+    def _tower(self) -> Any:
+        return self.model.model.visual
 
     def _spec(self, shape: tuple[int, ...], dtype: torch.dtype, *inputs: TensorSpec) -> TensorSpec:
         """Requires a gradient if an input or a parameter does."""
@@ -58,7 +54,7 @@ class TextChunk(Chunk):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._language(attention_mask, position_ids, inputs_embeds=hidden)
+        return _run(decoder_of(self.model), attention_mask, position_ids, inputs_embeds=hidden)
 
     def output_spec(self, hidden: TensorSpec, **_: Any) -> TensorSpec:
         return self._spec(hidden.shape, hidden.dtype, hidden)
@@ -73,7 +69,7 @@ class TextHead(Chunk):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._language(attention_mask, position_ids, input_ids=input_ids)
+        return _run(decoder_of(self.model), attention_mask, position_ids, input_ids=input_ids)
 
     def output_spec(self, input_ids: Sized, **_: Any) -> TensorSpec:
         return self._spec(_embedded(self, input_ids), _dtype(self.model))
@@ -88,8 +84,7 @@ class TextTail(TextChunk):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(super().forward(hidden, attention_mask, position_ids))
-        return logits
+        return _run(self.model, attention_mask, position_ids, inputs_embeds=hidden)
 
     def output_spec(self, hidden: TensorSpec, **_: Any) -> TensorSpec:
         vocabulary = self.config.get_text_config().vocab_size
@@ -114,22 +109,20 @@ class VisionChunk(Chunk):
         return self._see("image", images, image_grid_thw), self._see("video", videos, video_grid_thw)
 
     def output_spec(self, images: TensorSpec, videos: TensorSpec, **_: Any) -> tuple[TensorSpec, TensorSpec]:
-        return self._patches(images, images.dtype, images), self._patches(videos, videos.dtype, videos)
+        same_images = self._patches(images.shape, images.dtype, images)
+        return same_images, self._patches(videos.shape, videos.dtype, videos)
 
     def _see(self, kind: str, patches: torch.Tensor, grid: torch.Tensor | None) -> torch.Tensor:
         if not len(patches):
             return patches
         if grid is None:
             raise ValueError(f"{len(patches)} patches need the {kind}_grid_thw that they are of, got None")
-        output = self.model.get_submodule("visual")(patches, grid_thw=grid.to(patches.device))
-        width: int = self.config.vision_config.hidden_size
-        merged: torch.Tensor = getattr(output, "pooler_output", output)
-        return merged.reshape(-1, width)
+        output = self._tower(patches, grid_thw=grid.to(patches.device))
+        grouped: torch.Tensor = getattr(output, "pooler_output", output)
+        return grouped.reshape(len(patches), -1)
 
-    def _patches(self, sized: Sized | None, dtype: torch.dtype, *inputs: TensorSpec) -> TensorSpec:
-        rows = 0 if sized is None else sized.shape[0]
-        shape = (rows, self.config.vision_config.hidden_size)
-        return self._spec(shape, dtype, *inputs) if rows else TensorSpec(shape, dtype)
+    def _patches(self, shape: tuple[int, ...], dtype: torch.dtype, *inputs: TensorSpec) -> TensorSpec:
+        return self._spec(shape, dtype, *inputs) if shape[0] else TensorSpec(shape, dtype)
 
 
 class VisionHead(VisionChunk):
@@ -153,16 +146,18 @@ class VisionHead(VisionChunk):
     def output_spec(  # type: ignore[override]
         self, *, pixel_values: Sized | None = None, pixel_values_videos: Sized | None = None, **_: Any
     ) -> tuple[TensorSpec, TensorSpec]:
-        dtype = _autocast_dtype(self.model.get_submodule("visual"))
-        return self._patches(pixel_values, dtype), self._patches(pixel_values_videos, dtype)
+        return self._embedded(pixel_values), self._embedded(pixel_values_videos)
+
+    def _embedded(self, pixels: Sized | None) -> TensorSpec:
+        rows = 0 if pixels is None else pixels.shape[0]
+        return self._patches((rows, self._tower.patch_embed.embed_dim), _autocast_dtype(self._tower))
 
     def _pixels(self, pixels: torch.Tensor | None) -> torch.Tensor:
-        tower = self.model.get_submodule("visual")
+        tower = self._tower
         if pixels is not None and len(pixels):
             return pixels.to(_dtype(tower))
-        weight = next(tower.parameters())
-        width = self.config.vision_config.hidden_size
-        return torch.empty(0, width, dtype=_autocast_dtype(tower), device=weight.device)
+        nothing = self._embedded(None)
+        return torch.empty(nothing.shape, dtype=nothing.dtype, device=next(tower.parameters()).device)
 
 
 class MergingChunk(Chunk):
@@ -192,12 +187,26 @@ class MergingChunk(Chunk):
                 "a microbatch with images needs position_ids among its inputs, since other stages have no tokens to "
                 "compute them from: add those of hf.position_ids(config, input_ids, attention_mask, image_grid_thw)"
             )
-        masks = {"attention_mask": attention_mask, "position_ids": position_ids}
-        hidden: torch.Tensor = self.model(input_ids=input_ids, **masks, **vision, use_cache=False)[0]
-        return hidden
+        return _run(self.model.model, attention_mask, position_ids, input_ids=input_ids, **vision)
 
-    def output_spec(self, images: TensorSpec, videos: TensorSpec, *, input_ids: Sized, **_: Any) -> TensorSpec:
+    def output_spec(
+        self, images: TensorSpec, videos: TensorSpec, *, input_ids: Sized, **_: Any
+    ) -> TensorSpec:
         return self._spec(_embedded(self, input_ids), _dtype(decoder_of(self.model)), images, videos)
+
+
+def _run(
+    model: nn.Module,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    **inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """The first output of a model of transformers: hidden states or, of the outermost one, logits."""
+    if position_ids is not None and position_ids.dim() == 1:
+        position_ids = position_ids[None]
+    masks = {"attention_mask": attention_mask, "position_ids": position_ids}
+    output: torch.Tensor = model(**inputs, **masks, use_cache=False)[0]
+    return output
 
 
 def _embedded(chunk: Chunk, input_ids: Sized) -> tuple[int, ...]:

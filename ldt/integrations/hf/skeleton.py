@@ -15,7 +15,19 @@ from transformers import (
     PreTrainedModel,
 )
 
-__all__ = ["compute_buffers", "decoder_of", "has_layers", "keep_text", "keep_vision", "materialize", "model_class", "skeleton", "with_owners"]
+__all__ = [
+    "compute_buffers",
+    "decoder_of",
+    "has_layers",
+    "keep_text",
+    "keep_vision",
+    "materialize",
+    "model_class",
+    "skeleton",
+    "with_owners",
+]
+
+_UNSET = -113  # of a buffer
 
 
 class PassOn(nn.Module):
@@ -40,12 +52,12 @@ class GroupPatches(nn.Module):
         return patches.reshape(-1, self.group * patches.shape[-1])
 
 
-def model_class(config: PreTrainedConfig, laps: int) -> type[PreTrainedModel]:
+def model_class(config: PreTrainedConfig, laps: int) -> Any:
     """The class whose layers are walked through in ``laps`` laps. Raises ValueError if there is none."""
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if laps == 1 else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if laps == 1 else MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        found: type[PreTrainedModel] = mapping[type(config)]
+        found: Any = mapping[type(config)]
     except KeyError:
         kind = "causal language model" if laps == 1 else "vision-language model"
         hint = f"; it has one for laps={3 - laps}" if type(config) in other else ""
@@ -57,7 +69,10 @@ def model_class(config: PreTrainedConfig, laps: int) -> type[PreTrainedModel]:
 
 
 def skeleton(
-    config: PreTrainedConfig, laps: int, dtype: torch.dtype | None = None, attn_implementation: str | None = None
+    config: PreTrainedConfig,
+    laps: int,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """The model on the meta device: modules and shapes, no memory. Its config is a copy."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
@@ -68,9 +83,9 @@ def skeleton(
     return model
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of ``model.model`` that has the language layers."""
-    decoder: nn.Module = getattr(model, "language_model", model)
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part that has the language layers."""
+    decoder: PreTrainedModel = getattr(model.model, "language_model", model.model)
     return decoder
 
 
@@ -79,7 +94,7 @@ def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool,
 
     Where embedding and head are one Parameter, the head brings along its name as an embedding.
     """
-    decoder: Any = decoder_of(model.model)
+    decoder: Any = decoder_of(model)
     _keep_items(decoder.layers, layers)
     tied = model.lm_head.weight is decoder.embed_tokens.weight
     if not (embedding or (head and tied)):
@@ -105,53 +120,59 @@ def _keep_items(modules: nn.ModuleList, kept: Iterable[int]) -> None:
             modules[index] = PassOn()
 
 
-def has_layers(chunk: Any) -> bool:
-    """Whether the chunk has layers of the language model or blocks of the vision tower."""
-    parts = [*decoder_of(chunk.model).layers, *getattr(getattr(chunk.model, "visual", None), "blocks", ())]
+def has_layers(model: PreTrainedModel) -> bool:
+    """Whether layers of the language model or blocks of the vision tower are left."""
+    decoder: Any = decoder_of(model)
+    parts = [*decoder.layers, *getattr(getattr(model.model, "visual", None), "blocks", ())]
     return not all(isinstance(part, PassOn) for part in parts)
 
 
-def materialize(chunk: nn.Module, device: torch.device, shared: dict[str, nn.Parameter]) -> None:
+def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, nn.Parameter]) -> None:
     """Give parameters memory on ``device``, filled with NaN until they are loaded, and compute constant buffers.
 
-    ``shared`` has the Parameters of chunks that were built before, by name, and gets those of this one: a name that
-    two chunks have, a tied embedding's, stays one Parameter.
+    ``shared`` has the Parameters of parts that were built before, by name, and gets those of this one: a name that
+    two parts have, a tied embedding's, stays one Parameter.
     """
     made: dict[int, nn.Parameter] = {}
-    for name, parameter in list(chunk.named_parameters(remove_duplicate=False)):
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
             made[id(parameter)] = shared[name] if name in shared else _filled(parameter, device)
         shared[name] = made[id(parameter)]
         owner, _, attribute = name.rpartition(".")
-        chunk.get_submodule(owner)._parameters[attribute] = shared[name]
-    for part in chunk.modules():
-        for name, buffer in list(part.named_buffers(recurse=False)):
-            part._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
-    compute_buffers(chunk)
+        model.get_submodule(owner)._parameters[attribute] = shared[name]
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = torch.full_like(buffer, _UNSET, device=device)
+    compute_buffers(model)
+    lost = [name for name, buffer in model.named_buffers() if (buffer == _UNSET).any()]
+    if lost:
+        raise ValueError(
+            f"buffer {lost[0]} has values that only its constructor knows, which ran without memory"
+        )
 
 
-def compute_buffers(chunk: nn.Module) -> None:
-    """Fill the buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
-    for _, part, model in with_owners(chunk):
-        if part._non_persistent_buffers_set and not part._parameters:
-            model._init_weights(part)
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Fill the buffers that no checkpoint has, such as the frequencies of rotary embeddings.
+
+    Draws weights anew where a module has such a buffer and weights, so call it before those are set.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for _, part, owner in with_owners(model):
+            if part._non_persistent_buffers_set:
+                owner._init_weights(part)
 
 
 def _filled(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     return nn.Parameter(torch.full_like(parameter, torch.nan, device=device), parameter.requires_grad)
 
 
-def with_owners(chunk: nn.Module) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """All modules of ``chunk`` with their names, and the model of transformers whose config is theirs.
-
-    What is beside ``chunk.model``, as its head, has that one.
-    """
-    models: dict[str, Any] = {"": chunk.get_submodule("model")}
-    for name, part in chunk.named_modules():
+def with_owners(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Any]]:
+    """All modules with their names and the innermost model that they are in, whose config is theirs."""
+    models = {"": model}
+    for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
             models[name] = part
         place = name
         while place not in models:
             place = place.rpartition(".")[0]
         yield name, part, models[place]
-

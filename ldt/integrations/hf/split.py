@@ -38,9 +38,10 @@ def split(
 
     Raises ValueError if the numbers do not add up to the model's layers, or for a model that cannot be split so.
     """
-    if not isinstance(config, PreTrainedConfig):
+    if isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(config)
-    return Split(config, tuple(layers), laps)
+    assert isinstance(config, PreTrainedConfig)
+    return Split(config, layers, laps)
 
 
 class Split:
@@ -84,10 +85,12 @@ class Split:
         built = []
         for index in chunks:
             if not 0 <= index < self.num_chunks:
-                raise IndexError(f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}")
+                raise IndexError(
+                    f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}"
+                )
             chunk = self._on_meta(index, skeleton(self.config, self.laps, dtype, attn_implementation))
             if torch.device(device).type != "meta":
-                materialize(chunk, torch.device(device), shared)
+                materialize(chunk.model, torch.device(device), shared)
             built.append(chunk)
         return built
 

@@ -33,7 +33,7 @@ def refuse_unlike(config: PreTrainedConfig, laps: int) -> None:
 
 
 def _refuse_changes(chunk: TextChunk | VisionChunk, merge_size: int) -> None:
-    materialize(chunk, torch.device("cpu"), {})
+    materialize(chunk.model, torch.device("cpu"), {})
     with torch.no_grad():
         if isinstance(chunk, TextChunk):
             given = _numbers(1, 2, chunk.config.get_text_config().hidden_size)
