@@ -31,7 +31,15 @@ _UNSET = -113  # of a buffer
 
 
 class PassOn(nn.Module):
-    """Stands for a layer, norm or embedding that another chunk holds: returns its first argument."""
+    """Stands for a layer, norm or embedding that another chunk holds: returns its first argument.
+
+    It still says what it stands for: a model may ask a layer for its kind of attention.
+    """
+
+    def __init__(self, absent: nn.Module) -> None:
+        super().__init__()
+        told = {name: value for name, value in vars(absent).items() if isinstance(value, (str, int, float))}
+        vars(self).update(told)
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
@@ -80,6 +88,7 @@ def skeleton(
         options["attn_implementation"] = attn_implementation
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config, laps)._from_config(copy.deepcopy(config), **options)
+    model.tie_weights()  # some versions do so only with memory
     return model
 
 
@@ -98,9 +107,9 @@ def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool,
     _keep_items(decoder.layers, layers)
     tied = model.lm_head.weight is decoder.embed_tokens.weight
     if not (embedding or (head and tied)):
-        decoder.embed_tokens = PassOn()
+        decoder.embed_tokens = PassOn(decoder.embed_tokens)
     if not head:
-        decoder.norm, model.lm_head = PassOn(), PassOn()
+        decoder.norm, model.lm_head = PassOn(decoder.norm), PassOn(model.lm_head)
 
 
 def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: bool, merger: bool) -> None:
@@ -108,7 +117,7 @@ def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: boo
     tower: Any = model.model.visual
     _keep_items(tower.blocks, blocks)
     if not embedding:
-        tower.patch_embed = PassOn()
+        tower.patch_embed = PassOn(tower.patch_embed)
     if not merger:
         tower.merger = GroupPatches(tower.spatial_merge_size**2)
 
@@ -117,7 +126,7 @@ def _keep_items(modules: nn.ModuleList, kept: Iterable[int]) -> None:
     kept = set(kept)
     for index in range(len(modules)):
         if index not in kept:
-            modules[index] = PassOn()
+            modules[index] = PassOn(modules[index])
 
 
 def has_layers(model: PreTrainedModel) -> bool:
