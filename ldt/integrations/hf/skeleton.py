@@ -98,10 +98,11 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool, head: bool) -> None:
+def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool, head: bool) -> int:
     """Take out of the language model all but ``layers`` and, if so said, its embedding, its final norm and head.
 
-    Where embedding and head are one Parameter, the head brings along its name as an embedding.
+    Where embedding and head are one Parameter, the head brings along its name as an embedding. Returns the number of
+    layers that there were.
     """
     decoder: Any = decoder_of(model)
     _keep_items(decoder.layers, layers)
@@ -110,9 +111,10 @@ def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool,
         decoder.embed_tokens = PassOn(decoder.embed_tokens)
     if not head:
         decoder.norm, model.lm_head = PassOn(decoder.norm), PassOn(model.lm_head)
+    return len(decoder.layers)
 
 
-def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: bool, merger: bool) -> None:
+def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: bool, merger: bool) -> int:
     """The same for the vision tower: its blocks, its patch embedding, its merger."""
     tower: Any = model.model.visual
     _keep_items(tower.blocks, blocks)
@@ -120,6 +122,7 @@ def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: boo
         tower.patch_embed = PassOn(tower.patch_embed)
     if not merger:
         tower.merger = GroupPatches(tower.spatial_merge_size**2)
+    return len(tower.blocks)
 
 
 def _keep_items(modules: nn.ModuleList, kept: Iterable[int]) -> None:

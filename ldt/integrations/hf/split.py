@@ -20,7 +20,7 @@ from ldt.integrations.hf.chunks import (
     VisionHead,
 )
 from ldt.integrations.hf.skeleton import keep_text, keep_vision, materialize, skeleton
-from ldt.integrations.hf.structure import refuse_unlike
+from ldt.integrations.hf.structure import count_layers
 
 __all__ = ["Split", "split"]
 
@@ -56,12 +56,10 @@ class Split:
                 f"layers must have one number per chunk, laps * P + 1 = {laps} * P + 1 of them for P stages; "
                 f"got {len(layers)}: {list(layers)}"
             )
-        refuse_unlike(config, laps)
+        text, blocks = count_layers(config, laps)
         self.config, self.laps = config, laps
         self._first_text = self.num_stages if laps == 2 else 0  # the chunk that embeds tokens
-        depth = config.vision_config.num_hidden_layers if laps == 2 else 0
-        self._blocks = _ranges("blocks of the vision tower", layers[: self._first_text], depth)
-        text = config.get_text_config().num_hidden_layers
+        self._blocks = _ranges("blocks of the vision tower", layers[: self._first_text], blocks)
         self._layers = _ranges("language layers", layers[self._first_text :], text)
 
     @property

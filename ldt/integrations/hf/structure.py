@@ -8,23 +8,26 @@ from transformers import PreTrainedConfig
 from ldt.integrations.hf.chunks import TextChunk, VisionChunk
 from ldt.integrations.hf.skeleton import keep_text, keep_vision, materialize, skeleton
 
-__all__ = ["refuse_unlike"]
+__all__ = ["count_layers"]
 
 
-def refuse_unlike(config: PreTrainedConfig, laps: int) -> None:
-    """Raise ValueError for a model whose parts are not where chunks look for them, or that does more than its parts.
+def count_layers(config: PreTrainedConfig, laps: int) -> tuple[int, int]:
+    """The numbers of language layers and of blocks of the vision tower, 0 without one.
 
+    Raises ValueError for a model whose parts are not where chunks look for them, or that does more than its parts.
     A chunk runs the forward of the whole model, and so do the others: nothing may happen there but what the parts
     do that chunks share out. A scaling of embeddings, for one, would be done by every chunk. With all parts taken
     out, therefore, what goes in must come out.
     """
     model = skeleton(config, laps)
     try:
-        keep_text(model, (), embedding=False, head=False)
+        layers = keep_text(model, (), embedding=False, head=False)
         _refuse_changes(TextChunk(model), 0)
-        if laps == 2:
-            keep_vision(model, (), embedding=False, merger=False)
-            _refuse_changes(VisionChunk(model), config.vision_config.spatial_merge_size)
+        if laps == 1:
+            return layers, 0
+        blocks = keep_vision(model, (), embedding=False, merger=False)
+        _refuse_changes(VisionChunk(model), config.vision_config.spatial_merge_size)
+        return layers, blocks
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ValueError(
             f"{type(model).__name__} (model type {config.model_type!r}) cannot be run in chunks: {error}. A model can "
