@@ -28,8 +28,8 @@ export PATH := $(BIN):$(PATH)
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
-test: EXTRAS = examples,hf,test
-lint format: EXTRAS = examples,hf,test,lint
+test: EXTRAS = examples,test
+lint format: EXTRAS = examples,test,lint
 
 .PHONY: build test lint format demo matrix clean
 .DEFAULT_GOAL := build

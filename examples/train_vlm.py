@@ -23,6 +23,8 @@ import ldt
 import ldt.plan
 from ldt.integrations import hf
 
+EVALUATED = 4  # times as many microbatches as a step has
+
 
 class Options(argparse.Namespace):
     """The parsed command line."""
@@ -68,9 +70,9 @@ def train(options: Options, pipeline: ldt.Pipeline, digits: Digits | None) -> No
 
 def report(when: str, options: Options, pipeline: ldt.Pipeline, digits: Digits | None) -> None:
     """Print the share of right answers about digits that training never sees. A collective call."""
-    microbatches = digits.held_out(options.microbatches) if digits else None
+    microbatches = digits.held_out(EVALUATED * options.microbatches) if digits else None
     result = pipeline.eval(microbatches)
-    if microbatches is None:
+    if microbatches is None or result.outputs is None:
         return
     right: dict[str, list[bool]] = {"with images": [], "without images": []}
     for microbatch, logits in zip(microbatches, result.outputs, strict=True):
@@ -93,9 +95,11 @@ def parse_options() -> Options:
         description=__doc__.splitlines()[0] if __doc__ else None,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=150, help="optimizer steps")
-    parser.add_argument("--microbatches", type=int, default=8, help="microbatches of a step; a fourth has no images")
-    parser.add_argument("--batch", type=int, default=8, help="samples of a microbatch")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument(
+        "--microbatches", type=int, default=4, help="microbatches of a step; a fourth has no images"
+    )
+    parser.add_argument("--batch", type=int, default=16, help="samples of a microbatch")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the samples")
     return parser.parse_args(namespace=Options())

@@ -60,7 +60,7 @@ class Digits:
         return _together(self._config, samples)
 
     def _sample(self, digits: Sequence[int], chance: random.Random, number: int | None) -> Sample:
-        number = chance.choice((0, 1, 1, 2)) if number is None else number
+        number = chance.choice((0, 1, 1, 1, 1, 2)) if number is None else number
         if number == 0:
             total = chance.randrange(10)
             first = chance.randint(0, total)
@@ -82,7 +82,11 @@ def _asked(images: tuple[torch.Tensor, ...], question: str, answer: str) -> Samp
 
 
 def _placeholder(image: torch.Tensor) -> list[int]:
-    return [*tokens_of("<images>"), *[IMAGE] * (image.numel() // (PATCH * MERGE) ** 2), *tokens_of("</images>")]
+    return [
+        *tokens_of("<images>"),
+        *[IMAGE] * (image.numel() // (PATCH * MERGE) ** 2),
+        *tokens_of("</images>"),
+    ]
 
 
 def _together(config: PreTrainedConfig, samples: Sequence[Sample]) -> Microbatch:
@@ -98,7 +102,9 @@ def _together(config: PreTrainedConfig, samples: Sequence[Sample]) -> Microbatch
     images = [image for sample in samples for image in sample.images]
     if images:
         inputs["pixel_values"] = torch.cat([_patches(image) for image in images])
-        inputs["image_grid_thw"] = torch.tensor([[1, *(side // PATCH for side in image.shape)] for image in images])
+        inputs["image_grid_thw"] = torch.tensor(
+            [[1, *(side // PATCH for side in image.shape)] for image in images]
+        )
     inputs["position_ids"] = hf.position_ids(config, ids, mask, inputs.get("image_grid_thw"))
     return inputs, labels
 

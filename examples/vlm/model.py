@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import Qwen2_5_VLConfig
 
 from vlm.words import VOCABULARY
@@ -10,7 +12,7 @@ __all__ = ["MERGE", "PATCH", "small_config", "spread"]
 
 PATCH = 4  # pixels, of a side
 MERGE = 2  # patches, of the side of what becomes one token
-VISION_DEPTH, TEXT_DEPTH = 4, 5
+VISION_DEPTH, TEXT_DEPTH = 3, 4
 VISION_WIDTH, TEXT_WIDTH, HEADS = 32, 64, 4
 
 
@@ -43,7 +45,7 @@ def small_config() -> Qwen2_5_VLConfig:
         "bos_token_id": VOCABULARY.index("<start>"),
         "eos_token_id": None,
     }
-    tokens = {
+    tokens: dict[str, Any] = {
         "image_token_id": VOCABULARY.index("<image>"),
         "video_token_id": VOCABULARY.index("<video>"),
         "vision_start_token_id": VOCABULARY.index("<images>"),

@@ -9,6 +9,7 @@ import torch
 from hf_models import gradients, labels_of, padded, text_config, unsplit, vision_config, walk
 
 from ldt.integrations import hf
+from ldt.integrations.hf.skeleton import model_class
 
 peft = pytest.importorskip("peft")
 
@@ -54,6 +55,19 @@ def test_a_chunk_keeps_its_signature_and_its_spec() -> None:
     trained = {name for chunk in chunks for name, p in chunk.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", None, r".*\.q_proj"])
+def test_targets_may_be_said_in_every_way(targets: str | None) -> None:
+    config = text_config("llama")
+    model = peft.get_peft_model(model_class(config, 1)(config), peft.LoraConfig(target_modules=targets))
+    expected = {
+        name.removeprefix("base_model.model.") for name, p in model.named_parameters() if p.requires_grad
+    }
+    chunks = hf.split(config, [1, 2, 1, 1]).build(range(4))
+    hf.add_adapter(chunks, peft.LoraConfig(target_modules=targets))
+    found = {name for chunk in chunks for name, p in chunk.model.named_parameters() if p.requires_grad}
+    assert found == expected != set()
 
 
 def test_chunks_without_targets_are_frozen() -> None:

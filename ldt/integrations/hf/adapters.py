@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,7 +28,8 @@ def add_adapter(chunks: Iterable[Chunk], config: Any, adapter_name: str = "defau
     refusals = []
     for chunk in chunks:
         try:
-            inject_adapter_in_model(config, chunk.model, adapter_name)
+            # A copy: peft writes the names that it finds in the first chunk into the config.
+            inject_adapter_in_model(copy.deepcopy(config), chunk.model, adapter_name)
         except ValueError as error:
             if _has_adapters(chunk):
                 raise
