@@ -129,17 +129,10 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 
 def test_without_memory_there_is_nothing_to_load_into(tmp_path: Path) -> None:
     config, layers, _ = CASES["untied"]
-    expected = saved(config, tmp_path, 1)
+    saved(config, tmp_path, 1)
     chunks = hf.split(config, layers).build([0], device="meta")
     with pytest.raises(ldt.LdtError, match="no memory to load"):
         hf.load_weights(chunks, tmp_path)
-    chunks[0].to_empty(device="cpu")
-    hf.load_weights(chunks, tmp_path)
-    other = hf.split(config, layers).build([0])
-    hf.load_weights(other, tmp_path)
-    ids = torch.arange(6)[None]
-    assert torch.equal(chunks[0](ids), other[0](ids))
-    assert torch.equal(expected["model.embed_tokens.weight"], chunks[0].model.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -16,7 +16,6 @@ from transformers import (
 )
 
 __all__ = [
-    "compute_buffers",
     "decoder_of",
     "has_layers",
     "keep_text",
@@ -38,8 +37,9 @@ class PassOn(nn.Module):
 
     def __init__(self, absent: nn.Module) -> None:
         super().__init__()
-        told = {name: value for name, value in vars(absent).items() if isinstance(value, (str, int, float))}
-        vars(self).update(told)
+        for name, value in vars(absent).items():
+            if not name.startswith("_") and isinstance(value, (str, int, float)):
+                setattr(self, name, value)
 
     def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return hidden
@@ -155,7 +155,7 @@ def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, 
     for name, buffer in list(model.named_buffers()):
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner)._buffers[attribute] = torch.full_like(buffer, _UNSET, device=device)
-    compute_buffers(model)
+    _compute_buffers(model)
     lost = [name for name, buffer in model.named_buffers() if (buffer == _UNSET).any()]
     if lost:
         raise ValueError(
@@ -163,12 +163,9 @@ def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, 
         )
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
-    """Fill the buffers that no checkpoint has, such as the frequencies of rotary embeddings.
-
-    Draws weights anew where a module has such a buffer and weights, so call it before those are set.
-    """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Fill the buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # it may draw weights, too
         for _, part, owner in with_owners(model):
             if part._non_persistent_buffers_set:
                 owner._init_weights(part)

@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 
 from ldt.errors import LdtError
 from ldt.integrations.hf.chunks import Chunk
-from ldt.integrations.hf.skeleton import compute_buffers, with_owners
+from ldt.integrations.hf.skeleton import with_owners
 
 __all__ = ["init_weights", "load_weights", "state_dict"]
 
@@ -41,9 +41,6 @@ def init_weights(chunks: Iterable[Chunk], seed: int) -> None:
 
     Each module has random numbers of its own, from ``seed`` and its name, drawn on the CPU whatever its device.
     """
-    chunks = list(chunks)
-    for chunk in chunks:
-        compute_buffers(chunk.model)
     done: set[int] = set()
     for chunk in chunks:
         for name, part, model in with_owners(chunk.model):
@@ -73,7 +70,6 @@ def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
     opened (from the hub: fetched) that have one. Tensors are converted to the dtype of the weights.
     Raises LdtError that names what is missing or of another shape.
     """
-    chunks = list(chunks)
     missing: list[str] = []
     reads: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     stored = _stored(path)
@@ -91,8 +87,6 @@ def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
             f"{os.fspath(path)} lacks weights of these chunks: {', '.join(missing[:3])}{others}. It must be of this "
             "model, and be loaded before adapters are added; experts that are stored one by one are not supported"
         )
-    for chunk in chunks:
-        compute_buffers(chunk.model)
     for file, tensors in reads.items():
         _read(path, file, tensors)
 
@@ -138,7 +132,7 @@ def _read(path: str | os.PathLike[str], file: str, tensors: Iterable[tuple[str, 
         for name, tensor in tensors:
             if tensor.is_meta:
                 raise LdtError(
-                    f"there is no memory to load {name} into: call to_empty(device=...) on the chunk"
+                    f"there is no memory to load {name} into: build the chunk on another device than meta"
                 )
             found = stored.get_tensor(name)
             if found.shape != tensor.shape:
