@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from hf_models import (
 from transformers import PreTrainedConfig
 
 from ldt.integrations import hf
+from ldt.runtime.inference import infer_specs
+from ldt.runtime.specs import specs_of
 
 LAYERS = [1, 2, 1, 1, 2, 1, 1]
 EDGE = {0, 3, 6}
@@ -127,20 +130,20 @@ def test_an_empty_batch_of_images_is_none() -> None:
     assert torch.equal(walk(chunks, EDGE, inputs | empty), walk(chunks, EDGE, inputs))
 
 
+@pytest.mark.parametrize("setting", ["plain", "autocast", "bfloat16", "frozen tower"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_declared_shapes_are_those_that_come(name: str) -> None:
+def test_declared_shapes_are_those_that_come(name: str, setting: str) -> None:
     config = vision_config()
-    chunks = hf.split(config, LAYERS, laps=2).build(range(7))
+    dtype = torch.bfloat16 if setting == "bfloat16" else None
+    chunks = hf.split(config, LAYERS, laps=2).build(range(7), dtype=dtype)
     hf.init_weights(chunks, seed=1)
-    refuse_wrong_specs(chunks, with_positions(config, BATCHES[name]))
+    for chunk in chunks[:3] if setting == "frozen tower" else []:
+        chunk.requires_grad_(False)
+    with torch.autocast("cpu", enabled=setting == "autocast"):
+        refuse_wrong_specs(chunks, with_positions(config, BATCHES[name]))
 
 
 def refuse_wrong_specs(chunks: Sequence[hf.Chunk], inputs: Inputs) -> None:
-    import inspect
-
-    from ldt.runtime.inference import infer_specs
-    from ldt.runtime.specs import specs_of
-
     hop: tuple[torch.Tensor, ...] = ()
     for index, chunk in enumerate(chunks):
         declared = inspect.signature(chunk.forward).parameters
