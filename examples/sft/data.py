@@ -1,0 +1,91 @@
+"""Prompts and answers from a file, as microbatches whose loss is that of the answers. Only the edge reads them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AutoTokenizer
+
+__all__ = ["Answers", "Microbatch"]
+
+Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]  # the model's inputs, and labels [batch, sequence]
+
+NO_LABEL = -100
+BYTES = 256
+
+
+class Tokenizer(Protocol):
+    """What is needed of one."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+
+class ByteTokenizer:
+    """For a model that has none: a byte is a token, and 0 ends a text."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+class Answers:
+    """Lines such as {"prompt": "2 + 2 = ", "answer": "4"}, in random order again and again.
+
+    Raises ValueError naming the line for one that is not so.
+    """
+
+    def __init__(self, file: Path, model: str, batch: int, longest: int, seed: int) -> None:
+        tokenizer, self._padding, end = _tokenizer(model)
+        self._samples = [_tokens(tokenizer, end, longest, *pair) for pair in _pairs(file)]
+        self._batch = batch
+        self._batches = self._forever(random.Random(seed))
+
+    def next(self, number: int) -> list[Microbatch]:
+        """The microbatches of the next step. The last one of the file may be smaller than the others."""
+        return [self._padded(samples) for samples in islice(self._batches, number)]
+
+    def _forever(self, chance: random.Random) -> Iterator[Sequence[tuple[list[int], int]]]:
+        while True:
+            order = chance.sample(self._samples, len(self._samples))
+            yield from (order[start : start + self._batch] for start in range(0, len(order), self._batch))
+
+    def _padded(self, samples: Sequence[tuple[list[int], int]]) -> Microbatch:
+        size = (len(samples), max(len(tokens) for tokens, _ in samples))
+        ids = torch.full(size, self._padding)
+        mask, labels = torch.zeros_like(ids), torch.full(size, NO_LABEL)
+        for row, (tokens, prompt) in enumerate(samples):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            mask[row, : len(tokens)] = 1
+            labels[row, prompt : len(tokens)] = ids[row, prompt : len(tokens)]
+        return {"input_ids": ids, "attention_mask": mask}, labels
+
+
+def _pairs(file: Path) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        match json.loads(line):
+            case {"prompt": str(prompt), "answer": str(answer)} if prompt and answer:
+                yield prompt, answer
+            case _:
+                raise ValueError(
+                    f'{file}, line {number}: expected {{"prompt": "...", "answer": "..."}}, got {line}'
+                )
+
+
+def _tokens(tokenizer: Tokenizer, end: int, longest: int, prompt: str, answer: str) -> tuple[list[int], int]:
+    """The tokens of both, and the number of those that are the prompt's."""
+    asked = tokenizer.encode(prompt)
+    return [*asked, *tokenizer.encode(answer), end][:longest], len(asked)
+
+
+def _tokenizer(model: str) -> tuple[Tokenizer, int, int]:
+    """With the tokens for padding and for the end of a text."""
+    if Path(model).is_file():
+        return ByteTokenizer(), 0, 0
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    end = tokenizer.eos_token_id
+    return tokenizer, end if tokenizer.pad_token_id is None else tokenizer.pad_token_id, end

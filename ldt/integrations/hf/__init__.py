@@ -1,0 +1,33 @@
+"""Hugging Face models as chunks: ``pip install 'ldt-torch[hf]'``.
+
+    from ldt.integrations import hf
+
+    parts = hf.split("path/to/model", layers=[2, 13, 13, 2])        # P = 3 stages, one lap: C = 4 chunks
+    chunks = parts.build(topology.chunks_of(mesh.stage), device=mesh.device)
+    hf.load_weights(chunks, "path/to/model")                        # or hf.init_weights(chunks, seed=0)
+    pipeline = ldt.Pipeline(chunks, mesh, plan, loss_fn=hf.token_loss, loss_reduction="token")
+
+A chunk is the model's own class in which what other chunks hold is replaced by modules without weights that pass
+their input on. So masks, rotary embeddings, layer types and the names of weights are those of transformers, and a
+family of models needs no code of its own.
+"""
+
+from ldt.integrations.hf.adapters import add_adapter
+from ldt.integrations.hf.chunks import Chunk
+from ldt.integrations.hf.inputs import packed_position_ids, position_ids
+from ldt.integrations.hf.loss import token_loss
+from ldt.integrations.hf.split import Split, split
+from ldt.integrations.hf.weights import init_weights, load_weights, state_dict
+
+__all__ = [
+    "Chunk",
+    "Split",
+    "add_adapter",
+    "init_weights",
+    "load_weights",
+    "packed_position_ids",
+    "position_ids",
+    "split",
+    "state_dict",
+    "token_loss",
+]

@@ -1,0 +1,187 @@
+"""A model of transformers without weights, and what a chunk does not hold taken out of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+__all__ = [
+    "decoder_of",
+    "has_layers",
+    "keep_text",
+    "keep_vision",
+    "materialize",
+    "model_class",
+    "skeleton",
+    "with_owners",
+]
+
+_UNSET = -113  # of a buffer
+
+
+class PassOn(nn.Module):
+    """Stands for a layer, norm or embedding that another chunk holds: returns its first argument.
+
+    It still says what it stands for: a model may ask a layer for its kind of attention.
+    """
+
+    def __init__(self, absent: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(absent).items():
+            if not name.startswith("_") and isinstance(value, (str, int, float)):
+                setattr(self, name, value)
+
+    def forward(self, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden
+
+
+class GroupPatches(nn.Module):
+    """Stands for the merger: the patches that it would merge, [patches / group, group * width], as they are.
+
+    The tower brings the merger's output back from the order of windows to that of the image, whatever its width. So
+    patches cross hops in the order of the image, and every chunk orders them anew.
+    """
+
+    def __init__(self, group: int) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return patches.reshape(-1, self.group * patches.shape[-1])
+
+
+def model_class(config: PreTrainedConfig, laps: int) -> Any:
+    """The class whose layers are walked through in ``laps`` laps. Raises ValueError if there is none."""
+    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if laps == 1 else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if laps == 1 else MODEL_FOR_CAUSAL_LM_MAPPING
+    try:
+        found: Any = mapping[type(config)]
+    except KeyError:
+        kind = "causal language model" if laps == 1 else "vision-language model"
+        hint = f"; it has one for laps={3 - laps}" if type(config) in other else ""
+        raise ValueError(
+            f"laps={laps} needs the config of a {kind}, but transformers has none for "
+            f"{type(config).__name__} (model type {config.model_type!r}){hint}"
+        ) from None
+    return found
+
+
+def skeleton(
+    config: PreTrainedConfig,
+    laps: int,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str | None = None,
+) -> PreTrainedModel:
+    """The model on the meta device: modules and shapes, no memory. Its config is a copy."""
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    with torch.device("meta"):
+        model: PreTrainedModel = model_class(config, laps)._from_config(copy.deepcopy(config), **options)
+    model.tie_weights()  # some versions do so only with memory
+    return model
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part that has the language layers."""
+    decoder: PreTrainedModel = getattr(model.model, "language_model", model.model)
+    return decoder
+
+
+def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool, head: bool) -> int:
+    """Take out of the language model all but ``layers`` and, if so said, its embedding, its final norm and head.
+
+    Where embedding and head are one Parameter, the head brings along its name as an embedding. Returns the number of
+    layers that there were.
+    """
+    decoder: Any = decoder_of(model)
+    _keep_items(decoder.layers, layers)
+    tied = model.lm_head.weight is decoder.embed_tokens.weight
+    if not (embedding or (head and tied)):
+        decoder.embed_tokens = PassOn(decoder.embed_tokens)
+    if not head:
+        decoder.norm, model.lm_head = PassOn(decoder.norm), PassOn(model.lm_head)
+    return len(decoder.layers)
+
+
+def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: bool, merger: bool) -> int:
+    """The same for the vision tower: its blocks, its patch embedding, its merger."""
+    tower: Any = model.model.visual
+    _keep_items(tower.blocks, blocks)
+    if not embedding:
+        tower.patch_embed = PassOn(tower.patch_embed)
+    if not merger:
+        tower.merger = GroupPatches(tower.spatial_merge_size**2)
+    return len(tower.blocks)
+
+
+def _keep_items(modules: nn.ModuleList, kept: Iterable[int]) -> None:
+    kept = set(kept)
+    for index in range(len(modules)):
+        if index not in kept:
+            modules[index] = PassOn(modules[index])
+
+
+def has_layers(model: PreTrainedModel) -> bool:
+    """Whether layers of the language model or blocks of the vision tower are left."""
+    decoder: Any = decoder_of(model)
+    parts = [*decoder.layers, *getattr(getattr(model.model, "visual", None), "blocks", ())]
+    return not all(isinstance(part, PassOn) for part in parts)
+
+
+def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, nn.Parameter]) -> None:
+    """Give parameters memory on ``device``, filled with NaN until they are loaded, and compute constant buffers.
+
+    ``shared`` has the Parameters of parts that were built before, by name, and gets those of this one: a name that
+    two parts have, a tied embedding's, stays one Parameter.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            made[id(parameter)] = shared[name] if name in shared else _filled(parameter, device)
+        shared[name] = made[id(parameter)]
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._parameters[attribute] = shared[name]
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        model.get_submodule(owner)._buffers[attribute] = torch.full_like(buffer, _UNSET, device=device)
+    _compute_buffers(model)
+    lost = [name for name, buffer in model.named_buffers() if (buffer == _UNSET).any()]
+    if lost:
+        raise ValueError(
+            f"buffer {lost[0]} has values that only its constructor knows, which ran without memory"
+        )
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Fill the buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # it may draw weights, too
+        for _, part, owner in with_owners(model):
+            if part._non_persistent_buffers_set:
+                owner._init_weights(part)
+
+
+def _filled(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.full_like(parameter, torch.nan, device=device), parameter.requires_grad)
+
+
+def with_owners(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Any]]:
+    """All modules with their names and the innermost model that they are in, whose config is theirs."""
+    models = {"": model}
+    for name, part in model.named_modules():
+        if isinstance(part, PreTrainedModel):
+            models[name] = part
+        place = name
+        while place not in models:
+            place = place.rpartition(".")[0]
+        yield name, part, models[place]

@@ -1,0 +1,118 @@
+"""Which layers a chunk holds, and chunks built from that."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from ldt.integrations.hf.chunks import (
+    Chunk,
+    MergingChunk,
+    TextChunk,
+    TextHead,
+    TextTail,
+    VisionChunk,
+    VisionHead,
+)
+from ldt.integrations.hf.skeleton import keep_text, keep_vision, materialize, skeleton
+from ldt.integrations.hf.structure import count_layers
+
+__all__ = ["Split", "split"]
+
+
+def split(
+    config: PreTrainedConfig | str | os.PathLike[str], layers: Sequence[int], *, laps: int = 1
+) -> Split:
+    """Say how a model is split: ``layers`` has the number of layers of each of the C = laps * P + 1 chunks.
+
+    ``config``: that of a causal language model (one lap) or of a vision-language model of the kind of Qwen2.5-VL
+    (two laps), or the folder or hub name where it is. With one lap all chunks have language layers; the first has
+    the token embedding, too, and the last, the tail, the final norm and the head. With two laps chunks 0..P-1 have
+    blocks of the vision tower (the first its patch embedding), P..2P the language model, and chunk P, which is on
+    the edge again, merges patches and embeds tokens.
+
+    Raises ValueError if the numbers do not add up to the model's layers, or for a model that cannot be split so.
+    """
+    if isinstance(config, (str, os.PathLike)):
+        config = AutoConfig.from_pretrained(config)
+    assert isinstance(config, PreTrainedConfig)
+    return Split(config, layers, laps)
+
+
+class Split:
+    """A model's config and the layers of each chunk. Made by ``split``."""
+
+    def __init__(self, config: PreTrainedConfig, layers: Sequence[int], laps: int) -> None:
+        if laps not in (1, 2):
+            raise ValueError(f"a model is split over 1 lap, or 2 with a vision tower; got laps={laps}")
+        self.num_stages, rest = divmod(len(layers) - 1, laps)
+        if self.num_stages < 1 or rest:
+            raise ValueError(
+                f"layers must have one number per chunk, laps * P + 1 = {laps} * P + 1 of them for P stages; "
+                f"got {len(layers)}: {list(layers)}"
+            )
+        text, blocks = count_layers(config, laps)
+        self.config, self.laps = config, laps
+        self._first_text = self.num_stages if laps == 2 else 0  # the chunk that embeds tokens
+        self._blocks = _ranges("blocks of the vision tower", layers[: self._first_text], blocks)
+        self._layers = _ranges("language layers", layers[self._first_text :], text)
+
+    @property
+    def num_chunks(self) -> int:
+        return self.laps * self.num_stages + 1
+
+    def build(
+        self,
+        chunks: Iterable[int],
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        attn_implementation: str | None = None,
+    ) -> list[Chunk]:
+        """These chunks and no other part of the model. Their weights are NaN until they are loaded or initialized.
+
+        ``dtype``: of the weights, by default what the config says. ``attn_implementation``: as in transformers. A
+        tied embedding that two of these chunks have is one Parameter. With ``device="meta"`` nothing gets memory.
+        Raises IndexError for a chunk that does not exist.
+        """
+        shared: dict[str, nn.Parameter] = {}
+        built = []
+        for index in chunks:
+            if not 0 <= index < self.num_chunks:
+                raise IndexError(
+                    f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}"
+                )
+            chunk = self._on_meta(index, skeleton(self.config, self.laps, dtype, attn_implementation))
+            if torch.device(device).type != "meta":
+                materialize(chunk.model, torch.device(device), shared)
+            built.append(chunk)
+        return built
+
+    def _on_meta(self, index: int, model: PreTrainedModel) -> Chunk:
+        first, last = index == self._first_text, index == self.num_chunks - 1
+        in_tower = index < self._first_text
+        layers = () if in_tower else self._layers[index - self._first_text]
+        keep_text(model, layers, embedding=first, head=last)
+        if self.laps == 2:
+            blocks = self._blocks[index] if in_tower else ()
+            keep_vision(model, blocks, embedding=index == 0, merger=first)
+        return self._kind(index)(model)
+
+    def _kind(self, index: int) -> type[Chunk]:
+        if index < self._first_text:
+            return VisionHead if index == 0 else VisionChunk
+        if index == self._first_text:
+            return TextHead if self.laps == 1 else MergingChunk
+        return TextTail if index == self.num_chunks - 1 else TextChunk
+
+
+def _ranges(what: str, counts: Sequence[int], total: int) -> list[range]:
+    """The layers of each chunk, counted from 0. Raises ValueError if ``counts`` do not add up to ``total``."""
+    if any(count < 0 for count in counts) or sum(counts) != total:
+        added = " + ".join(map(str, counts))
+        raise ValueError(f"the model has {total} {what}, but its chunks have {added} = {sum(counts)}")
+    return [range(*pair) for pair in pairwise(accumulate(counts, initial=0))]

@@ -1,0 +1,17 @@
+"""Tests of integrations are left out where the other library is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test_hf_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Models are small: threads that wait for each other take longer than their work."""
+    import torch
+
+    torch.set_num_threads(1)

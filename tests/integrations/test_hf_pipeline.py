@@ -1,0 +1,81 @@
+"""A pipeline of Hugging Face chunks in three processes: losses and gradients of the unsplit model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hf_models import Inputs, gradients, labels_of, text_config, tokens, unsplit
+from transformers import PreTrainedConfig
+
+import ldt
+import ldt.plan
+from ldt.integrations import hf
+from ldt.testing import RankPool
+
+WORLD_SIZE = 3
+
+
+def step_as_unsplit(
+    config: PreTrainedConfig, layers: Sequence[int], laps: int, microbatches: Sequence[Inputs]
+) -> int:
+    """Each rank builds its own chunks; all build the whole model to compare with. Returns how much was compared."""
+    torch.set_num_threads(1)
+    topology = ldt.Topology([1] * WORLD_SIZE, laps=laps)
+    parts = hf.split(config, layers, laps=laps)
+    everything = parts.build(range(parts.num_chunks))
+    hf.init_weights(everything, seed=2)
+    model = unsplit(config, everything, laps, "sdpa")
+    with ldt.connect(topology) as mesh:
+        chunks = parts.build(topology.chunks_of(mesh.stage))
+        hf.init_weights(chunks, seed=2)
+        plan = ldt.plan.ushape(topology, len(microbatches))
+        pipeline = ldt.Pipeline(chunks, mesh, plan, loss_fn=hf.token_loss, loss_reduction="token")
+        batch = [(inputs, labels_of(inputs)) for inputs in microbatches]
+        result = pipeline.step(batch if mesh.is_edge else None)
+        losses = accumulate(model, batch)
+        if mesh.is_edge:
+            assert result.losses is not None
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(result.losses, losses, strict=True))
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    found = {name: grad for name, grad in gradients(chunks).items() if name in expected}
+    for name, grad in found.items():
+        refuse_other(name, grad, expected[name], shared=config.tie_word_embeddings and "embed_tokens" in name)
+    return len(found)
+
+
+def refuse_other(name: str, grad: torch.Tensor | None, expected: torch.Tensor | None, shared: bool) -> None:
+    """Bit for bit, but for a Parameter that two chunks share.
+
+    One backward of the unsplit model adds up what its two uses give before it adds that to other microbatches'. Here
+    they are two backwards, with those of other microbatches between them.
+    """
+    assert (grad is None) == (expected is None), name
+    if grad is None or expected is None:
+        return
+    if shared:
+        torch.testing.assert_close(grad, expected)
+    else:
+        assert torch.equal(grad, expected), name
+
+
+def accumulate(model: torch.nn.Module, batch: Sequence[tuple[Inputs, torch.Tensor]]) -> list[torch.Tensor]:
+    losses, tokens_of_step = [], 0
+    for inputs, labels in batch:
+        total, count = hf.token_loss(model(**inputs, use_cache=False).logits, labels)
+        total.backward()
+        losses.append(total.detach() / count)
+        tokens_of_step += int(count)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(tokens_of_step)
+    return losses
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ragged_microbatches_without_padding(pool: RankPool, tied: bool) -> None:
+    config = text_config("qwen3", head_dim=8, tie_word_embeddings=tied)
+    microbatches = [{"input_ids": tokens(*size, seed=size[1])} for size in ((2, 7), (2, 3), (2, 11), (1, 2))]
+    compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1], 1, microbatches)
+    assert all(number > 10 for number in compared)
