@@ -112,7 +112,6 @@ def message_of(microbatches: Sequence[Tensors]) -> StepMessage:
     hop = (TensorSpec((*shape, 2048), torch.bfloat16, True),)
     return StepMessage(
         "step",
-        1,
         "0123456789abcdef",
         "autocast=None",
         None,

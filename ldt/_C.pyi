@@ -71,7 +71,6 @@ METADATA_NAMES: tuple[str, ...]
 def pack_step(
     *,
     training: bool,
-    serial: int,
     plan: str,
     setting: str,
     autocast: str | None,
@@ -83,7 +82,7 @@ def pack_step(
     Of each microbatch the attributes id, hops (sequences of TensorSpec) and tensors (by name) are read.
     """
 
-def pack_called_off(*, serial: int, error_type: str, error_text: str) -> torch.Tensor:
+def pack_called_off(*, error_type: str, error_text: str) -> torch.Tensor:
     """The message that a step is called off."""
 
 def unpack_message(
@@ -96,7 +95,7 @@ def unpack_message(
 ) -> tuple[Any, ...]:
     """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.metadata.unpack.
 
-    Of a step: (mode, serial, plan, setting, autocast, microbatches). Of one that is called off: (None, serial,
+    Of a step: (mode, plan, setting, autocast, microbatches). Of one that is called off: (None,
     error_type, error_text). ``spec_type`` is called with shape, dtype, requires_grad and order; ``microbatch_type`` is
     a class with the attributes id, hops and tensors, whose ``__init__`` is not called.
     """

@@ -27,6 +27,7 @@ HopTensor hop_tensor_from(py::handle spec) {
   tensor.requires_grad = spec.attr("requires_grad").cast<bool>();
   tensor.shape = spec.attr("shape").cast<std::vector<int64_t>>();
   tensor.order = spec.attr("order").cast<std::vector<uint8_t>>();
+  tensor.shard = spec.attr("shard").cast<std::optional<uint8_t>>();
   return tensor;
 }
 
@@ -93,12 +94,11 @@ std::vector<TensorMicrobatch> microbatches_from(const py::sequence& microbatches
   return result;
 }
 
-at::Tensor pack_step(bool training, int64_t serial, std::string plan, std::string setting,
+at::Tensor pack_step(bool training, std::string plan, std::string setting,
                      std::optional<std::string> autocast, const py::sequence& microbatches,
                      int64_t max_elements) {
   Content content;
   content.call = {training ? Kind::kStep : Kind::kEval,
-                  serial,
                   std::move(plan),
                   std::move(setting),
                   std::move(autocast),
@@ -109,10 +109,9 @@ at::Tensor pack_step(bool training, int64_t serial, std::string plan, std::strin
   return metadata::pack(std::move(content), sources, max_elements);
 }
 
-at::Tensor pack_called_off(int64_t serial, std::string error_type, std::string error_text) {
+at::Tensor pack_called_off(std::string error_type, std::string error_text) {
   Content content;
   content.call.kind = Kind::kCalledOff;
-  content.call.serial = serial;
   content.call.error_type = std::move(error_type);
   content.call.error_text = std::move(error_text);
   py::gil_scoped_release no_gil;
@@ -125,7 +124,7 @@ py::tuple specs_to_python(const Hop& hop, const py::object& spec_type) {
     const HopTensor& tensor = hop[index];
     const std::vector<int64_t> order(tensor.order.begin(), tensor.order.end());
     specs[index] = spec_type(py::tuple(py::cast(tensor.shape)), metadata::torch_dtype(tensor.dtype),
-                             tensor.requires_grad, py::tuple(py::cast(order)));
+                             tensor.requires_grad, py::tuple(py::cast(order)), tensor.shard);
   }
   return specs;
 }
@@ -182,9 +181,9 @@ py::tuple unpack_message(const at::Tensor& data, c10::Device device, int64_t max
   }
   const Call& call = unpacked.content.call;
   if (call.kind == Kind::kCalledOff) {
-    return py::make_tuple(py::none(), call.serial, call.error_type, call.error_text);
+    return py::make_tuple(py::none(), call.error_type, call.error_text);
   }
-  return py::make_tuple(call.kind == Kind::kStep ? "step" : "eval", call.serial, call.plan,
+  return py::make_tuple(call.kind == Kind::kStep ? "step" : "eval", call.plan,
                         call.setting, call.autocast,
                         microbatches_to_python(unpacked, spec_type, microbatch_type));
 }
@@ -192,10 +191,10 @@ py::tuple unpack_message(const at::Tensor& data, c10::Device device, int64_t max
 }  // namespace
 
 void bind_metadata(py::module_& module) {
-  module.def("pack_step", &pack_step, py::kw_only(), py::arg("training"), py::arg("serial"),
+  module.def("pack_step", &pack_step, py::kw_only(), py::arg("training"),
              py::arg("plan"), py::arg("setting"), py::arg("autocast").none(true),
              py::arg("microbatches"), py::arg("max_elements"));
-  module.def("pack_called_off", &pack_called_off, py::kw_only(), py::arg("serial"),
+  module.def("pack_called_off", &pack_called_off, py::kw_only(),
              py::arg("error_type"), py::arg("error_text"));
   module.def("unpack_message", &unpack_message, py::arg("data"), py::kw_only(), py::arg("device"),
              py::arg("max_elements"), py::arg("spec_type"), py::arg("microbatch_type"));

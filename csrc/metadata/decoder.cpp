@@ -22,13 +22,14 @@ Hop read_hop(ByteReader& in, size_t number) {
     HopTensor& tensor = hop[index];
     tensor.dtype = in.byte("a data type");
     const uint8_t flags = in.byte("a tensor's flags");
-    if (flags > 3) fail("metadata message: expected a tensor's flags of 0 to 3, got ", int{flags});
+    if (flags > 7) fail("metadata message: expected a tensor's flags of 0 to 7, got ", int{flags});
     tensor.requires_grad = (flags & 1) != 0;
     tensor.shape = read_sizes(in);
     if ((flags & 2) != 0) {
       const uint8_t* order = in.take(tensor.shape.size(), "a memory order");
       tensor.order.assign(order, order + tensor.shape.size());
     }
+    if ((flags & 4) != 0) tensor.shard = in.byte("a split dimension");
     with_title(title_of_hop(number, index), [&] { check_hop(tensor); });
   }
   return hop;
@@ -46,7 +47,6 @@ Form read_form(ByteReader& in) {
 Call read_call(ByteReader& in, Kind kind) {
   Call call;
   call.kind = kind;
-  call.serial = in.signed_varint("the serial number");
   if (kind == Kind::kCalledOff) {
     call.error_type = in.text("the error's type");
     call.error_text = in.text("the error's text");

@@ -19,9 +19,11 @@ void write_hop(ByteWriter& out, const Hop& hop, size_t number) {
     const HopTensor& tensor = hop[index];
     with_title(title_of_hop(number, index), [&] { check_hop(tensor); });
     out.byte(tensor.dtype);
-    out.byte(static_cast<uint8_t>((tensor.requires_grad ? 1 : 0) | (tensor.order.empty() ? 0 : 2)));
+    out.byte(static_cast<uint8_t>((tensor.requires_grad ? 1 : 0) | (tensor.order.empty() ? 0 : 2) |
+                                  (tensor.shard ? 4 : 0)));
     write_sizes(out, tensor.shape);
     for (const uint8_t dim : tensor.order) out.byte(dim);
+    if (tensor.shard) out.byte(*tensor.shard);
   }
 }
 
@@ -38,7 +40,6 @@ void write_rows(ByteWriter& out, const Form& form, size_t tensor, RowFactsSource
 }
 
 void write_call(ByteWriter& out, const Call& call) {
-  out.signed_varint(call.serial);
   if (call.kind == Kind::kCalledOff) {
     out.text(call.error_type);
     out.text(call.error_text);

@@ -80,6 +80,10 @@ void check_hop(const HopTensor& tensor) {
   if (!product_up_to(tensor.shape, most)) {
     fail("expected fewer than 2^63 bytes, got a tensor of shape ", shape_text(tensor.shape));
   }
+  if (tensor.shard && (*tensor.shard >= tensor.shape.size() || !tensor.order.empty())) {
+    fail("expected a split dimension below ", tensor.shape.size(), " and the usual order, got ",
+         int{*tensor.shard}, " and an order of ", tensor.order.size());
+  }
   if (tensor.order.empty()) return;
   uint64_t seen = 0;
   for (const uint8_t dim : tensor.order) seen |= dim < kMaxDims ? uint64_t{1} << dim : 0;

@@ -12,12 +12,13 @@
 namespace ldt::metadata {
 
 /// One tensor of a hop. `order` is its dimensions from the outermost in memory to the innermost,
-/// empty for the usual order.
+/// empty for the usual order; `shard` the one that is split over the ranks of a stage.
 struct HopTensor {
   uint8_t dtype = 0;
   bool requires_grad = false;
   std::vector<int64_t> shape;
   std::vector<uint8_t> order;
+  std::optional<uint8_t> shard;
 
   auto operator<=>(const HopTensor&) const = default;
 };
@@ -32,11 +33,10 @@ struct Form {
   bool operator==(const Form&) const = default;
 };
 
-/// What the edge says about the call as a whole. Of a step that is called off only `serial`,
+/// What the edge says about the call as a whole. Of a step that is called off only
 /// `error_type` and `error_text` count.
 struct Call {
   Kind kind = Kind::kStep;
-  int64_t serial = 0;
   std::string plan;
   std::string setting;
   std::optional<std::string> autocast;

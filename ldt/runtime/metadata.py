@@ -46,14 +46,13 @@ class MicrobatchMetadata:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """One call of ``step`` or ``eval``, the ``serial``-th, and all of its microbatches.
+    """One call of ``step`` or ``eval``, and all of its microbatches.
 
     ``plan`` is the plan's digest, ``setting`` what may give one input other shapes, ``autocast`` the dtype that
     autocast casts to, None where it is off.
     """
 
     mode: Literal["step", "eval"]
-    serial: int
     plan: str
     setting: str
     autocast: str | None
@@ -64,7 +63,6 @@ class StepMessage:
 class StepCalledOff:
     """Instead of a StepMessage: the edge cannot make the call. ``error_type`` is the name of the error's class."""
 
-    serial: int
     error_type: str
     error_text: str
 
@@ -78,7 +76,6 @@ def pack(message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADA
     """
     if isinstance(message, StepCalledOff):
         return pack_called_off(
-            serial=message.serial,
             error_type=_encodable(message.error_type),
             error_text=_encodable(message.error_text),
         )
@@ -86,7 +83,6 @@ def pack(message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADA
         raise MetadataError(f"expected mode 'step' or 'eval', got {message.mode!r}; use one of the two")
     return pack_step(
         training=message.mode == "step",
-        serial=message.serial,
         plan=message.plan,
         setting=message.setting,
         autocast=message.autocast,

@@ -38,9 +38,8 @@ std::vector<int64_t> random_row(Generator& generator, int64_t length) {
 
 Bytes random_message(Generator& generator) {
   Content content;
-  content.call.serial = static_cast<int64_t>(up_to(generator, 1000));
   content.call.plan = "plan";
-  content.hops = {{HopTensor{10, true, {4, 8}, {}}, HopTensor{8, false, {2, 3}, {1, 0}}}, {}};
+  content.hops = {{HopTensor{10, true, {4, 8}, {}, 1}, HopTensor{8, false, {2, 3}, {1, 0}, {}}}, {}};
   std::vector<std::vector<int64_t>> tensors;
   const size_t count = up_to(generator, 3);
   for (size_t id = 0; id < count; ++id) {

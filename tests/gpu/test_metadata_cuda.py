@@ -68,7 +68,7 @@ def random_microbatch(index: int, draw: random.Random) -> MicrobatchMetadata:
 
 
 def step_of(microbatches: list[MicrobatchMetadata]) -> StepMessage:
-    return StepMessage("step", 1, "plan", "setting", None, tuple(microbatches))
+    return StepMessage("step", "plan", "setting", None, tuple(microbatches))
 
 
 def on_gpu(message: StepMessage, keep: float = 1.0, draw: random.Random | None = None) -> StepMessage:

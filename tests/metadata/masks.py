@@ -123,7 +123,14 @@ def microbatches(draw: st.DrawFn) -> MicrobatchMetadata:
     names = draw(st.permutations(sorted(tensors)))
     hop = (TensorSpec((2, 5, 8), torch.bfloat16, True), TensorSpec((3,), torch.bool))
     hops = draw(
-        st.sampled_from(((), (hop,), (hop, ()), ((TensorSpec((4, 8), torch.float32, order=(1, 0)),),)))
+        st.sampled_from(
+            (
+                (),
+                (hop,),
+                (hop, ()),
+                ((TensorSpec((4, 8), torch.float32, order=(1, 0)), TensorSpec((4, 8), torch.int8, shard=1)),),
+            )
+        )
     )
     identity = draw(st.integers(-(2**63), 2**63 - 1))
     return MicrobatchMetadata(identity, hops, {name: tensors[name] for name in names})
@@ -133,7 +140,6 @@ def microbatches(draw: st.DrawFn) -> MicrobatchMetadata:
 def messages(draw: st.DrawFn) -> StepMessage:
     return StepMessage(
         draw(st.sampled_from(("step", "eval"))),
-        draw(st.integers(-(2**63), 2**63 - 1)),
         draw(st.text(max_size=5)),
         draw(st.text(max_size=5)),
         draw(st.none() | st.just("torch.bfloat16")),
@@ -142,7 +148,7 @@ def messages(draw: st.DrawFn) -> StepMessage:
 
 
 def step(*microbatches: MicrobatchMetadata) -> StepMessage:
-    return StepMessage("step", 1, "digest", "setting", None, microbatches)
+    return StepMessage("step", "digest", "setting", None, microbatches)
 
 
 def alone(**tensors: torch.Tensor) -> StepMessage:

@@ -29,7 +29,7 @@ def framed(kind: int, *body: int) -> torch.Tensor:
 
 def one_mask(dtype: int, sizes: list[int], *rows: int) -> torch.Tensor:
     """A step with one attention_mask whose sizes and rows are given byte by byte."""
-    return framed(0, 0, 0, 0, 0, 0, 1, 1, 0, dtype, len(sizes), *sizes, 2, 0, 1, 0, *rows)
+    return framed(0, 0, 0, 0, 0, 1, 1, 0, dtype, len(sizes), *sizes, 2, 0, 1, 0, *rows)
 
 
 def error_of(data: torch.Tensor) -> str:
@@ -70,7 +70,7 @@ def test_every_prefix_is_cut_short() -> None:
 
 def test_more_bytes_than_there_should_be() -> None:
     assert "followed by other bytes" in error_of(torch.cat([pack(MASK), message_of(0)]))
-    assert "bytes follow" in error_of(framed(0, 0, 0, 0, 0, 0, 0, 0, 0))
+    assert "bytes follow" in error_of(framed(0, 0, 0, 0, 0, 0, 0, 0))
 
 
 def test_headers_of_something_else() -> None:
@@ -143,18 +143,18 @@ def test_elements_that_the_type_cannot_hold(dtype: int, rows: tuple[int, ...]) -
 
 
 def test_positions_without_a_mask_of_their_length() -> None:
-    alone_ = framed(0, 0, 0, 0, 0, 0, 1, 1, 1, 8, 1, 4, 2, 0, 1, 0, 9, 0)
+    alone_ = framed(0, 0, 0, 0, 0, 1, 1, 1, 8, 1, 4, 2, 0, 1, 0, 9, 0)
     assert "follows a mask, but the microbatch has none" in error_of(alone_)
 
 
 @pytest.mark.parametrize("code", [0, 1, 4, 5, 9, 10])
 def test_codes_of_masks_and_positions_are_for_them_alone(code: int) -> None:
-    lengths = framed(0, 0, 0, 0, 0, 0, 1, 1, 2, 8, 1, 4, 2, 0, 1, 0, code, 1)
+    lengths = framed(0, 0, 0, 0, 0, 1, 1, 2, 8, 1, 4, 2, 0, 1, 0, code, 1)
     assert f"cu_seqlens has the code {code}" in error_of(lengths)
 
 
 def test_tensors_in_another_order_or_twice() -> None:
-    twice = framed(0, 0, 0, 0, 0, 0, 1, 1, 0, 8, 1, 4, 2, 0, 2, 0, 0, 0, 0)
+    twice = framed(0, 0, 0, 0, 0, 1, 1, 0, 8, 1, 4, 2, 0, 2, 0, 0, 0, 0)
     assert "once, in the order of names" in error_of(twice)
 
 
@@ -169,7 +169,7 @@ def test_tensors_in_another_order_or_twice() -> None:
 def test_a_few_bytes_cannot_ask_for_much(sizes: list[int]) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    data = framed(0, 0, 0, 0, 0, 0, 1, 1, 0, 8, 1, *sizes, 2, 0, 1, 0, 0)
+    data = framed(0, 0, 0, 0, 0, 1, 1, 0, 8, 1, *sizes, 2, 0, 1, 0, 0)
     with pytest.raises(MetadataError):
         unpack(data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
@@ -179,7 +179,7 @@ def test_a_few_bytes_cannot_ask_for_much(sizes: list[int]) -> None:
 def test_segments_count_where_a_mask_of_few_bytes_has_many() -> None:
     # A mask 1, 2, 3, ... is one run and as many segments as elements; positions that follow it need them all.
     length = [0x80, 0x80, 0x40]  # 2^20
-    body = [0, 0, 0, 0, 0, 2, 1, 0, 8, 1, *length, 1, 8, 1, *length, 2, 0, 2, 0, 1, 6, *length, 2, 2, 10, 0]
+    body = [0, 0, 0, 0, 2, 1, 0, 8, 1, *length, 1, 8, 1, *length, 2, 0, 2, 0, 1, 6, *length, 2, 2, 10, 0]
     data = framed(0, *body)
     assert isinstance(unpack(data, max_elements=6 << 20), StepMessage)
     with pytest.raises(MetadataError, match="a rule over a mask of runs asks for more"):
@@ -188,21 +188,23 @@ def test_segments_count_where_a_mask_of_few_bytes_has_many() -> None:
 
 @pytest.mark.parametrize("count", range(3))
 def test_counts_that_the_rest_cannot_hold(count: int) -> None:
-    body = [0, 0, 0, 0, *(100 if index == count else 0 for index in range(3))]
+    body = [0, 0, 0, *(100 if index == count else 0 for index in range(3))]
     assert "is 100, but only" in error_of(framed(0, *body))
 
 
 def test_texts_that_are_no_text() -> None:
     for broken in ([0xFF], [0xC0, 0x80], [0xED, 0xA0, 0x80], [0xF4, 0x90, 0x80, 0x80], [0xE2, 0x82]):
-        assert "is not UTF-8" in error_of(framed(0, 0, len(broken), *broken, 0, 0, 0, 0, 0))
+        assert "is not UTF-8" in error_of(framed(0, len(broken), *broken, 0, 0, 0, 0, 0))
 
 
 def test_hops_that_cannot_be() -> None:
     def hop(*tensor: int) -> str:
-        return error_of(framed(0, 0, 0, 0, 0, 1, 0, 0, 1, *tensor))
+        return error_of(framed(0, 0, 0, 0, 1, 0, 0, 1, *tensor))
 
     assert "data type below 24" in hop(24, 0, 0)
-    assert "flags of 0 to 3" in hop(8, 4, 0)
+    assert "flags of 0 to 7" in hop(8, 8, 0)
     assert "dimensions of at most 64" in hop(8, 0, 65)
     assert "names each of 2 dimensions once" in hop(8, 2, 2, 3, 4, 1, 1)
+    assert "split dimension below 2 and the usual order, got 2" in hop(8, 4, 2, 3, 4, 2)
+    assert "usual order, got 1 and an order of 2" in hop(8, 6, 2, 3, 4, 1, 0, 1)
     assert "2^63 bytes" in hop(8, 0, 2, *[0xFF] * 4, 0x7F, *[0xFF] * 4, 0x7F)

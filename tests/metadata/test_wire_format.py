@@ -16,7 +16,6 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire_format.md").read_text(enc
 HOP = (TensorSpec((2, 6, 8), torch.bfloat16, True),)
 EXAMPLE = StepMessage(
     "step",
-    3,
     "f00d",
     "",
     None,
@@ -60,8 +59,8 @@ def test_names_and_types_of_the_document() -> None:
     types = {int(row[place]): row[place + 1] for row in table for place in (4, 6, 8)}
     for code, name in types.items():
         spec = TensorSpec((), getattr(torch, name))
-        data = pack(StepMessage("step", 0, "", "", None, (MicrobatchMetadata(0, ((spec,),)),)))
+        data = pack(StepMessage("step", "", "", None, (MicrobatchMetadata(0, ((spec,),)),)))
         assert (
-            data[7 + 4 + 3 + 1] == code
+            data[7 + 3 + 3 + 1] == code
         )  # behind the header, the call, the counts and the number of tensors
     assert MAX_METADATA_ELEMENTS == 1 << 28
