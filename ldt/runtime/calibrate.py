@@ -11,7 +11,7 @@ import torch
 from ldt.runtime.endpoints import Endpoint
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.probe import end_of, there_and_back
-from ldt.topology import Channel, Node
+from ldt.topology import Channel
 
 __all__ = ["SIZES", "Line", "calibrate", "crossover"]
 
@@ -40,42 +40,47 @@ def crossover(leader: Line, scatter: Line) -> float:
     return max(0.0, (scatter.start - leader.start) / (leader.per_byte - scatter.per_byte))
 
 
-def calibrate(mesh: Mesh) -> dict[Channel, Endpoint]:
+def calibrate(mesh: Mesh, deadline: float) -> dict[Channel, Endpoint]:
     """This rank's ends of the channels that are "auto", set to what was measured. A collective call of all ranks.
 
-    Links are measured one after the other, both ways alike: a message there, and one byte back.
+    Links are measured one after the other, each between two stages once, with 16 messages of up to 4 MiB there and one
+    byte back each time; what is found stands for the way back and for all replicas. Raises LdtError if that was not
+    done by ``deadline`` (``time.monotonic()``), RemoteStageError if another rank failed.
     """
-    found: dict[frozenset[Node], float] = {}
+    found: dict[frozenset[int], float] = {}
     ends = {}
     for channel in mesh.topology.channels:
         if mesh.transfers.way(channel) != "auto" or min(mesh.transfers.sizes(channel)) == 1:
             continue
-        link = frozenset((channel.source, channel.target))
+        link = frozenset((channel.source.stage, channel.target.stage))
         if link not in found:
-            mine = _measure(mesh, channel)
-            answer = mesh.control.broadcast(mine, mesh.topology.leader_of(channel.source))
+            mine = _measure(mesh, channel, deadline)
+            answer = mesh.control.broadcast(mine, channel.source)
             found[link] = math.inf if answer is None else float(answer)
         if channel in mesh.endpoints:
             ends[channel] = mesh.endpoints[channel].scattering_from(found[link])
     return ends
 
 
-def _measure(mesh: Mesh, channel: Channel) -> float | None:
+def _measure(mesh: Mesh, channel: Channel, deadline: float) -> float | None:
     """The crossover, as the sending node sees it; None for infinite (JSON has none) and on the other ranks."""
     replica = channel.target.replica if channel.source.stage == 0 else channel.source.replica
     there, back = (end_of(mesh, channel.hop, direction, replica) for direction in ("F", "B"))
     if there is None and back is None:
         return None
     leader, scatter = (
-        [_seconds(mesh, there and there.scattering_from(least), back, nbytes) for nbytes in SIZES]
+        [_seconds(mesh, there and there.scattering_from(least), back, nbytes, deadline) for nbytes in SIZES]
         for least in (math.inf, 0.0)
     )
     bytes_from = crossover(Line.through(*leader), Line.through(*scatter))
     return bytes_from if math.isfinite(bytes_from) else None
 
 
-def _seconds(mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int) -> float:
+def _seconds(
+    mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int, deadline: float
+) -> float:
     message = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
     answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
-    rounds = (there_and_back(mesh.failures, (there, message), (back, answer)) for _ in range(_REPEATS + 1))
-    return statistics.median(list(rounds)[1:])
+    ways = (there, message), (back, answer)
+    rounds = [there_and_back(mesh.failures, *ways, deadline=deadline) for _ in range(_REPEATS + 1)]
+    return statistics.median(rounds[1:])

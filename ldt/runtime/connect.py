@@ -81,7 +81,7 @@ def connect(
     mesh = Mesh(topology, lanes, transfers, ranks, rank, device, store, key, share_edge_errors)
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
-        mesh.endpoints.update(calibrate(mesh))
+        mesh.endpoints.update(calibrate(mesh, deadline))
     except BaseException as error:
         try:
             mesh.fail(error, "connect")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,14 @@ from ldt.errors import LdtError
 from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.place import Place
 
-__all__ = ["GradientSync", "check_sharded", "is_fully_sharded", "unwrapped"]
+__all__ = [
+    "GradientSync",
+    "check_sharded",
+    "check_sharded_alike",
+    "is_fully_sharded",
+    "sharding_of",
+    "unwrapped",
+]
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -27,6 +35,32 @@ def is_fully_sharded(module: nn.Module) -> bool:
     Fake tensors cannot stand in for those, and replicas must run such chunks in one order.
     """
     return bool(_sharded_parts(module))
+
+
+def sharding_of(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
+    """The parts of each chunk that ``fully_shard`` made, by name; of chunks that have any."""
+    found = {
+        str(index): [name for name, part in module.named_modules() if isinstance(part, FSDPModule)]
+        for index, module in modules.items()
+    }
+    return {index: names for index, names in found.items() if names}
+
+
+def check_sharded_alike(place: Place, shardings: Sequence[Mapping[str, list[str]]]) -> set[int]:
+    """The stages that have such parts, given ``sharding_of`` of every rank, by rank of the topology.
+
+    Raises LdtError if ranks of one stage have other parts: they would wait for each other in vain.
+    """
+    stages = [place.topology.node_of(rank).stage for rank in range(len(shardings))]
+    for rank, sharding in enumerate(shardings):
+        first = stages.index(stages[rank])
+        if sharding != shardings[first]:
+            raise LdtError(
+                f"all ranks of a stage must call fully_shard on the same modules of a chunk: of stage {stages[rank]}, "
+                f"rank {place.ranks[first]} did on {shardings[first] or 'none'}, rank {place.ranks[rank]} on "
+                f"{sharding or 'none'} (names by chunk)"
+            )
+    return {stage for stage, sharding in zip(stages, shardings, strict=True) if sharding}
 
 
 def check_sharded(module: nn.Module, place: Place) -> None:
@@ -47,7 +81,8 @@ def _sharded_parts(module: nn.Module) -> list[Any]:
 class GradientSync:
     """Tells the parts of a chunk that ``fully_shard`` made to reduce with the last backward of a step alone.
 
-    They divide the sum over replicas by their number, unless ``divisor`` says otherwise.
+    They divide the sum over replicas by their number, unless ``divisor`` says otherwise: replicas that share one of
+    the edge have shares of its microbatches, so that their gradients add up.
     """
 
     def __init__(self, module: nn.Module, divisor: int | None = None) -> None:

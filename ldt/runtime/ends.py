@@ -25,8 +25,7 @@ class HeadRunner(ChunkRunner):
     def forward(
         self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        sample = work.microbatches[microbatch]
-        return as_tensors(self.module(*sample.args, **sample.kwargs), self.index)
+        return as_tensors(self.call(work, microbatch, work.microbatches[microbatch].args), self.index)
 
 
 class TailRunner(ChunkRunner):
@@ -35,7 +34,7 @@ class TailRunner(ChunkRunner):
     def forward(
         self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        output = self.module(*self.enter(microbatch, arrived, specs))
+        output = self.call(work, microbatch, self.enter(microbatch, arrived, specs))
         del arrived  # before the loss: from here on the graph alone decides what is kept of the input
         if work.keep_outputs:
             work.outputs[microbatch] = output
@@ -52,16 +51,15 @@ class TailRunner(ChunkRunner):
     @staticmethod
     def _finish(work: StepWork, microbatch: int, output: Any, target: Any) -> None:
         assert work.loss is not None
-        work.loss.forward(microbatch, output, target)
+        loss = work.loss.forward(microbatch, output, target)
+        if work.guard is not None:
+            work.guard.add_loss(microbatch, loss)
         if work.announced is not None and work.loss.complete:
-            work.announced.start(work.loss.count)
+            work.announced.tell(work.loss.count)
 
 
 def make_runner(mesh: Mesh, index: int, module: nn.Module, free_outputs: bool) -> ChunkRunner:
-    """The runner for chunk ``index``: only here, and once, its place in the model makes a difference.
-
-    Replicas that share one of the edge have shares of its microbatches: their gradients are summed, not averaged.
-    """
+    """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
     kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
     shared = mesh.topology.served > 1 and not mesh.is_edge
     sync = GradientSync(module, divisor=mesh.topology.edge_dp if shared else None)

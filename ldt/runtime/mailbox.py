@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple
 
 from ldt.runtime.strands import AllOf
 from ldt.topology import Direction
@@ -24,9 +22,9 @@ class Slot(NamedTuple):
 
 @dataclass
 class Arrival:
-    """Tensors that are there, or that a transfer in flight writes into."""
+    """Tensors that are there, or that a transfer in flight writes into. None is a gradient that there is not."""
 
-    tensors: Sequence[torch.Tensor]
+    tensors: Sequence[Any]
     work: AllOf | None = None
 
 

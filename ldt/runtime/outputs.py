@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.disclosure import InputTypeError
@@ -28,8 +29,13 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
 def refuse_wrapper(tensor: torch.Tensor, what: str) -> None:
     """Raise TypeError if ``tensor``, which is to be sent, only wraps others: a lane sends its own memory."""
     if is_traceable_wrapper_subclass(tensor):
-        raise InputTypeError(
-            f"{what} is a {type(tensor).__name__}, which cannot be sent to another node: make it a plain tensor, a "
-            "DTensor with full_tensor() or to_local(), or one that is Shard over mesh.tp_mesh, the result of an "
-            "asynchronous collective with output * 1.0"
+        kind, advice = (
+            type(tensor).__name__,
+            "make it a plain tensor, the result of an asynchronous collective * 1.0",
         )
+        if isinstance(tensor, DTensor):
+            kind = f"DTensor of {tensor.placements} over {tensor.device_mesh}"
+            advice = (
+                "make it one that is Shard over mesh.tp_mesh alone, or plain with full_tensor() or to_local()"
+            )
+        raise InputTypeError(f"{what} is a {kind}, which cannot be sent to another node: {advice}")

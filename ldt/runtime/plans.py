@@ -48,7 +48,7 @@ class PlanBook:
         Raises PlanError.
         """
         self._lockstep = stages
-        for plan in self._plans.values():
+        for plan in self._plans.values() if stages else ():
             verify(plan, lockstep=stages)
 
     def digest(self, num_microbatches: int, training: bool) -> str:

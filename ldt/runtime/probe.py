@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
 
 import torch
 
+from ldt.errors import LdtError
 from ldt.runtime.connecting import await_on_host
 from ldt.runtime.endpoints import Endpoint
 from ldt.runtime.failure import FailureWatch
@@ -68,12 +70,19 @@ def end_of(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint
     return mesh.endpoints.get(mesh.topology.channel(hop, direction, replica))
 
 
-def there_and_back(failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor]) -> float:
-    """Seconds for a message there and one back, as far as this rank takes part."""
+def there_and_back(
+    failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor], deadline: float = math.inf
+) -> float:
+    """Seconds for a message there and one back, as far as this rank takes part.
+
+    Raises LdtError if they were not through by ``deadline`` (``time.monotonic()``).
+    """
     start = time.perf_counter()
     for end, message in ways:
         if end is not None:
             work = (end.send if end.sends else end.receive)([message], "probe")
-            if work is not None:
-                await_on_host(work, failures, _POLL_SECONDS)
+            if work is not None and not await_on_host(work, failures, _POLL_SECONDS, deadline):
+                raise LdtError(
+                    f"measuring channel {end.channel.name} took too long: give connect a longer timeout"
+                )
     return time.perf_counter() - start

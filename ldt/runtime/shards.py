@@ -8,6 +8,8 @@ are any.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +20,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ldt.errors import LdtError
 from ldt.runtime.outputs import refuse_wrapper
 from ldt.runtime.specs import HopSpecs, TensorSpec
 
-__all__ = ["NodeShards", "Span", "overlap", "span_of"]
+__all__ = ["NodeShards", "Span", "overlap", "overlapping", "span_of"]
 
 
 class Span(NamedTuple):
@@ -38,6 +41,21 @@ def span_of(size: int, place: int, parts: int) -> Span:
     """What the rank at ``place`` has of a dimension of ``size`` that is split into ``parts``."""
     share = math.ceil(size / parts)
     return Span(min(size, place * share), min(size, (place + 1) * share))
+
+
+@functools.cache
+def overlapping(sources: int, targets: int) -> tuple[tuple[int, int], ...]:
+    """The places that have something in common of a dimension of any size that is split into so many parts.
+
+    Sizes up to the product show all pairs (tested against longer ones); even splits alone would miss some.
+    """
+    pairs = set()
+    for size in range(1, sources * targets + 1):
+        spans = [[span_of(size, place, parts) for place in range(parts)] for parts in (sources, targets)]
+        for (source, mine), (target, theirs) in itertools.product(*map(enumerate, spans)):
+            if max(mine.start, theirs.start) < min(mine.stop, theirs.stop):
+                pairs.add((source, target))
+    return tuple(sorted(pairs))
 
 
 def overlap(part: torch.Tensor, dim: int, mine: Span, theirs: Span) -> torch.Tensor:
@@ -75,6 +93,7 @@ class NodeShards:
         if not isinstance(tensor, DTensor):
             return tensor
         part = tensor.to_local(grad_placements=tensor.placements)
+        # What an asynchronous redistribution gives is waited for by whatever reads it.
         return part.clone() if isinstance(part, AsyncCollectiveTensor) else part
 
     def whole(self, part: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
@@ -91,9 +110,21 @@ class NodeShards:
         if isinstance(tensor, DTensor) and self._is_split_here(tensor):
             (placement,) = tensor.placements
             assert isinstance(placement, Shard)
-            return replace(TensorSpec.of(tensor), order=(), shard=placement.dim % tensor.dim())
+            spec = replace(TensorSpec.of(tensor), order=(), shard=placement.dim % tensor.dim())
+            self._check_part(tuple(tensor._local_tensor.shape), spec, what)
+            return spec
         refuse_wrapper(tensor, what)
         return TensorSpec.of(tensor)
+
+    def _check_part(self, part: tuple[int, ...], spec: TensorSpec, what: str) -> None:
+        """Raise LdtError if this rank has another part than others take for it: ``from_local`` believes anything."""
+        if part != self.local_shape(spec):
+            raise LdtError(
+                f"{what} is a DTensor of {list(spec.shape)} that is split over {self.parts} ranks in dimension "
+                f"{spec.shard}: the part of rank {self.place} is {list(self.local_shape(spec))}, as torch.chunk cuts, "
+                f"but it has {list(part)}. Make it with distribute_tensor or redistribute, or give DTensor.from_local "
+                "the right part and shape"
+            )
 
     def _is_split_here(self, tensor: DTensor) -> bool:
         of_one_dimension = len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,11 @@ class TensorSpec:
     def without_grad(self) -> TensorSpec:
         """The same tensor in a forward-only step."""
         return replace(self, requires_grad=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     # -- on the wire -----------------------------------------------------------------------------------------
 
@@ -79,7 +85,7 @@ class TensorSpec:
                 split = shard is None or (type(shard) is int and shard in dims and not order)
                 if isinstance(dtype, torch.dtype) and ordered and split:
                     return cls(tuple(shape), dtype, requires_grad, tuple(order), shard)
-        raise ValueError(f"expected a tensor spec such as [[4, 8], 'float32', true, [], None], got {data!r}")
+        raise ValueError(f'expected a tensor spec such as [[4, 8], "float32", true, [], null], got {data!r}')
 
     def __str__(self) -> str:
         grad = " with grad" if self.requires_grad else ""

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Union, get_args
 import torch
 import torch.distributed as dist
 
+from ldt.runtime.shards import overlapping
 from ldt.topology import Channel, Topology
 
 __all__ = ["LEADERS", "AllOf", "Strand", "Transfer", "TransferChoice", "Transfers", "parts_of"]
@@ -52,18 +53,23 @@ class Transfers:
         if not isinstance(choice, Mapping):
             return cls(topology, _checked(choice), {})
         links = {_link(channel) for channel in topology.channels}
-        by_link = {}
+        by_link: dict[tuple[int, int], Transfer] = {}
         for stages, way in choice.items():
-            link = tuple(sorted(stages)) if isinstance(stages, tuple) else stages
-            if link not in links:
+            link = next((link for link in links if stages in (link, link[::-1])), None)
+            if link is None:
                 raise ValueError(
                     f"transfer names a link {stages!r}: those of {topology.to_text()} are between stages "
                     f"{', '.join(map(str, sorted(links))) or '(none)'}"
+                )
+            if link in by_link:
+                raise ValueError(
+                    f"transfer names the link {link} twice: give one of {stages} and {stages[::-1]}"
                 )
             by_link[link] = _checked(way)
         return cls(topology, "leader", by_link)
 
     def way(self, channel: Channel) -> Transfer:
+        """How messages of ``channel`` go."""
         return self.by_link.get(_link(channel), self.default)
 
     def sizes(self, channel: Channel) -> tuple[int, int]:
@@ -82,9 +88,7 @@ class Transfers:
         if sources == targets:
             peers = [Strand(place, place, direct=True) for place in range(sources)]
             return tuple(peers if way == "direct" else shared + peers)
-        pairs = [
-            Strand(source, target, direct=True) for source in range(sources) for target in range(targets)
-        ]
+        pairs = [Strand(source, target, direct=True) for source, target in overlapping(sources, targets)]
         return tuple(shared + pairs if way == "auto" else shared[:1] + pairs)
 
     def scatter_from(self, channel: Channel) -> float:
