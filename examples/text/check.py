@@ -107,7 +107,7 @@ class Checker:
             verdict = "NOT equal" if differences else "bit-equal" if self._exact else "equal but for rounding"
             heading = f"check of step {step + 1}: losses and gradients are {verdict} to those of one process"
             tqdm.write("\n  ".join([heading, *differences]))
-        if self._mesh.control.broadcast(len(differences), source=0):
+        if self._mesh.control.broadcast(len(differences), ldt.Node(0, 0)):
             raise SystemExit(1)
 
     def _compare_losses(self, result: ldt.StepResult, losses: Sequence[torch.Tensor]) -> Iterator[str]:

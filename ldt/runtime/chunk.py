@@ -13,9 +13,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import GradientSync
+from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
-from ldt.runtime.specs import HopSpecs, TensorSpec
+from ldt.runtime.specs import HopSpecs
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.work import StepWork
 
@@ -87,9 +88,9 @@ class ChunkRunner:
         self.index = index
         self.sync = sync or GradientSync(module)
         self.module = module
-        self._device = device
         self._free_outputs = free_outputs
         self._shards = shards or NodeShards()
+        self._keywords = keywords_of(module)
         self._graphs: dict[int, _InFlight] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -100,14 +101,14 @@ class ChunkRunner:
 
         Returns what goes on to the next chunk, to be given to ``leave``.
         """
-        return as_tensors(self.module(*self.enter(microbatch, arrived, specs)), self.index)
+        return as_tensors(self.call(work, microbatch, self.enter(microbatch, arrived, specs)), self.index)
 
     def backward(
         self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor | None]:
         """Accumulate parameter gradients, given one gradient per output (None: none).
 
-        Returns the gradients of those inputs whose spec says so, zeros where the chunk did not use the input.
+        Returns the gradients of those inputs whose spec says so, None where the chunk did not use the input.
         """
         starts = self.starts(work, microbatch, grads)
         graph = self._graphs.pop(microbatch)
@@ -115,11 +116,11 @@ class ChunkRunner:
         _backward(starts)
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
-        return self._input_grads(graph, wanted)
+        return list(map(_finished, wanted))
 
     def backward_input(
         self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
-    ) -> list[torch.Tensor]:
+    ) -> list[torch.Tensor | None]:
         """The part of ``backward`` that others wait for: only the gradients of the inputs.
 
         Raises LdtError if the backward of this chunk cannot be split.
@@ -131,7 +132,7 @@ class ChunkRunner:
         except LdtError as error:
             raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
         graph.roots = []
-        return self._input_grads(graph, found)
+        return list(map(_finished, found))
 
     def backward_weight(self, microbatch: int) -> None:
         """The rest: accumulate parameter gradients."""
@@ -143,6 +144,10 @@ class ChunkRunner:
             graph.let_go()
 
     # -- parts of these ----------------------------------------------------------------------------------------
+
+    def call(self, work: StepWork, microbatch: int, inputs: Sequence[Any]) -> Any:
+        """The module on ``inputs``, and on what it takes by name of what there is for this microbatch."""
+        return self.module(*inputs, **self._keywords.pick(work.keywords[microbatch], len(inputs)))
 
     def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
         """The tensors to run on, for tensors that came over a hop that carries ``specs``."""
@@ -190,17 +195,6 @@ class ChunkRunner:
             return None
         return get_gradient_edge(output) if self._free_outputs else output
 
-    def _input_grads(self, graph: _InFlight, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        specs = [spec for spec in graph.input_specs if spec.requires_grad]
-        return [
-            self._zeros(spec) if grad is None else _finished(grad)
-            for spec, grad in zip(specs, found, strict=True)
-        ]
-
-    def _zeros(self, spec: TensorSpec) -> torch.Tensor:
-        shape = spec.shape if spec.shard is None else self._shards.local_shape(spec)
-        return torch.zeros(shape, dtype=spec.dtype, device=self._device)
-
 
 def _backward(starts: Sequence[Start]) -> None:
     if starts:
@@ -208,6 +202,6 @@ def _backward(starts: Sequence[Start]) -> None:
         torch.autograd.backward(roots, [grad for _, grad in starts])
 
 
-def _finished(grad: torch.Tensor) -> torch.Tensor:
+def _finished(grad: torch.Tensor | None) -> torch.Tensor | None:
     """The backward of a layer that is spread over ranks may end in a collective that nobody has waited for."""
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad

@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
+from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging
-from ldt.runtime.specs import HopSpecs, first_difference, specs_of
+from ldt.runtime.specs import HopSpecs, TensorSpec, first_difference, specs_of
 from ldt.runtime.strands import AllOf
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 
 __all__ = ["Executor"]
 
-BackwardOf = Callable[[StepWork, int, Sequence[torch.Tensor | None]], list[torch.Tensor]]
+BackwardOf = Callable[[StepWork, int, Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
 
 
 class Executor:
     """Runs this node's row of a plan over the mesh's lanes. One instance per step."""
 
     def __init__(
-        self, mesh: Mesh, runners: Mapping[int, ChunkRunner], work: StepWork, recorder: Recorder | None = None
+        self,
+        mesh: Mesh,
+        runners: Mapping[int, ChunkRunner],
+        work: StepWork,
+        recorder: Recorder | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._mesh = mesh
         self._topology = mesh.topology
@@ -41,6 +48,7 @@ class Executor:
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
         self.recorder = recorder or Recorder()
+        self._audit = audit
         self.place = "the start of the row"
         self._index = 0
         self._averagings: list[Averaging] = []
@@ -102,7 +110,10 @@ class Executor:
         wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
         work = end.send(wire, _label(action), specs)
         if work is not None:
-            self._count(action, tensors)
+            self._count(action, specs)
+            if self._audit is not None:
+                purpose = "activation" if action.kind.direction == "F" else "gradient"
+                self._audit.write_tensors(purpose, self._channel(action).name, _microbatch(action), tensors)
             self._sends.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
@@ -114,7 +125,7 @@ class Executor:
         wire = end.buffers(specs, list(map(self._mesh.shards.local_shape, specs)), self._mesh.device)
         tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
         self._receives[slot] = entry
-        self._count(action, wire)
+        self._count(action, specs)
         self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action), specs)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
@@ -134,10 +145,18 @@ class Executor:
         chunk, microbatch = action.chunk, _microbatch(action)
         arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
         grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
-        input_grads = run(self._work, microbatch, grads)
-        self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, input_grads)
+        found: list[Any] = run(self._work, microbatch, grads)
+        if self._topology.crosses(chunk - 1):
+            pairs = zip(found, self._carried(chunk - 1, "B", microbatch), strict=True)
+            found = [self._zeros(spec) if grad is None else grad for grad, spec in pairs]
+        self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, found)
 
-    def _hand_over(self, slot: Slot, hop: int, tensors: list[torch.Tensor]) -> None:
+    def _zeros(self, spec: TensorSpec) -> torch.Tensor:
+        """The gradient of an input that a chunk did not use: its sender waits for one."""
+        shape = self._mesh.shards.local_shape(spec)
+        return spec.from_wire(torch.zeros(shape, dtype=spec.dtype, device=self._mesh.device))
+
+    def _hand_over(self, slot: Slot, hop: int, tensors: list[Any]) -> None:
         """To the next chunk on this node, or to the send that follows."""
         if not tensors:
             return
@@ -186,12 +205,16 @@ class Executor:
         difference = first_difference(self._hop(chunk, microbatch), specs)
         if difference is not None:
             raise LdtError(f"{what} is not what was agreed: {difference}")
-        return list(map(self._mesh.shards.local, tensors))
+        parts = list(map(self._mesh.shards.local, tensors))
+        if self._work.guard is not None:
+            self._work.guard.check(parts, what)
+        return parts
 
-    def _count(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+    def _count(self, action: Action, specs: HopSpecs) -> None:
+        """A message with all its bytes, whichever of them go by this rank."""
         counts = self.traffic.setdefault(self._channel(action), [0, 0])
         counts[0] += 1
-        counts[1] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        counts[1] += sum(spec.nbytes for spec in specs)
 
     def _channel(self, action: Action) -> Channel:
         return self._work.plan.channel_of(action, self._mesh.node)

@@ -16,7 +16,6 @@ from ldt.runtime.strands import LEADERS, Strand, Transfers
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [
-    "CONTROL",
     "GLOO",
     "LEADERS_CONTROL",
     "GroupSpec",
@@ -25,9 +24,11 @@ __all__ = [
     "dp_name",
     "drop_groups",
     "group_specs",
+    "is_control",
     "lane_name",
     "make_group",
     "model_groups",
+    "post_name",
     "stage_name",
     "tp_name",
     "unique_dims",
@@ -35,6 +36,7 @@ __all__ = [
 
 CONTROL = "control"
 LEADERS_CONTROL = "control/leaders"
+_POST = "control/post"
 GLOO = "gloo"
 # Operations of a gloo group are limited by whoever waits for them (lanes, control plane), never by the group.
 _NO_LIMIT = timedelta(days=30)
@@ -50,6 +52,16 @@ class GroupSpec(NamedTuple):
 def control_name(node: Node) -> str:
     """The ranks of one node, on the control plane."""
     return f"{CONTROL}/{node}"
+
+
+def post_name(replica: int) -> str:
+    """The leaders again, for what the leader of a replica of the edge tells them."""
+    return f"{_POST}/{replica}"
+
+
+def is_control(name: str) -> bool:
+    """Whether a group is of the control plane, which is gloo whatever the lanes are."""
+    return name.startswith(f"{CONTROL}/")
 
 
 def tp_name(stage: int, replica: int) -> str:
@@ -84,10 +96,11 @@ def group_specs(topology: Topology, policy: LanePolicy, transfers: Transfers) ->
 
 
 def control_groups(topology: Topology) -> tuple[GroupSpec, ...]:
-    """All ranks; and for sums that cross each slow link once, the ranks of each node, and their leaders."""
+    """The ranks of each node; their leaders; and these once more for each leader of the edge."""
     nodes = [GroupSpec(control_name(node), topology.ranks_of(node)) for node in topology.nodes]
-    leaders = GroupSpec(LEADERS_CONTROL, tuple(map(topology.leader_of, topology.nodes)))
-    return GroupSpec(CONTROL, tuple(range(topology.world_size))), *nodes, leaders
+    leaders = tuple(map(topology.leader_of, topology.nodes))
+    posts = (GroupSpec(post_name(replica), leaders) for replica in range(topology.edge_dp))
+    return *nodes, GroupSpec(LEADERS_CONTROL, leaders), *posts
 
 
 def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:
@@ -178,7 +191,7 @@ def drop_groups(groups: dict[str, dist.ProcessGroup], *, broken: bool) -> None:
 
 def _is_point_to_point(name: str) -> bool:
     """True for the leaders of a lane, whose transfers end when the lane is aborted."""
-    return "/stage/" not in name and name.startswith("lane/")
+    return "/stage/" not in name and name.startswith(("lane/", f"{_POST}/"))
 
 
 @contextmanager

@@ -6,17 +6,21 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import is_fully_sharded
-from ldt.runtime.disclosure import QuotingError, disclose, reveal
+from ldt.runtime.disclosure import InputTypeError, InputValueError, QuotingError, disclose, reveal
+from ldt.runtime.keywords import keywords_of
+from ldt.runtime.metadata import METADATA_NAMES
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
@@ -55,7 +59,8 @@ def infer_specs(
 ) -> HopSpecs:
     """The specs of what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
 
-    Calls ``module.output_spec`` if there is one. Otherwise runs the module on fake tensors: no data, no random
+    Calls ``module.output_spec`` if there is one, with specs of all and of the keywords that it takes, but metadata as
+    they are. Otherwise runs the module on fake tensors: no data, no random
     numbers, and the attributes of the module and its parts are put back, with the entries of those that are lists,
     dicts or sets, but not what objects in them hold. Its hooks run, too. Raises LdtError naming the chunk if that does
     not work.
@@ -64,10 +69,13 @@ def infer_specs(
     try:
         if declared is not None:
             of_args, of_kwargs = _with_specs((args, kwargs))
-            outputs = declared(*of_args, **of_kwargs)
+            values = {name: kwargs[name] for name in METADATA_NAMES if name in kwargs}
+            takes = keywords_of(declared)
+            outputs = declared(*of_args, **takes.pick({**of_kwargs, **values}, len(of_args)))
             specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
             if not all(isinstance(spec, TensorSpec) for spec in specs):
-                raise TypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
+                raise InputTypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
+            specs = tuple(map(_with_split_dim, specs))
         elif is_fully_sharded(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
@@ -82,6 +90,19 @@ def infer_specs(
             plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
         ) from error
     return specs if training else tuple(spec.without_grad() for spec in specs)
+
+
+def _with_split_dim(spec: TensorSpec) -> TensorSpec:
+    """The spec with its ``shard`` counted from the front. Raises ValueError if there is no such dimension."""
+    dims = len(spec.shape)
+    if spec.shard is None:
+        return spec
+    if not -dims <= spec.shard < dims or spec.order:
+        raise InputValueError(
+            f"the shard of a spec that output_spec returns must be one of its {dims} dimensions, its order as usual; "
+            f"got {spec!r}"
+        )
+    return replace(spec, shard=spec.shard % dims)
 
 
 def _with_specs(arguments: _Arguments) -> _Arguments:
@@ -99,6 +120,8 @@ def _run_on_fakes(
     shards: NodeShards,
 ) -> HopSpecs:
     def fake(leaf: Any) -> Any:
+        if isinstance(leaf, DTensor):
+            return mode.from_tensor(leaf)
         if isinstance(leaf, torch.Tensor):
             return _fake_of(TensorSpec.of(leaf), leaf.device, shards)
         return _fake_of(leaf, device, shards) if isinstance(leaf, TensorSpec) else leaf

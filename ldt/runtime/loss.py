@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -9,8 +10,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ldt.runtime.control import ControlPlane, Pending
 from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.post import Letter, Post, Subject
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 
@@ -58,7 +59,8 @@ class StepLoss:
         self._counts: dict[int, torch.Tensor | float] = {}
         self._read: dict[int, float] | None = None
 
-    def forward(self, microbatch: int, output: Any, target: Any) -> None:
+    def forward(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
+        """The loss of a microbatch, as the loss function gives it."""
         result = self._loss_fn(output, target)
         loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
         _check_scalar(loss)
@@ -69,6 +71,7 @@ class StepLoss:
             _check_attached(loss, output, microbatch)
             root = loss / self._num_microbatches if self._reduction == "mean" else loss
             self._roots[microbatch] = self._scale(root)
+        return loss
 
     def take_root(self, microbatch: int) -> torch.Tensor:
         """Where the backward of ``microbatch`` starts."""
@@ -148,24 +151,24 @@ def _check_attached(loss: torch.Tensor, output: Any, microbatch: int) -> None:
 class TokenScale:
     """Divides the gradients of a step by its number of tokens, which only the edge knows.
 
-    The sum over all ranks is started by each rank as early as it can (the edge: after its last loss), so that the
-    answer is there when the row ends. Gradients from before the step must be set aside meanwhile.
+    The edge's leaders tell it after their last loss, so that it is there when the rows of the others end. Gradients
+    from before the step must be set aside meanwhile. ``number`` is that of the call.
     """
 
-    def __init__(self, control: ControlPlane, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._control = control
+    def __init__(self, post: Post, number: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._post = post
+        self._number = number
         self._parameters = list(parameters)
-        self._pending: Pending | None = None
 
-    def start(self, count: float) -> None:
-        """``count``: the tokens of this rank; 0 on all ranks but the edge's leaders."""
-        assert self._pending is None
-        self._pending = self._control.start_sum([count])
+    def tell(self, count: float) -> None:
+        """``count``: the tokens of this replica of the edge, from its leader."""
+        self._post.tell(Letter(Subject.TOKENS, self._number, struct.pack("<d", count)))
 
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
-        assert self._pending is not None
-        (count,) = self._pending.wait()
+        letters = self._post.hear(tokens=True)
+        assert all(letter.number == self._number for letter in letters), letters
+        count = sum(struct.unpack("<d", letter.content)[0] for letter in letters)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:
                 parameter.grad.mul_(replicas).div_(count) if replicas > 1 else parameter.grad.div_(count)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ldt.plan import Costs, Kind
+from ldt.runtime.calls import agree
 from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.opening import agree
 from ldt.runtime.probe import probe_links
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepStats

@@ -25,6 +25,8 @@ from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.place import Place
+from ldt.runtime.post import Post, make_post
+from ldt.runtime.relay import Relay
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.strands import Transfers
 from ldt.topology import Channel, LanePolicy, Node, Topology
@@ -70,6 +72,7 @@ class Mesh(Place):
         self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
         self._control: ControlPlane | None = None
+        self._post: Post | None = None
         self._attendance = Attendance(f"{key}/call", ranks[rank])
         self.failures = FailureWatch(store, f"{key}/failure", self._on_failure, self._attendance)
 
@@ -100,6 +103,11 @@ class Mesh(Place):
     def control(self) -> ControlPlane:
         assert self._control is not None, "the mesh is not connected"
         return self._control
+
+    @property
+    def post(self) -> Post:
+        assert self._post is not None, "the mesh is not connected"
+        return self._post
 
     @property
     def endpoints(self) -> dict[Channel, Endpoint]:
@@ -206,24 +214,20 @@ class Mesh(Place):
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.failures.check()
-                kind = (
-                    naming.GLOO
-                    if spec.name.startswith(naming.CONTROL)
-                    else choose_backend(self.device, backend)
-                )
+                control = naming.is_control(spec.name)
+                kind = naming.GLOO if control else choose_backend(self.device, backend)
                 members = [self.ranks[rank] for rank in spec.ranks]
                 name = f"{self._key}/{spec.name}"
                 self._groups[spec.name] = naming.make_group(name, members, kind, _until(deadline))
-        self._control = ControlPlane(
-            self._groups.get(naming.CONTROL),
-            self.rank,
-            self.ranks,
+        relay = Relay(
+            self,
             self.failures,
             transfer_timeout.total_seconds(),
-            lambda: self._attendance.current,
             self._groups.get(naming.control_name(self.node)),
             self._groups.get(naming.LEADERS_CONTROL) if self.is_leader else None,
         )
+        self._control = ControlPlane(self, relay, self.failures, lambda: self._attendance.current)
+        self._post = make_post(self, relay, self.failures, self._groups)
         self._endpoints = make_endpoints(
             self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device, transfer_timeout
         )
@@ -283,7 +287,7 @@ class Mesh(Place):
 
     def _on_failure(self, report: FailureReport) -> None:
         logger.info("%s; rank %d aborts its lanes", report.describe(), self.ranks[self.rank])
-        for lane in self.all_lanes():
+        for lane in [*self.all_lanes(), *self._post_lanes()]:
             try:
                 lane.abort(report.describe())
             except Exception:  # the others must be aborted all the same
@@ -295,6 +299,12 @@ class Mesh(Place):
             if not self.failed:
                 lane.close(timedelta(seconds=5))
         self._endpoints.clear()
+        for lane in self._post_lanes():
+            lane.abort("the mesh is closed")  # it waits for letters that do not come
+        self._post = None
+
+    def _post_lanes(self) -> list[Lane]:
+        return [] if self._post is None else self._post.lanes()
 
     def _drop_groups(self) -> None:
         self._device_meshes.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -11,9 +13,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.recent import Recent
 from ldt.runtime.specs import TensorSpec
 
-__all__ = ["Microbatch", "parse_microbatches"]
+__all__ = ["Microbatch", "Signatures", "parse_microbatches"]
 
 # Values that are told apart by ==. Others may change inside, and their text may be shortened.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
@@ -55,6 +58,22 @@ class Microbatch:
         """
         leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
         return str(structure), tuple(map(_signature_of, leaves))
+
+    def is_same(self, other: Microbatch) -> bool:
+        """Whether the other is made of the same objects."""
+        mine, theirs = (pytree.tree_leaves((m.args, m.kwargs, m.target)) for m in (self, other))
+        return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+
+
+class Signatures:
+    """Numbers for signatures, which stay on the edge: equal for equal ones, as long as they are used at times."""
+
+    def __init__(self) -> None:
+        self._next = itertools.count()
+        self._numbers: Recent[int] = Recent(4096)
+
+    def number(self, microbatch: Microbatch) -> int:
+        return self._numbers.get(microbatch.signature, lambda: next(self._next))
 
 
 def _signature_of(leaf: Any) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,16 +12,19 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
-from ldt.runtime.data_parallel import check_sharded, is_fully_sharded, unwrapped
+from ldt.runtime.audit import Audit, Guard
+from ldt.runtime.calls import Call, Mode, Refusal, agree
+from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, sharding_of, unwrapped
 from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
+from ldt.runtime.keywords import metadata_taken
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
-from ldt.runtime.opening import Call, Mode, Refusal, agree, open_step
+from ldt.runtime.opening import Opening
 from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
@@ -42,7 +46,9 @@ class Pipeline:
     ``loss_fn(output, target)`` is needed on the edge and used only there: with ``loss_reduction="mean"`` it gives the
     microbatch's mean, with "token" its sum and its number of tokens.
     ``grad_scaler``, an ``ldt.GradScaler``, is needed on the edge: it scales what backwards start from.
-    ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph.
+    ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph. ``audit``, a path, on the edge
+    writes a line there for all that leaves it, and looks for copies of samples and labels, too; their own memory is
+    never sent.
 
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
     """
@@ -58,6 +64,7 @@ class Pipeline:
         free_outputs: bool = True,
         plan_factory: PlanFactory | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        audit: str | Path | None = None,
     ) -> None:
         self._mesh = mesh
         self._loss_fn = loss_fn
@@ -65,22 +72,28 @@ class Pipeline:
         self._scaler = grad_scaler
         self._serial = 0
         error: Exception | None = None
-        lockstep: list[int] = []
+        sharding: dict[str, list[str]] = {}
+        names: list[str] = []
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
             check_scaler(grad_scaler)
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
             same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
-            lockstep = [mesh.stage] if any(map(is_fully_sharded, modules.values())) else []
+            sharding = sharding_of(modules)
+            names = [] if mesh.is_edge else metadata_taken(modules)
+            self._audit = Audit(audit) if audit is not None and mesh.is_edge else None
         except Exception as caught:
             error, same = caught, {}
-        stages = agree(mesh, "Pipeline()", error, same, own=lockstep)
-        self._plans.keep_lockstep({stage for found in stages for stage in found})
+        answers = agree(mesh, "Pipeline()", error, same, own=[sharding, names])
+        self._plans.keep_lockstep(check_sharded_alike(mesh, [shardings for shardings, _ in answers]))
+        wanted = sorted({name for _, taken in answers for name in taken})
         self._runners = {
             index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules)
+        self._opening = Opening(mesh, self._shapes, self._plans, wanted)
+        self._guard: Guard | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -103,11 +116,13 @@ class Pipeline:
         """Call on every rank after freezing or unfreezing layers: what hops carry is then found anew."""
         self._shapes.forget()
 
-    def step(self, microbatches: Any = None) -> StepResult:
+    def step(self, microbatches: Any = None, *, upcoming: Any = None) -> StepResult:
         """Forward and backward of all microbatches. A collective call of all ranks of the mesh.
 
         On the edge ``microbatches`` are (inputs, target) pairs; cloud ranks give none. Leaves the gradient of the mean
         in ``.grad``, adding to what is there, and calls no optimizer. Gradients are computed also under ``no_grad``.
+        ``upcoming``, on the edge, are the microbatches of the next step, where they are known: all ranks are then told
+        of them while this step runs. The next call must be that step, with the same list.
 
         Raises ValueError or TypeError on the edge for bad microbatches, PlanError for a number of them that the given
         plan is not for, LdtError under ``torch.inference_mode``, and RemoteStageError on the other ranks; the pipeline
@@ -115,7 +130,7 @@ class Pipeline:
         RemoteStageError saying which and where, and the mesh cannot be used any more. What of an exception on the edge
         they are told is a matter of ``connect(share_edge_errors=...)``.
         """
-        return self._call("step", microbatches)
+        return self._call("step", microbatches, upcoming=upcoming)
 
     def eval(self, microbatches: Any = None) -> StepResult:
         """Forward only, without gradients; ``outputs`` are kept on the edge. Raises as ``step`` does.
@@ -148,25 +163,28 @@ class Pipeline:
 
     # -- internal --------------------------------------------------------------------------------------------
 
-    def _call(self, mode: Mode, given: Any, settle: Callable[[], object] = lambda: None) -> StepResult:
+    def _call(
+        self, mode: Mode, given: Any, settle: Callable[[], object] = lambda: None, upcoming: Any = None
+    ) -> StepResult:
         self._mesh.check_usable()
         with self._mesh.calling(f"{mode}()"):
-            return self._run(mode, given, Recorder(settle))
+            return self._run(mode, given, upcoming, Recorder(settle))
 
-    def _run(self, mode: Mode, given: Any, recorder: Recorder) -> StepResult:
+    def _run(self, mode: Mode, given: Any, upcoming: Any, recorder: Recorder) -> StepResult:
         executor: Executor | None = None
         try:
             taker = StatsTaker(self._mesh)
             self._serial += 1
             microbatches = self._take(mode, given)
-            call = Call(mode, self._serial, microbatches)
-            agreement = open_step(self._mesh, self._shapes, self._plans, call)
-            work = StepWork(agreement.plan, agreement.hops)
+            later = None if upcoming is None else Call(mode, self._serial + 1, self._take(mode, upcoming))
+            agreement = self._opening.open(Call(mode, self._serial, microbatches), later)
+            work = StepWork(agreement.plan, agreement.hops, agreement.keywords)
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
+                work.guard = self._guard = Guard(microbatches, self._audit is not None, self._guard)
             work.keep_outputs = mode == "eval"
-            executor = Executor(self._mesh, self._runners, work, recorder)
+            executor = Executor(self._mesh, self._runners, work, recorder, self._audit)
             self._execute(executor, work)
             return self._result(work, taker.take(executor))
         except Refusal as refusal:
@@ -216,11 +234,9 @@ class Pipeline:
             changes = training and (self._reduction == "token" or self._mesh.topology.dp > 1)
             earlier = EarlierGradients(self.parameters() if changes else ())
             if training and self._reduction == "token":
-                scale = TokenScale(self._mesh.control, self.parameters())
+                scale = TokenScale(self._mesh.post, self._serial, self.parameters())
                 if self._mesh.is_edge and self._mesh.is_leader:
                     work.announced = scale
-                else:
-                    scale.start(0.0)
             try:
                 executor.run()
                 if scale is not None:

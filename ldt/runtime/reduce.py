@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ldt.errors import LdtError
-from ldt.runtime.control import wait_or_fail
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.relay import wait_or_fail
 
 __all__ = ["Averaging", "EarlierGradients"]
 

@@ -3,62 +3,56 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ldt.errors import LdtError
 from ldt.runtime.inference import infer_specs, warm_up
+from ldt.runtime.keywords import keywords_of
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.metadata import MicrobatchMetadata, StepMessage
+from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.recent import Recent
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 
 __all__ = ["ShapeBook"]
 
-Value = TypeVar("Value")
+_READ_BY_SHAPES = (
+    "image_grid_thw",
+    "video_grid_thw",
+)  # metadata whose values, not only shapes, outputs may depend on
 
 
-class _Recent(Generic[Value]):
-    """The ``size`` answers used last."""
+class _Question(NamedTuple):
+    """What does ``chunk`` return for ``inputs``? Equal ones have equal answers, on every rank."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._answers: OrderedDict[Hashable, Value] = OrderedDict()
-
-    def get(self, key: Hashable, ask: Callable[[], Value]) -> Value:
-        """The answer for ``key``, from ``ask`` if it is not there."""
-        if key not in self._answers:
-            self._answers[key] = ask()
-            if len(self._answers) > self._size:
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        return self._answers[key]
-
-    def clear(self) -> None:
-        self._answers.clear()
-
-    def __len__(self) -> int:
-        return len(self._answers)
+    chunk: int
+    inputs: HopSpecs
+    given: Hashable  # of what it may be given by name
+    training: bool
+    setting: str
 
 
 class ShapeBook:
     """The specs of hops c -> c+1 for every microbatch of a step, the same on all ranks.
 
-    The edge says what hop 0 carries, and in which setting; for specs not met before in that one, each chunk's leader
-    infers its output and tells all. Answers are kept until ``forget``, the most recent 256 of the head and 1024
-    of the other chunks. Hops within a node are found by the way and have no specs here.
+    The edge says what hop 0 carries, and in which setting; what was not met before in that one, each chunk's leader
+    infers and tells all, for all microbatches at once. Answers are kept until ``forget``, the most recent 256 of the
+    head and 4096 of the other chunks. Hops within a node are found by the way and have no specs here.
     """
 
     def __init__(self, mesh: Mesh, chunks: Mapping[int, nn.Module]) -> None:
+        self.chunks = chunks
         self._mesh = mesh
         self._topology = mesh.topology
-        self._chunks = chunks
+        self._keywords = {index: keywords_of(module) for index, module in chunks.items()}
         if mesh.topology.channels:
             warm_up()
-        self._heads: _Recent[HopSpecs] = _Recent(256)
-        self._outputs: _Recent[HopSpecs] = _Recent(1024)
+        self._heads: Recent[HopSpecs] = Recent(256)
+        self._outputs: Recent[HopSpecs] = Recent(4096)
 
     def autocast(self) -> str | None:
         """The dtype that autocast casts to on this rank's device, None where it is off."""
@@ -70,7 +64,7 @@ class ShapeBook:
 
         The edge's stands for that of all ranks, as both are switched everywhere between the same two steps.
         """
-        modes = bytes(part.training for chunk in self._chunks.values() for part in chunk.modules())
+        modes = bytes(part.training for chunk in self.chunks.values() for part in chunk.modules())
         return f"autocast={self.autocast()} modes={hashlib.sha256(modes).hexdigest()[:16]}"
 
     def forget(self) -> None:
@@ -78,29 +72,72 @@ class ShapeBook:
         self._heads.clear()
         self._outputs.clear()
 
-    def head_output(
-        self, signature: object, args: Sequence[Any], kwargs: dict[str, Any], training: bool, setting: str
-    ) -> HopSpecs:
-        """What hop 0 carries for these arguments of the head. Edge only, local."""
+    def head_output(self, microbatch: Microbatch, training: bool, setting: str) -> HopSpecs:
+        """What hop 0 carries for a microbatch. Edge only, local."""
         if not self._topology.crosses(0):
             return ()
-        key = (signature, training, setting)
-        return self._heads.get(key, lambda: self._infer(0, args, kwargs, training))
+        key = (microbatch.signature, training, setting)
+        return self._heads.get(key, lambda: self._infer(0, microbatch.args, microbatch.kwargs, training))
 
-    def hops(self, first: HopSpecs, replica: int, training: bool, setting: str) -> list[HopSpecs]:
-        """What each hop carries when hop 0 carries ``first`` in ``replica``. A collective call of all ranks.
+    def hops(
+        self, message: StepMessage, replica: int, training: bool, samples: Sequence[Mapping[str, Any]]
+    ) -> list[list[HopSpecs]]:
+        """What each hop carries, for each microbatch that ``message`` of an edge's ``replica`` names.
 
-        ``setting`` is the edge's, so that all ask again when it changes.
+        ``samples`` are, on that replica, its inputs by name. A collective call of all ranks.
         """
-        hops = [first]
+        hops = [list(microbatch.hops[:1]) for microbatch in message.microbatches]
+        given = [_given(microbatch) for microbatch in message.microbatches]
         for chunk in range(1, self._topology.tail):
-            if self._topology.crosses(chunk):
-                hops.append(self._output(chunk, hops[-1], replica, training, setting))
-            else:
-                hops.append(())
-        for hop, specs in enumerate(hops):
-            self._check_split(hop, specs, replica)
+            if not self._topology.crosses(chunk):
+                for carried in hops:
+                    carried.append(())
+                continue
+            # The edge may have inputs that metadata do not tell of: the number of their signature stands for them.
+            local = self._topology.stage_of(chunk) == 0
+            questions = [
+                _Question(chunk, carried[-1], (names, m.id if local else None), training, message.setting)
+                for carried, names, m in zip(hops, given, message.microbatches, strict=True)
+            ]
+            offered = samples if local else [microbatch.tensors for microbatch in message.microbatches]
+            answers = self._ask(questions, replica, offered)
+            for carried, question in zip(hops, questions, strict=True):
+                carried.append(answers[question])
+        for hop in range(self._topology.tail):
+            for specs in {carried[hop] for carried in hops}:
+                self._check_split(hop, specs, replica)
         return hops
+
+    def _ask(
+        self, questions: Sequence[_Question], replica: int, offered: Sequence[Mapping[str, Any]]
+    ) -> dict[_Question, HopSpecs]:
+        """The answers. New ones the chunk's ranks infer, and one leader's word goes to all, in one message.
+
+        All replicas of a cloud stage compare; on the edge only the one that has these microbatches can.
+        """
+        known = {question: self._outputs.find(question) for question in questions}
+        new = {question: questions.index(question) for question, answer in known.items() if answer is None}
+        if new:
+            node = self._topology.node_at(questions[0].chunk, replica)
+            mine = None
+            if node == self._mesh.node or (node.stage == self._mesh.stage and not self._mesh.is_edge):
+                mine = [self._infer(q.chunk, q.inputs, offered[at], q.training) for q, at in new.items()]
+            message = None if mine is None else [[spec.to_json() for spec in specs] for specs in mine]
+            answers = self._mesh.control.broadcast(message, node)
+            agreed = [tuple(map(TensorSpec.from_json, answer)) for answer in answers]
+            self._compare(questions[0].chunk, agreed, mine)
+            for question, answer in zip(new, agreed, strict=True):
+                known[question] = self._outputs.get(question, lambda answer=answer: answer)  # type: ignore[misc]
+        return known  # type: ignore[return-value]
+
+    def _compare(self, chunk: int, agreed: Sequence[HopSpecs], mine: Sequence[HopSpecs] | None) -> None:
+        for leaders, own in zip(agreed, mine or agreed, strict=True):
+            if own != leaders:
+                raise LdtError(
+                    f"the ranks of stage {self._mesh.stage} disagree on what chunk {chunk} returns: its leader says "
+                    f"{describe(leaders)}, rank {self._mesh.ranks[self._mesh.rank]} says {describe(own)}; "
+                    "they must hold equal modules"
+                )
 
     def _check_split(self, hop: int, specs: HopSpecs, replica: int) -> None:
         """Raise LdtError where tensors are split over ranks and the strands of their link are not for that."""
@@ -111,27 +148,19 @@ class ShapeBook:
                 'transfer="direct" or "auto", for all links or for this one, or let the chunk return full_tensor()'
             )
 
-    def _infer(self, chunk: int, args: Sequence[Any], kwargs: dict[str, Any], training: bool) -> HopSpecs:
-        mesh = self._mesh
-        return infer_specs(chunk, self._chunks[chunk], args, kwargs, mesh.device, training, mesh.shards)
+    def _infer(self, chunk: int, args: Sequence[Any], offered: Mapping[str, Any], training: bool) -> HopSpecs:
+        """For ``args`` that are tensors or specs."""
+        mesh, module = self._mesh, self.chunks[chunk]
+        kwargs = self._keywords[chunk].pick(offered, len(args))
+        if not mesh.is_edge and not hasattr(module, "output_spec"):
+            # Metadata, which are read on the CPU here, will be on the device.
+            kwargs = {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
+        return infer_specs(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
 
-    def _output(self, chunk: int, inputs: HopSpecs, replica: int, training: bool, setting: str) -> HopSpecs:
-        key = (chunk, inputs, training, setting)
-        return self._outputs.get(key, lambda: self._ask(chunk, inputs, replica, training))
 
-    def _ask(self, chunk: int, inputs: HopSpecs, replica: int, training: bool) -> HopSpecs:
-        """The chunk's own ranks infer; its leader's word goes to all."""
-        node = self._topology.node_at(chunk, replica)
-        mine = None
-        if node == self._mesh.node:
-            mine = self._infer(chunk, inputs, {}, training)
-        message = None if mine is None else [spec.to_json() for spec in mine]
-        answer = self._mesh.control.broadcast(message, self._topology.leader_of(node))
-        agreed = tuple(map(TensorSpec.from_json, answer))
-        if mine is not None and mine != agreed:
-            raise LdtError(
-                f"the ranks of node {node} disagree on what chunk {chunk} returns: its leader says "
-                f"{describe(agreed)}, rank {self._mesh.ranks[self._mesh.rank]} says {describe(mine)}; "
-                "they must hold equal modules"
-            )
-        return agreed
+def _given(microbatch: MicrobatchMetadata) -> Hashable:
+    """What outputs may depend on in metadata: all shapes, and the values of grids."""
+    return tuple(
+        (name, TensorSpec.of(tensor), tuple(tensor.flatten().tolist()) if name in _READ_BY_SHAPES else ())
+        for name, tensor in sorted(microbatch.tensors.items())
+    )

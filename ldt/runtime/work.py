@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ldt.plan import Plan
+from ldt.runtime.audit import Guard
 from ldt.runtime.loss import StepLoss, TokenScale
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.specs import HopSpecs
@@ -16,12 +17,14 @@ __all__ = ["StepWork"]
 
 @dataclass
 class StepWork:
-    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m."""
+    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m, ``keywords[m]`` what chunks may get by name."""
 
     plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
+    keywords: Sequence[Mapping[str, Any]]
     microbatches: Sequence[Microbatch] = ()  # on the edge
     loss: StepLoss | None = None  # on the edge
     announced: TokenScale | None = None  # where the number of tokens is told to all: on the edge's leader
+    guard: Guard | None = None  # on the edge: what must not leave it
     outputs: dict[int, Any] = field(default_factory=dict)  # of the tail, where they are kept
     keep_outputs: bool = False

@@ -84,7 +84,7 @@ class MixedHead(nn.Module):
         hidden = self.linear(x)
         ids = torch.arange(4, device=x.device) * (x.shape[0] + 2**40)
         mask = torch.ones(2, 1, 8, 8, dtype=torch.bool, device=x.device).tril()
-        return hidden.bfloat16(), ids, mask, x[:, 0].detach(), hidden.sum().half().detach()
+        return hidden.bfloat16(), ids, mask, x[:, 0].detach() / 2, hidden.sum().half().detach()
 
 
 class MixedBody(nn.Module):

@@ -83,7 +83,7 @@ def missing_message() -> str:
             mesh.failures.wait(10.0)
             return ""
         with pytest.raises(ldt.LdtError) as caught, mesh:
-            mesh.control.broadcast(None, 0)
+            mesh.control.broadcast(None, ldt.Node(0, 0))
         return str(caught.value)
 
 

@@ -109,31 +109,48 @@ def test_entries_round_trip() -> None:
     assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
 
 
-def control_messages() -> list[int]:
-    """How often a step talks over the control plane: once when nothing is new, and never waits for an answer."""
+def control_messages() -> list[tuple[int, int, float]]:
+    """Of each step: letters of the edge that came, answers about shapes, and bytes that the edge sent for both."""
     topology = Topology([1, 1, 1])
     chunks = toy_chunks(topology)
-    with ldt.connect(topology, ranks=range(3)) as mesh:
+    batches = (
+        toy_microbatches(3),
+        toy_microbatches(5),
+        toy_microbatches(3, batch=2),
+        toy_microbatches(3, batch=2),
+    )
+    ragged = [toy_microbatches(1, batch=n)[0] for n in (3, 5, 7)]
+    with ldt.connect(topology, ranks=range(3)) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, chunks)
-        counts: list[int] = []
-        send = mesh.control._broadcast
-        mesh.control._broadcast = lambda *a: (counts.append(1), send(*a))  # type: ignore[method-assign,assignment,func-returns-value]
+        calls: list[str] = []
+        for owner, name in ((mesh.post, "hear"), (mesh.control, "broadcast")):
+            count(owner, name, calls, patch)
         numbers = []
-        for batch in (
-            toy_microbatches(3),
-            toy_microbatches(5),
-            toy_microbatches(3, batch=2),
-            toy_microbatches(2),
-        ):
-            counts.clear()
+        for batch in (*batches, ragged):
+            before, sent = len(calls), mesh.post.lanes()[0].stats()["sent_bytes"]
             pipeline.step(batch if mesh.is_edge else None)
-            numbers.append(len(counts))
+            new = calls[before:]
+            mesh.control.gather(None)
+            sent = mesh.post.lanes()[0].stats()["sent_bytes"] - sent
+            numbers.append((new.count("hear"), new.count("broadcast"), sent))
         return numbers
 
 
-def test_one_control_message_per_step(pool: RankPool) -> None:
-    """Each new shape costs one more per cloud chunk: two here."""
-    assert pool.run(control_messages, ranks=range(3)) == [[3, 1, 3, 1]] * 3
+def count(owner: object, name: str, calls: list[str], patch: pytest.MonkeyPatch) -> None:
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **options: (calls.append(name), original(*args, **options))[1])
+
+
+def test_one_message_of_the_edge_per_step(pool: RankPool) -> None:
+    """Shapes not met before cost one more per cloud chunk, two here, however many; nothing new a few bytes."""
+    by_rank = pool.run(control_messages, ranks=range(3))
+    assert [[numbers[:2] for numbers in steps] for steps in by_rank] == [
+        [(1, 2), (1, 0), (1, 2), (1, 0), (1, 2)]
+    ] * 3
+    sent = [numbers[2] for numbers in by_rank[0]]
+    assert max(sent) < 600, "to both other nodes"
+    assert sent[3] == 2 * 24, "the same once more"
+    assert sum(numbers[2] for numbers in by_rank[1] + by_rank[2]) == 0
 
 
 def receive_memory(numbers: list[int]) -> list[int]:

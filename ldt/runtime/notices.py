@@ -1,0 +1,115 @@
+"""What the edge says of its calls before they begin: shapes and layouts of the microbatches, never their values."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ldt.errors import LdtError
+from ldt.runtime.calls import Call
+from ldt.runtime.keywords import Keywords, check_taken
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
+from ldt.runtime.microbatch import Microbatch, Signatures
+from ldt.runtime.plans import PlanBook
+from ldt.runtime.post import Letter, Subject
+from ldt.runtime.relay import as_bytes
+from ldt.runtime.shapes import ShapeBook
+
+__all__ = ["Notice", "Notices"]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a rank of the edge says of a call; a leader has sent it. ``error`` is why the call cannot be made."""
+
+    call: Call
+    content: bytes
+    setting: str
+    error: Exception | None
+
+
+class Notices:
+    """Those of one pipeline, of which chunks here take ``keywords``, and those on the cloud the metadata ``wanted``."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        shapes: ShapeBook,
+        plans: PlanBook,
+        keywords: Sequence[Keywords],
+        wanted: Sequence[str],
+    ) -> None:
+        self._mesh = mesh
+        self._shapes = shapes
+        self._plans = plans
+        self._keywords = keywords
+        self._wanted = wanted
+        self._signatures = Signatures()
+        self._given: deque[Notice] = deque()
+        self._content = b""  # of the last one
+
+    def give(self, call: Call, upcoming: Call | None) -> Notice:
+        """Say what ``call`` is, unless that was said before, and what ``upcoming`` will be. Returns the former.
+
+        Raises LdtError if another call was announced than this one.
+        """
+        if not self._given:
+            self._given.append(self._write(call))
+        notice = self._given.popleft()
+        self._check(notice, call)
+        if upcoming is not None:
+            self._given.append(self._write(upcoming))
+        return notice
+
+    def _write(self, call: Call) -> Notice:
+        error: Exception | None = None
+        try:
+            if isinstance(call.microbatches, Exception):
+                raise call.microbatches
+            assert call.microbatches is not None
+            content = as_bytes(pack(self._message(call, call.microbatches)))
+        except Exception as caught:
+            error = caught
+            content = as_bytes(pack(StepCalledOff(type(caught).__name__, self._mesh.tell(caught))))
+        same = content == self._content
+        self._content = content
+        subject = Subject.SAME_STEP if same else Subject.STEP
+        if self._mesh.is_leader:
+            self._mesh.post.tell(Letter(subject, call.serial, b"" if same else content))
+        return Notice(call, content, self._shapes.setting(), error)
+
+    def _message(self, call: Call, microbatches: Sequence[Microbatch]) -> StepMessage:
+        setting = self._shapes.setting()
+        described = []
+        for index, microbatch in enumerate(microbatches):
+            check_taken(microbatch.kwargs, index, self._keywords, self._wanted)
+            head = self._shapes.head_output(microbatch, call.training, setting)
+            offered = {name: microbatch.kwargs.get(name) for name in self._wanted}
+            tensors = {name: value for name, value in offered.items() if value is not None}
+            described.append(MicrobatchMetadata(self._signatures.number(microbatch), (head,), tensors))
+        digest = self._plans.digest(len(microbatches), call.training)
+        return StepMessage(call.mode, digest, setting, self._shapes.autocast(), tuple(described))
+
+    def _check(self, notice: Notice, call: Call) -> None:
+        said, given = notice.call.microbatches, call.microbatches
+        if said is given or notice.error is not None:
+            return
+        if not (_are_the_same(said, given) and notice.call.mode == call.mode):
+            raise LdtError(
+                f"the call {notice.call.mode}() was announced (upcoming=), and {call.mode}() was called with other "
+                "microbatches: make the call that was announced, with the same list"
+            )
+        if notice.setting != self._shapes.setting():
+            raise LdtError(
+                f"the call {notice.call.mode}() was announced (upcoming=) in another setting than it was made in: "
+                "switch autocast and the mode of modules before a call is announced, not after it"
+            )
+
+
+def _are_the_same(said: object, given: object) -> bool:
+    """Whether these are lists of the same objects."""
+    if not (isinstance(said, list) and isinstance(given, list) and len(said) == len(given)):
+        return False
+    return all(one.is_same(other) for one, other in zip(said, given, strict=True))

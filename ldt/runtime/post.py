@@ -1,0 +1,192 @@
+"""What the edge tells all ranks unasked: step messages, ahead of their steps if it can, and numbers of tokens.
+
+Each leader of the edge has a lane to the leaders of all other nodes, on which receives are posted ahead: a message is
+under way while the step before it runs, and takes no longer than the link does one way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ldt._C import Lane, LaneError
+from ldt.errors import LdtError
+from ldt.runtime.failure import FailureWatch
+from ldt.runtime.groups import post_name
+from ldt.runtime.place import Place
+from ldt.runtime.relay import Relay, as_bytes, as_tensor
+from ldt.topology import Node
+
+__all__ = ["Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
+
+_FRAME_BYTES = (
+    1 << 18
+)  # posted ahead; gloo takes a shorter one into it, so that a short message is short on the wire
+_HEAD_BYTES = 24  # subject, number and the bytes that follow, in 8 bytes each
+_MAX_BYTES = 64 << 20  # as much as goes on within a node
+_AHEAD = 2  # frames: the message of the next step, and the number of tokens of this one
+
+
+class Subject(IntEnum):
+    """What a letter is about."""
+
+    STEP = 1
+    SAME_STEP = 2  # all as in the last step's message
+    TOKENS = 3
+
+
+class Letter(NamedTuple):
+    """``number`` is that of the call which the letter is for."""
+
+    subject: Subject
+    number: int
+    content: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        head = (int(self.subject), self.number, len(self.content))
+        return b"".join(value.to_bytes(8, "little") for value in head) + self.content
+
+    @staticmethod
+    def head_of(data: bytes) -> tuple[Subject, int, int]:
+        """Subject, number and length of the content. Raises LdtError for what is no letter."""
+        subject, number, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8, 16))
+        if subject not in set(Subject) or length > _MAX_BYTES:
+            raise LdtError(
+                f"expected a letter of the edge of at most {_MAX_BYTES} bytes, got subject {subject}, {length} bytes: "
+                "do all ranks run one version of ldt?"
+            )
+        return Subject(subject), number, length
+
+
+class Mailing:
+    """Where a leader of the edge sends from; ``peers`` are the ranks of the other leaders in the lane's group."""
+
+    def __init__(self, lane: Lane, peers: Sequence[int]) -> None:
+        self.lane = lane
+        self._peers = peers
+
+    def send(self, letter: Letter) -> None:
+        """Start sending to all. What goes wrong shows where it is waited for, at the other ends."""
+        data = letter.to_bytes()
+        for peer in self._peers:
+            for start in range(0, len(data), _FRAME_BYTES):
+                frame = as_tensor(data[start : start + _FRAME_BYTES])
+                self.lane.send([frame], peer, label=f"{letter.subject.name} {letter.number}")
+
+
+class Letterbox:
+    """Where a leader receives from the edge's leader ``peer``. Always ``_AHEAD`` frames can come."""
+
+    def __init__(self, lane: Lane, peer: int) -> None:
+        self.lane = lane
+        self._peer = peer
+        self._frames = deque(self._post() for _ in range(_AHEAD))
+        self._kept: defaultdict[bool, deque[Letter]] = defaultdict(deque)  # by whether they are about tokens
+
+    def take(self, tokens: bool) -> Letter:
+        """The next letter about tokens, or the next about a step; waits for it."""
+        kept = self._kept[tokens]
+        while not kept:
+            letter = self._next()
+            self._kept[letter.subject is Subject.TOKENS].append(letter)
+        return kept.popleft()
+
+    def _next(self) -> Letter:
+        data = self._next_frame()
+        subject, number, length = Letter.head_of(data)
+        while len(data) < _HEAD_BYTES + length:
+            data += self._next_frame()
+        return Letter(subject, number, data[_HEAD_BYTES : _HEAD_BYTES + length])
+
+    def _next_frame(self) -> bytes:
+        work, frame = self._frames.popleft()
+        work.wait()
+        self._frames.append(self._post())
+        return as_bytes(frame)
+
+    def _post(self) -> tuple[dist.Work, torch.Tensor]:
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        return self.lane.recv([frame], self._peer, label="letter"), frame
+
+
+class Post:
+    """This rank's ends: a ``mailing`` on a leader of the edge, and ``boxes``, by replica of the edge, on leaders."""
+
+    def __init__(
+        self,
+        place: Place,
+        relay: Relay,
+        failures: FailureWatch,
+        mailing: Mailing | None,
+        boxes: Mapping[int, Letterbox],
+    ) -> None:
+        self._place = place
+        self._relay = relay
+        self._failures = failures
+        self._mailing = mailing
+        self._boxes = boxes
+        self._own: defaultdict[bool, deque[Letter]] = defaultdict(deque)
+
+    def tell(self, letter: Letter) -> None:
+        """Send to all ranks, from a leader of the edge."""
+        self._own[letter.subject is Subject.TOKENS].append(letter)
+        if self._mailing is not None:
+            self._mailing.send(letter)
+
+    def hear(self, *, tokens: bool = False) -> list[Letter]:
+        """The next letter of each leader of the edge, by replica, on every rank: about tokens, or about a step.
+
+        Waits as long as it takes. A collective call of the ranks of a node. Raises RemoteStageError if the mesh fails.
+        """
+        letters = []
+        for replica in range(self._place.topology.edge_dp):
+            data = b""
+            if self._place.is_leader:
+                data = self._from(replica, tokens).to_bytes()
+            data = self._relay.within_node(data, patient=True)
+            letters.append(Letter(*Letter.head_of(data)[:2], data[_HEAD_BYTES:]))
+        return letters
+
+    def lanes(self) -> list[Lane]:
+        """Those that this rank has an end of."""
+        return [end.lane for end in [self._mailing, *self._boxes.values()] if end is not None]
+
+    def _from(self, replica: int, tokens: bool) -> Letter:
+        if self._place.node == Node(0, replica):
+            return self._own[tokens].popleft()
+        try:
+            return self._boxes[replica].take(tokens)
+        except LaneError as error:
+            self._failures.wait(2.0)  # a rank that goes says why before it cuts its connections
+            self._failures.check()
+            raise LdtError(
+                f"lost the connection to rank {self._edge_rank(replica)}, the edge: {error}"
+            ) from error
+
+    def _edge_rank(self, replica: int) -> int:
+        return self._place.ranks[self._place.edge_leader(replica)]
+
+
+def make_post(
+    place: Place, relay: Relay, failures: FailureWatch, groups: Mapping[str, dist.ProcessGroup]
+) -> Post:
+    """This rank's ends, over ``groups``. Receives are posted from now on."""
+    nodes = place.topology.nodes
+    mailing: Mailing | None = None
+    boxes: dict[int, Letterbox] = {}
+    for replica in range(place.topology.edge_dp):
+        name = post_name(replica)
+        if name in groups and place.is_leader:
+            lane = Lane(name, p2p=groups[name], stage=None, timeout=math.inf, announce=False)
+            edge = nodes.index(Node(0, replica))
+            if place.node == nodes[edge]:
+                mailing = Mailing(lane, [rank for rank in range(len(nodes)) if rank != edge])
+            else:
+                boxes[replica] = Letterbox(lane, edge)
+    return Post(place, relay, failures, mailing, boxes)
