@@ -49,6 +49,8 @@ set(CMAKE_CUDA_ARCHITECTURES "${_archs}")
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # no libcudart dependency: torch brings one of its own
 set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
+# nvcc would take the first g++ in PATH: another one brings another C++ library, of which the module then has two.
+set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
 enable_language(CUDA)
 set(LDT_CUDA_ENABLED ON)
 list(JOIN _archs " " _archs_text)
