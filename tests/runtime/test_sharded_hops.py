@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ldt
-from ldt.runtime.shards import overlap, span_of
-from ldt.runtime.strands import TransferChoice
+from ldt.runtime.shards import overlap, overlapping, span_of
+from ldt.runtime.strands import TransferChoice, Transfers
 from ldt.testing import RankPool, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
@@ -187,3 +189,42 @@ def test_parts_tile_a_dimension(size: int, sources: int, targets: int) -> None:
         target = span_of(size, place, targets)
         got = [overlap(whole[slice(*span)], 0, span, target) for span in spans]
         assert torch.equal(torch.cat(got), whole[slice(*target)])
+
+
+@pytest.mark.parametrize(("sources", "targets"), [(1, 3), (2, 3), (3, 2), (4, 3), (5, 4), (4, 8), (8, 6)])
+def test_places_that_have_something_in_common(sources: int, targets: int) -> None:
+    """As found over dimensions of all sizes that are much longer than those that are looked at."""
+    found = set()
+    for size in range(1, 3001):
+        mine, theirs = (
+            torch.arange(parts).repeat_interleave(math.ceil(size / parts))[:size]
+            for parts in (sources, targets)
+        )
+        found |= set((mine * targets + theirs).tolist())
+    assert overlapping(sources, targets) == tuple(sorted(divmod(pair, targets) for pair in found))
+
+
+def test_strands_are_only_of_places_that_have_something_in_common() -> None:
+    """Of 32 pairs; each strand is a communicator."""
+    assert len(overlapping(4, 8)) == 14
+    topology = Topology([4, 8])
+    strands = Transfers.of(topology, "direct").strands(topology.channel(0, "F", 0))
+    assert [strand[:2] for strand in strands if strand.direct] == list(overlapping(4, 8))
+
+
+@pytest.mark.parametrize(
+    ("ways", "sentence"),
+    [
+        (
+            {(0, "1"): "direct"},
+            "transfer names a link (0, '1'): those of tp=1,2 dp=1 edge_dp=1 laps=1 are between",
+        ),
+        ({(0, 1): "direct", (1, 0): "leader"}, "transfer names the link (0, 1) twice: give one of"),
+        ({(1, 0): "auto", (0, 1): "auto"}, "transfer names the link (0, 1) twice: give one of"),
+        ({(0, 1): None}, "or a dict of these by link such as {(0, 1): 'direct'}, got None"),
+    ],
+    ids=str,
+)
+def test_ways_by_link_that_cannot_be(ways: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        Transfers.of(Topology([1, 2]), ways)
