@@ -25,7 +25,7 @@ from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 
-__all__ = ["infer_specs", "warm_up"]
+__all__ = ["dry_run", "infer_specs", "needs_values", "warm_up"]
 
 # What a right forward may raise for want of values: it reads them, or runs an operator that is not known for fakes.
 _NEEDS_VALUES = (
@@ -44,7 +44,8 @@ _DECLARE = (
 _ADVICE = f". If its forward is right but depends on values, {_DECLARE}"
 
 
-def _needs_values(error: Exception) -> bool:
+def needs_values(error: Exception) -> bool:
+    """Whether a right forward may raise ``error`` on fake tensors, which have no values."""
     return isinstance(error, _NEEDS_VALUES) or any(sign in str(error) for sign in _SIGNS)
 
 
@@ -60,10 +61,7 @@ def infer_specs(
     """The specs of what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
 
     Calls ``module.output_spec`` if there is one, with specs of all and of the keywords that it takes, but metadata as
-    they are. Otherwise runs the module on fake tensors: no data, no random
-    numbers, and the attributes of the module and its parts are put back, with the entries of those that are lists,
-    dicts or sets, but not what objects in them hold. Its hooks run, too. Raises LdtError naming the chunk if that does
-    not work.
+    they are. Otherwise by a dry run. Raises LdtError naming the chunk if that does not work.
     """
     declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
     try:
@@ -79,12 +77,14 @@ def infer_specs(
         elif is_fully_sharded(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
-            specs = _run_on_fakes(chunk, module, (args, kwargs), device, training, shards or NodeShards())
+            shards = shards or NodeShards()
+            output = dry_run(module, args, kwargs, device, training, shards)
+            specs = shards.specs_of(as_tensors(output, chunk), f"output of chunk {chunk}")
     except Exception as error:
         leaves = pytree.tree_leaves(_with_specs((args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
         what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
-        advice = _ADVICE if declared is None and _needs_values(error) else ""
+        advice = _ADVICE if declared is None and needs_values(error) else ""
         raise QuotingError(
             f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
             plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
@@ -111,14 +111,20 @@ def _with_specs(arguments: _Arguments) -> _Arguments:
     return specs
 
 
-def _run_on_fakes(
-    chunk: int,
+def dry_run(
     module: nn.Module,
-    arguments: _Arguments,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
     device: torch.device,
     training: bool,
     shards: NodeShards,
-) -> HopSpecs:
+) -> Any:
+    """What the module returns for fake tensors in place of tensors and TensorSpecs: no data, no random numbers.
+
+    The attributes of the module and its parts are put back, with the entries of those that are lists, dicts or sets,
+    but not what objects in them hold. Its hooks run, too.
+    """
+
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
             return mode.from_tensor(leaf)
@@ -131,9 +137,8 @@ def _run_on_fakes(
         named = [*module.named_parameters(), *module.named_buffers()]
         state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
         _fake_attributes(module, mode)
-        fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(arguments[0]), arguments[1]))
-        output = torch.func.functional_call(module, state, fake_args, fake_kwargs)
-        return shards.specs_of(as_tensors(output, chunk), f"output of chunk {chunk}")
+        fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
+        return torch.func.functional_call(module, state, fake_args, fake_kwargs)
 
 
 def _fake_of(spec: TensorSpec, device: torch.device, shards: NodeShards) -> torch.Tensor:

@@ -30,7 +30,9 @@ from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
+from ldt.runtime.specs import HopSpecs
 from ldt.runtime.stats import StatsTaker
+from ldt.runtime.validation import validate_chunks
 from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]
@@ -138,6 +140,28 @@ class Pipeline:
         A target may be None; the loss is that of the microbatches that have one. Modules are not switched to eval mode.
         """
         return self._call("eval", microbatches)
+
+    def validate(self, microbatches: Any = None) -> list[list[HopSpecs]]:
+        """Check all boundaries between stages for these microbatches, given on the edge as for ``step``, without one.
+
+        Every chunk behind the first is run on fake tensors: no data, no compute. Returns what hops will carry:
+        ``hops[m][c]`` is for microbatch m and hop c -> c+1, empty within a node. A collective call of all ranks.
+
+        Raises as ``step`` does, and LdtError on the rank where a chunk does not take what comes, or returns other
+        tensors than it declares, naming chunk, tensor and both shapes; RemoteStageError with that text on the others.
+        """
+        self._mesh.check_usable()
+        with self._mesh.calling("validate()"):
+            try:
+                self._serial += 1
+                agreement = self._opening.open(Call("step", self._serial, self._take("step", microbatches)))
+                validate_chunks(self._mesh, self._shapes, agreement.hops, agreement.keywords)
+                self._mesh.control.gather(None)  # nobody leaves before all have found nothing
+            except Refusal as refusal:
+                raise refusal.error from None
+            except BaseException as error:
+                self._mesh.fail(error, "validate()")
+        return [list(hops) for hops in agreement.hops]
 
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""

@@ -151,11 +151,16 @@ class ShapeBook:
     def _infer(self, chunk: int, args: Sequence[Any], offered: Mapping[str, Any], training: bool) -> HopSpecs:
         """For ``args`` that are tensors or specs."""
         mesh, module = self._mesh, self.chunks[chunk]
-        kwargs = self._keywords[chunk].pick(offered, len(args))
-        if not mesh.is_edge and not hasattr(module, "output_spec"):
-            # Metadata, which are read on the CPU here, will be on the device.
-            kwargs = {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
+        kwargs = self.keywords_for(chunk, offered, len(args))
         return infer_specs(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
+
+    def keywords_for(self, chunk: int, offered: Mapping[str, Any], given: int) -> dict[str, Any]:
+        """What ``chunk`` takes by name of what is ``offered``, behind ``given`` tensors of a hop."""
+        kwargs = self._keywords[chunk].pick(offered, given)
+        if self._mesh.is_edge or hasattr(self.chunks[chunk], "output_spec"):
+            return kwargs
+        # Metadata, which are read on the CPU here, will be on the device.
+        return {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
 
 
 def _given(microbatch: MicrobatchMetadata) -> Hashable:

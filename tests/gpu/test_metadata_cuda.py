@@ -60,7 +60,7 @@ def random_microbatch(index: int, draw: random.Random) -> MicrobatchMetadata:
     tensors = {
         "attention_mask": mask,
         "position_ids": positions_of(mask.long(), draw.choice(("arange", "count", "segments", "axes"))),
-        "image_grid_thw": torch.tensor([[1, draw.randint(1, 90), 4]] * draw.randint(0, 3), dtype=torch.int64).reshape(-1, 3),
+        "image_grid_thw": torch.tensor([1, draw.randint(1, 90), 4]).repeat(draw.randint(0, 3), 1),
         "cu_seqlens": torch.tensor([0, 5, 9]).int(),
     }
     names = draw.sample(sorted(tensors), draw.randint(1, 4))

@@ -1,0 +1,220 @@
+"""What chunks get by name: metadata, rebuilt bit-equal on every stage (cases A4 and A20), and on the edge any input."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build
+from torch import Tensor, nn
+
+import ldt
+from ldt.runtime.keywords import keywords_of
+from ldt.testing import RankPool
+from ldt.topology import LanePolicy, Topology
+
+WORLD_SIZE = 4
+HIDDEN, WORDS = 8, 11
+Inputs = dict[str, Tensor]
+
+
+class Masked(nn.Module):
+    """Mixes the elements of a row as far as the mask lets it, by position; keeps what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.seen: list[Inputs] = []
+
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None = None, *, position_ids: Tensor | None = None
+    ) -> Tensor:
+        given = {"attention_mask": attention_mask, "position_ids": position_ids}
+        if type(x) is Tensor:  # not while shapes are inferred
+            self.seen.append({name: value.clone() for name, value in given.items() if value is not None})
+        weights = torch.ones(x.shape[:2]) if attention_mask is None else attention_mask.float()
+        places = torch.zeros(x.shape[:2]) if position_ids is None else position_ids.float()
+        mixed = (x * weights[..., None]).cumsum(1) + places[..., None] / 100
+        return torch.tanh(self.linear(mixed))
+
+
+class Head(Masked):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, HIDDEN)
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(self.embedding(input_ids), attention_mask, position_ids=position_ids)
+
+
+class Tail(Masked):
+    """Takes an input that only chunks on the edge can have."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, attention_mask: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        return super().forward(x, attention_mask) * scale
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return (output.mean(-1) - target).square().mean()
+
+
+MASKS = {
+    "left": [[0, 0, 1, 1, 1], [0, 1, 1, 1, 1]],
+    "right": [[1, 1, 1, 0, 0], [1, 0, 0, 0, 0]],
+    "both": [[0, 1, 1, 0, 0], [0, 0, 1, 1, 0]],
+    "packed": [[1, 1, 2, 2, 2], [1, 2, 3, 3, 0]],
+    "holes": [[1, 0, 1, 0, 1], [0, 1, 0, 0, 1]],
+    "none": [[1] * 5] * 2,
+}
+
+
+def masked_batch(dtype: torch.dtype) -> list[tuple[Inputs, Tensor]]:
+    """One microbatch for each kind of mask, one without any, and ragged ones of case A4."""
+    generator = torch.Generator().manual_seed(3)
+    batch = []
+    masks: list[Tensor | None] = [torch.tensor(rows).to(dtype) for rows in MASKS.values()]
+    shapes = [(2, 5)] * (len(masks) + 1) + [(2, 7), (2, 3), (2, 11), (1, 1)]
+    for index, shape in enumerate(shapes):
+        inputs: dict[str, Any] = {"input_ids": torch.randint(0, WORDS, shape, generator=generator)}
+        mask = masks[index] if index < len(masks) else None
+        if mask is not None:
+            inputs["attention_mask"] = mask
+            inputs["position_ids"] = ((mask != 0).long().cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        inputs["scale"] = 0.5 if index % 2 else 1.0
+        batch.append((inputs, torch.randn(shape, generator=generator)))
+    return batch
+
+
+def masked(stages: int, laps: int, policy: LanePolicy, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    topology = Topology([1] * stages, laps=laps)
+    chunks: list[Any] = [Head(), *(Masked() for _ in range(topology.num_chunks - 2)), Tail()]
+    batch = masked_batch(dtype)
+    losses, grads = unsplit(chunks, batch)
+    with ldt.connect(topology, lanes=policy, ranks=range(stages)) as mesh:
+        mine = topology.chunks_of(mesh.stage)
+        for chunk in chunks:
+            chunk.zero_grad()
+            chunk.seen.clear()
+        pipeline = build(mesh, chunks, loss)
+        result = pipeline.step(batch if mesh.is_edge else None)
+        if mesh.is_edge:
+            assert all(map(torch.equal, result.losses or (), losses))
+        for index in mine:
+            assert all(map(torch.equal, (p.grad for p in chunks[index].parameters()), grads[index]))
+            check_seen(chunks[index].seen, batch, takes_positions=index != topology.tail)
+
+
+def unsplit(chunks: list[Any], batch: list[tuple[Inputs, Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    losses = []
+    for given, target in batch:
+        inputs = dict(given)
+        x, scale = inputs.pop("input_ids"), inputs.pop("scale")
+        for chunk in chunks[:-1]:
+            x = chunk(x, **inputs)
+        inputs.pop("position_ids", None)
+        losses.append(loss(chunks[-1](x, scale=scale, **inputs), target))
+        (losses[-1] / len(batch)).backward()
+    return [one.detach() for one in losses], [[p.grad.clone() for p in c.parameters()] for c in chunks]
+
+
+def check_seen(seen: list[Inputs], batch: list[tuple[Inputs, Tensor]], takes_positions: bool) -> None:
+    """Bit for bit, with dtype and shape, in the order of microbatches."""
+    assert len(seen) == len(batch)
+    for got, (inputs, _) in zip(seen, batch, strict=True):
+        names = {"attention_mask", *(["position_ids"] if takes_positions else [])} & set(inputs)
+        assert set(got) == names
+        for name in names:
+            assert got[name].dtype == inputs[name].dtype
+            assert torch.equal(got[name], inputs[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8])
+@pytest.mark.parametrize(
+    ("stages", "laps", "policy"), [(3, 1, "dedicated"), (2, 2, "paired"), (1, 2, "dedicated")]
+)
+def test_masks_of_every_kind(
+    pool: RankPool, stages: int, laps: int, policy: LanePolicy, dtype: torch.dtype
+) -> None:
+    pool.run(masked, stages, laps, policy, dtype, ranks=range(stages))
+
+
+class Wanting(nn.Module):
+    """Must be given by name what only chunks on the edge can be."""
+
+    def forward(self, x: Tensor, *, labels: Tensor) -> Tensor:
+        return x
+
+
+class Anything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[set[str]] = []
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        self.names.append(set(others))
+        return x * 2.0
+
+
+def refused(where: str) -> str:
+    """Of each mistake every rank hears."""
+    topology = Topology([1, 1])
+    chunks: list[nn.Module] = [Head(), Wanting() if where == "cloud" else Masked(), Tail()]
+    (inputs, target) = masked_batch(torch.int64)[0]
+    inputs = {**inputs, **{"unknown": {"attention_masks": torch.ones(2, 5)}}.get(where, {})}
+    if where == "float":
+        inputs["attention_mask"] = inputs["attention_mask"].float()
+    with (
+        ldt.connect(topology, ranks=range(2)) as mesh,
+        pytest.raises((ValueError, ldt.LdtError)) as caught,
+    ):
+        build(mesh, chunks, loss).step([(inputs, target)] if mesh.is_edge else None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "sentence"),
+    [
+        ("cloud", "chunk 1 (Wanting) must be given 'labels' by name, which only chunks on the edge can be"),
+        ("unknown", "microbatch 0 has an input 'attention_masks' that no chunk takes"),
+        ("float", "expected attention_mask of a bool or integer type, got float32"),
+    ],
+)
+def test_what_cannot_be_given(pool: RankPool, where: str, sentence: str) -> None:
+    for text in pool.run(refused, where, ranks=range(2)):
+        assert sentence in text
+
+
+def open_ended(microbatches: int) -> list[set[str]]:
+    """A chunk with ``**keywords`` on the cloud is given all metadata that there are, and nothing else."""
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        chunk = Anything()
+        chunks = [Head(), chunk, Tail()]
+        batch = masked_batch(torch.int64)[-microbatches:]
+        build(mesh, chunks, loss).step(batch if mesh.is_edge else None)
+        return chunk.names
+
+
+def test_a_chunk_that_takes_anything(pool: RankPool) -> None:
+    names = pool.run(open_ended, 6, ranks=range(2))[1]
+    assert names[-6:] == [{"attention_mask", "position_ids"}, *[set()] * 5]
+
+
+def test_keywords_of_functions() -> None:
+    def function(a: int, /, b: int, c: int = 0, *, d: int, e: int = 0) -> None: ...
+
+    found = keywords_of(function)
+    assert found.names == {"b", "c", "d", "e"}
+    assert found.by_place == ("a", "b", "c")
+    assert found.required == {"d"}
+    offered = {name: name for name in "abcdef"}
+    assert set(found.pick(offered)) == {"b", "c", "d", "e"}
+    assert set(found.pick(offered, given=2)) == {"c", "d", "e"}
+    assert set(keywords_of(Anything()).pick(offered, given=1)) == set(offered)
+    assert keywords_of(torch.compile(Wanting())).required == {"labels"}
