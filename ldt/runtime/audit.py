@@ -18,28 +18,28 @@ __all__ = ["Audit", "Guard"]
 
 
 class Audit:
-    """Writes a line of JSON for everything that the edge's rank sends to other nodes, to ``path``, which must be new.
+    """Writes a line of JSON for all that a rank of the edge sends in its calls, to ``path``, which must be new.
 
-    Of each: the call's number, the purpose ("activation", "gradient", "metadata", "tokens"), channel, microbatch and
-    tensor, its shape, dtype and bytes. Raises FileExistsError, OSError.
+    Of an "activation" or a "gradient": the call's number, channel, microbatch and tensor, its shape, dtype and bytes as
+    this rank has them. Of "metadata" and "tokens", which go to each other node: the call and the bytes. Raises OSError.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 (as long as the pipeline lives)
-        self.call = 0
 
-    def write(self, purpose: str, nbytes: int, **details: Any) -> None:
-        self._file.write(
-            json.dumps({"call": self.call, "purpose": purpose, "bytes": nbytes, **details}) + "\n"
-        )
+    def write(self, purpose: str, call: int, nbytes: int, **details: Any) -> None:
+        """A line about ``nbytes`` that leave in the call of number ``call``."""
+        self._file.write(json.dumps({"call": call, "purpose": purpose, "bytes": nbytes, **details}) + "\n")
         self._file.flush()
 
     def write_tensors(
-        self, purpose: str, channel: str, microbatch: int, tensors: Sequence[torch.Tensor]
+        self, purpose: str, call: int, channel: str, microbatch: int, tensors: Sequence[torch.Tensor]
     ) -> None:
+        """A line about each tensor of a message."""
         for index, tensor in enumerate(tensors):
             self.write(
                 purpose,
+                call,
                 tensor.numel() * tensor.element_size(),
                 channel=channel,
                 microbatch=microbatch,

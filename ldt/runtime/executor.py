@@ -113,7 +113,8 @@ class Executor:
             self._count(action, specs)
             if self._audit is not None:
                 purpose = "activation" if action.kind.direction == "F" else "gradient"
-                self._audit.write_tensors(purpose, self._channel(action).name, _microbatch(action), tensors)
+                channel = self._channel(action).name
+                self._audit.write_tensors(purpose, self._work.call, channel, _microbatch(action), tensors)
             self._sends.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:

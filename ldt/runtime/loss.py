@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ldt.runtime.audit import Audit
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.post import Letter, Post, Subject
 
@@ -155,14 +156,20 @@ class TokenScale:
     from before the step must be set aside meanwhile. ``number`` is that of the call.
     """
 
-    def __init__(self, post: Post, number: int, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, post: Post, number: int, parameters: Iterable[torch.nn.Parameter], audit: Audit | None = None
+    ) -> None:
         self._post = post
+        self._audit = audit
         self._number = number
         self._parameters = list(parameters)
 
     def tell(self, count: float) -> None:
         """``count``: the tokens of this replica of the edge, from its leader."""
-        self._post.tell(Letter(Subject.TOKENS, self._number, struct.pack("<d", count)))
+        letter = Letter(Subject.TOKENS, self._number, struct.pack("<d", count))
+        self._post.tell(letter)
+        if self._audit is not None:
+            self._audit.write("tokens", self._number, letter.nbytes)
 
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ldt.errors import LdtError
+from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call
 from ldt.runtime.keywords import Keywords, check_taken
 from ldt.runtime.mesh import Mesh
@@ -40,12 +41,14 @@ class Notices:
         plans: PlanBook,
         keywords: Sequence[Keywords],
         wanted: Sequence[str],
+        audit: Audit | None = None,
     ) -> None:
         self._mesh = mesh
         self._shapes = shapes
         self._plans = plans
         self._keywords = keywords
         self._wanted = wanted
+        self._audit = audit
         self._signatures = Signatures()
         self._given: deque[Notice] = deque()
         self._content = b""  # of the last one
@@ -77,7 +80,10 @@ class Notices:
         self._content = content
         subject = Subject.SAME_STEP if same else Subject.STEP
         if self._mesh.is_leader:
-            self._mesh.post.tell(Letter(subject, call.serial, b"" if same else content))
+            letter = Letter(subject, call.serial, b"" if same else content)
+            self._mesh.post.tell(letter)
+            if self._audit is not None:
+                self._audit.write("metadata", call.serial, letter.nbytes)
         return Notice(call, content, self._shapes.setting(), error)
 
     def _message(self, call: Call, microbatches: Sequence[Microbatch]) -> StepMessage:

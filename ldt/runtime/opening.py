@@ -8,6 +8,7 @@ from typing import Any
 
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
+from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call, Mode, Refusal
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.mesh import Mesh
@@ -37,12 +38,19 @@ class Agreement:
 class Opening:
     """Opens the calls of one pipeline, of which cloud chunks take the metadata ``wanted``."""
 
-    def __init__(self, mesh: Mesh, shapes: ShapeBook, plans: PlanBook, wanted: Sequence[str]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        shapes: ShapeBook,
+        plans: PlanBook,
+        wanted: Sequence[str],
+        audit: Audit | None = None,
+    ) -> None:
         self._mesh = mesh
         self._shapes = shapes
         self._plans = plans
         on_edge = [keywords_of(module) for module in shapes.chunks.values()]
-        self._notices = Notices(mesh, shapes, plans, on_edge, wanted) if mesh.is_edge else None
+        self._notices = Notices(mesh, shapes, plans, on_edge, wanted, audit) if mesh.is_edge else None
         self._messages: dict[int, StepMessage | StepCalledOff] = {}  # the last of each replica of the edge
         self._contents: dict[int, bytes] = {}  # the same, as they came
         self._here: list[Mapping[str, Any]] = []  # metadata of this rank's own, on its device
@@ -109,7 +117,8 @@ class Opening:
         if (message.mode, letter.number) != (call.mode, call.serial):
             raise LdtError(
                 f"this rank is at call {call.serial} of this pipeline, {call.mode}(), but the edge is at call "
-                f"{letter.number}, {message.mode}(): every rank must make the same calls in the same order"
+                f"{letter.number}, {message.mode}(), or has announced it (upcoming=): every rank must make the same "
+                "calls in the same order"
             )
         return message
 

@@ -73,6 +73,7 @@ class Pipeline:
         self._reduction: LossReduction = loss_reduction
         self._scaler = grad_scaler
         self._serial = 0
+        self._audit: Audit | None = None
         error: Exception | None = None
         sharding: dict[str, list[str]] = {}
         names: list[str] = []
@@ -84,7 +85,8 @@ class Pipeline:
             same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
             sharding = sharding_of(modules)
             names = [] if mesh.is_edge else metadata_taken(modules)
-            self._audit = Audit(audit) if audit is not None and mesh.is_edge else None
+            if audit is not None and mesh.is_edge:
+                self._audit = Audit(audit)
         except Exception as caught:
             error, same = caught, {}
         answers = agree(mesh, "Pipeline()", error, same, own=[sharding, names])
@@ -94,7 +96,7 @@ class Pipeline:
             index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules)
-        self._opening = Opening(mesh, self._shapes, self._plans, wanted)
+        self._opening = Opening(mesh, self._shapes, self._plans, wanted, self._audit)
         self._guard: Guard | None = None
 
     @property
@@ -202,7 +204,7 @@ class Pipeline:
             microbatches = self._take(mode, given)
             later = None if upcoming is None else Call(mode, self._serial + 1, self._take(mode, upcoming))
             agreement = self._opening.open(Call(mode, self._serial, microbatches), later)
-            work = StepWork(agreement.plan, agreement.hops, agreement.keywords)
+            work = StepWork(agreement.plan, agreement.hops, agreement.keywords, self._serial)
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
@@ -258,7 +260,7 @@ class Pipeline:
             changes = training and (self._reduction == "token" or self._mesh.topology.dp > 1)
             earlier = EarlierGradients(self.parameters() if changes else ())
             if training and self._reduction == "token":
-                scale = TokenScale(self._mesh.post, self._serial, self.parameters())
+                scale = TokenScale(self._mesh.post, self._serial, self.parameters(), self._audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
                     work.announced = scale
             try:

@@ -48,6 +48,11 @@ class Letter(NamedTuple):
     number: int
     content: bytes = b""
 
+    @property
+    def nbytes(self) -> int:
+        """On the wire, to each of the others."""
+        return _HEAD_BYTES + len(self.content)
+
     def to_bytes(self) -> bytes:
         head = (int(self.subject), self.number, len(self.content))
         return b"".join(value.to_bytes(8, "little") for value in head) + self.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 import torch
@@ -26,7 +27,8 @@ def clip_grad_norm_(
     shards (DTensor, as ``parallelize_module`` and ``fully_shard`` make them over ``mesh.tp_mesh`` and
     ``mesh.dp_mesh``) on the ranks that hold them.
     Returns the norm before clipping, the same on every rank: that of ``torch.nn.utils.clip_grad_norm_``
-    on the unsplit model but for the order of the sum, which is made in double precision.
+    on the unsplit model but for the order of the sum, which is made in double precision. Its dtype is float32, or
+    float64 where a gradient here has that.
     """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [tensor.grad for tensor in tensors if tensor.grad is not None]
@@ -41,7 +43,10 @@ def clip_grad_norm_(
     if not scale >= 1.0:  # also when the norm is not finite, as in torch
         for grad in grads:
             grad.mul_(scale)
-    return torch.tensor(norm, device=mesh.device)
+    dtypes = (grad.dtype for grad in grads if grad.is_floating_point())
+    return torch.tensor(
+        norm, dtype=functools.reduce(torch.promote_types, dtypes, torch.float32), device=mesh.device
+    )
 
 
 def _counts_here(grad: torch.Tensor, mesh: Mesh) -> bool:

@@ -1,0 +1,190 @@
+"""What leaves the edge: samples, labels and losses are refused, all else is written down if asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build
+from torch import Tensor, nn
+
+import ldt
+from ldt.runtime.audit import Guard
+from ldt.runtime.microbatch import Microbatch
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+IDS = torch.tensor([[3, 1, 4], [1, 5, 9]])
+
+
+class Leaking(nn.Module):
+    """A head that sends something of the sample along."""
+
+    def __init__(self, leak: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 16)
+        self.leak = leak
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedding(ids), self.leak(ids)
+
+
+class Passing(ToyChunk):
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
+        return super().forward(x), *others
+
+
+class Ending(ToyChunk):
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+LEAKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda ids: ids,
+    "a view": lambda ids: ids[:, 1:],
+    "transposed": lambda ids: ids.t(),
+    "as bytes": lambda ids: ids.view(torch.uint8),
+    "a copy": lambda ids: ids.clone(),
+    "as another type": lambda ids: ids.float(),
+    "a sum": lambda ids: ids.sum(-1),
+}
+
+
+def leaking(leak: str, audit: str | None) -> str:
+    topology = Topology([1, 1, 1])
+    chunks = [Leaking(LEAKS[leak]), Passing(16), Passing(16), Ending(16)]
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        pipeline = build(mesh, chunks, audit=audit)
+        batch = [(IDS, torch.zeros(2, 3, 16))] * 2
+        try:
+            pipeline.step(batch if mesh.is_edge else None)
+        except (ValueError, ldt.LdtError) as error:
+            return str(error)
+        return "sent"
+
+
+@pytest.mark.parametrize("leak", ["itself", "a view", "transposed", "as bytes"])
+def test_inputs_do_not_leave(pool: RankPool, leak: str) -> None:
+    for text in pool.run(leaking, leak, None, ranks=range(3)):
+        assert "output of chunk 0 for microbatch 0 would send the inputs of microbatch 0 to the cloud" in text
+
+
+@pytest.mark.parametrize("leak", ["a copy", "as another type"])
+def test_an_audit_finds_copies(pool: RankPool, leak: str, tmp_path: Path) -> None:
+    assert pool.run(leaking, leak, None, ranks=range(3)) == ["sent"] * 3
+    for text in pool.run(leaking, leak, str(tmp_path / "audit.jsonl"), ranks=range(3)):
+        assert "would send a copy of the inputs of microbatch 0 to the cloud" in text
+
+
+def test_what_a_layer_made_of_them_may_leave(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(leaking, "a sum", str(tmp_path / "audit.jsonl"), ranks=range(3)) == ["sent"] * 3
+
+
+class Remembering(ToyChunk):
+    """A head that sends what it finds in a list along."""
+
+    def __init__(self, found: list[Tensor]) -> None:
+        super().__init__(16)
+        self.found = found
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x), self.found[0] if self.found else torch.zeros(())
+
+
+def leaking_a_loss() -> str:
+    """The loss of the first step, in the second one."""
+    topology = Topology([1, 1])
+    found: list[Tensor] = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = toy_loss(output, target)
+        found[:] = [loss.detach()]
+        return loss
+
+    chunks = [Remembering(found), Passing(16), Ending(16)]
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, chunks, loss_fn)
+        pipeline.eval(toy_microbatches(1) if mesh.is_edge else None)
+        with pytest.raises((ValueError, ldt.LdtError)) as caught:
+            pipeline.step(toy_microbatches(1) if mesh.is_edge else None)
+        return str(caught.value)
+
+
+def test_losses_do_not_leave(pool: RankPool) -> None:
+    for text in pool.run(leaking_a_loss, ranks=range(2)):
+        assert "would send a loss of the step before to the cloud" in text
+
+
+def test_targets_and_nested_inputs_are_known() -> None:
+    target, nested = torch.randn(4), torch.randn(3, 3)
+    guard = Guard([Microbatch((), {"options": [{"weights": nested}]}, (target, 1))])
+    for tensor, what in ((target[1:], "target"), (nested[0], "inputs")):
+        with pytest.raises(ValueError, match=f"would send the {what} of microbatch 0"):
+            guard.check([torch.ones(2), tensor], "something")
+    guard.check([torch.empty(0), target[:0], target * 1], "something")
+
+
+def audited(path: str | None, tp: list[int], token: bool) -> list[dict[str, float]]:
+    topology = Topology(tp)
+    chunks = toy_chunks(topology)
+    options: dict[str, Any] = {"loss_reduction": "token"} if token else {}
+    loss = (lambda x, y: (toy_loss(x, y), 5)) if token else toy_loss
+    with ldt.connect(topology, ranks=range(sum(tp))) as mesh:
+        pipeline = build(mesh, chunks, loss, audit=path if mesh.is_leader else None, **options)
+        for batch in (toy_microbatches(3), toy_microbatches(2, batch=7)):
+            result = pipeline.step(batch if mesh.is_edge else None)
+        mesh.control.gather(None)
+        lanes = {name: lane["sent_bytes"] for name, lane in result.stats.lanes.items()}
+        posts = sum(lane.stats()["sent_bytes"] for lane in mesh.post.lanes())
+        return [lanes, {"posts": posts}]
+
+
+@pytest.mark.parametrize("token", [False, True])
+def test_all_that_leaves_is_written(pool: RankPool, token: bool, tmp_path: Path) -> None:
+    """Each byte that the edge's lanes have sent is in the file, but for the byte with which each was connected."""
+    path = tmp_path / "audit.jsonl"
+    lanes, posts = pool.run(audited, str(path), [1, 1, 1], token, ranks=range(3))[0]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    by_purpose: dict[str, int] = {}
+    for line in lines:
+        by_purpose[line["purpose"]] = by_purpose.get(line["purpose"], 0) + line["bytes"]
+    shapes = [3 * 4 * 16 * 4, 2 * 7 * 16 * 4]
+    assert by_purpose["activation"] == by_purpose["gradient"] == sum(shapes)
+    assert by_purpose["activation"] + by_purpose["gradient"] >= sum(lanes.values())
+    peers = 2
+    told = by_purpose["metadata"] + by_purpose.get("tokens", 0)
+    assert peers * told == posts["posts"]
+    assert ("tokens" in by_purpose) == token
+    first = next(line for line in lines if line["purpose"] == "activation")
+    assert first == {
+        "call": 1,
+        "purpose": "activation",
+        "bytes": 4 * 16 * 4,
+        "channel": "F0:0.0->1.0",
+        "microbatch": 0,
+        "tensor": 0,
+        "shape": [4, 16],
+        "dtype": "float32",
+    }
+    assert {line["call"] for line in lines} == {1, 2}
+
+
+def existing(path: str) -> str:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh, pytest.raises((OSError, ldt.LdtError)) as caught:
+        build(mesh, toy_chunks(topology), audit=path)
+    return str(caught.value)
+
+
+def test_an_audit_is_not_written_over(pool: RankPool, tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    path.write_text("mine\n")
+    own, other = pool.run(existing, str(path), ranks=range(2))
+    assert "File exists" in own
+    assert "FileExistsError" in other
+    assert path.read_text() == "mine\n"
