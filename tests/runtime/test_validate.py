@@ -1,0 +1,121 @@
+"""The dry check of all boundaries between stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build, step_and_compare
+from torch import Tensor, nn
+
+import ldt
+from ldt.runtime import TensorSpec
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 5
+Ragged = list[tuple[Tensor, Tensor]]
+
+
+def ragged() -> Ragged:
+    return [toy_microbatches(1, batch=rows, seed=rows)[0] for rows in (3, 5, 3)]
+
+
+def valid(tp: list[int], laps: int) -> list[list[str]]:
+    topology = Topology(tp, laps=laps)
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        pipeline = build(mesh, chunks)
+        hops = pipeline.validate(ragged() if mesh.is_edge else None)
+        assert all(p.grad is None for p in pipeline.parameters())
+        step_and_compare(mesh, pipeline, chunks, ragged())
+        return [[", ".join(map(str, specs)) for specs in carried] for carried in hops]
+
+
+@pytest.mark.parametrize(("tp", "laps"), [([1, 1, 1], 1), ([1, 2], 2), ([2], 1)])
+def test_what_hops_will_carry(pool: RankPool, tp: list[int], laps: int) -> None:
+    """On every rank; the pipeline then runs as if nothing had been."""
+    topology = Topology(tp, laps=laps)
+    crossing = [topology.crosses(hop) for hop in range(topology.tail)]
+    expected = [
+        [f"float32[{rows}, 16] with grad" if crosses else "" for crosses in crossing] for rows in (3, 5, 3)
+    ]
+    assert pool.run(valid, tp, laps, ranks=range(topology.world_size)) == [expected] * topology.world_size
+
+
+class Declaring(ToyChunk):
+    """Says something else than it returns."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(16)
+        self.rows = rows
+
+    def output_spec(self, inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec((inputs.shape[0] + self.rows, 16), inputs.dtype, requires_grad=True)
+
+
+class Reading(ToyChunk):
+    """Cannot run without values, and says what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1.0 if x.sum().item() < 1e9 else 0.0)
+
+    def output_spec(self, inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec(inputs.shape, inputs.dtype, requires_grad=True)
+
+
+def checked(kind: str) -> str:
+    topology = Topology([1, 1, 1])
+    chunks = toy_chunks(topology)
+    chunks[1] = {
+        "declares": Declaring(1),
+        "right": Declaring(0),
+        "reads": Reading(16),
+        "width": ToyChunk(16),
+    }[kind]
+    if kind == "width":
+        chunks[3] = nn.Linear(8, 8)
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        pipeline = build(mesh, chunks)
+        try:
+            pipeline.validate(ragged() if mesh.is_edge else None)
+        except ldt.LdtError as error:
+            return str(error)
+        return "valid"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        (
+            "declares",
+            "output of chunk 1 for microbatch 0 is not what it declares (output_spec): tensor 0 was agreed as "
+            "float32[4, 16] with grad, it is float32[3, 16] with grad",
+        ),
+        (
+            "width",
+            "chunk 3 does not take what comes for microbatch 0, float32[3, 16] with grad: RuntimeError",
+        ),
+        ("right", "valid"),
+        ("reads", "valid"),
+    ],
+)
+def test_a_boundary_that_does_not_fit(pool: RankPool, kind: str, sentence: str) -> None:
+    for text in pool.run(checked, kind, ranks=range(3)):
+        assert sentence in text
+
+
+def refused() -> list[Any]:
+    """Bad microbatches are refused as in a step, and the mesh stays usable."""
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, toy_chunks(topology))
+        with pytest.raises((TypeError, ldt.RemoteStageError), match="microbatches must be a list"):
+            pipeline.validate(torch.ones(2) if mesh.is_edge else None)
+        hops = pipeline.validate(ragged() if mesh.is_edge else None)
+        return [str(specs) for carried in hops for (specs,) in carried]
+
+
+def test_bad_microbatches_are_refused(pool: RankPool) -> None:
+    assert pool.run(refused, ranks=range(2))[1][0] == "float32[3, 16] with grad"
