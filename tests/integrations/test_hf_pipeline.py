@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hf_models import Inputs, gradients, labels_of, text_config, tokens, unsplit
+from hf_images import BATCHES, logits_of, with_positions
+from hf_models import (
+    Inputs,
+    gradients,
+    labels_of,
+    packed,
+    padded,
+    text_config,
+    tokens,
+    unsplit,
+    vision_config,
+)
 from transformers import PreTrainedConfig
 
 import ldt
@@ -34,7 +45,7 @@ def step_as_unsplit(
         pipeline = ldt.Pipeline(chunks, mesh, plan, loss_fn=hf.token_loss, loss_reduction="token")
         batch = [(inputs, labels_of(inputs)) for inputs in microbatches]
         result = pipeline.step(batch if mesh.is_edge else None)
-        losses = accumulate(model, batch)
+        losses = accumulate(model, batch, vision=laps == 2)
         if mesh.is_edge:
             assert result.losses is not None
             assert all(torch.equal(mine, theirs) for mine, theirs in zip(result.losses, losses, strict=True))
@@ -60,10 +71,15 @@ def refuse_other(name: str, grad: torch.Tensor | None, expected: torch.Tensor | 
         assert torch.equal(grad, expected), name
 
 
-def accumulate(model: torch.nn.Module, batch: Sequence[tuple[Inputs, torch.Tensor]]) -> list[torch.Tensor]:
+def accumulate(
+    model: torch.nn.Module, batch: Sequence[tuple[Inputs, torch.Tensor]], vision: bool
+) -> list[torch.Tensor]:
+    """One after the other through the unsplit model, which finds the positions of images itself."""
     losses, tokens_of_step = [], 0
     for inputs, labels in batch:
-        total, count = hf.token_loss(model(**inputs, use_cache=False).logits, labels)
+        given = {name: value for name, value in inputs.items() if not (vision and name == "position_ids")}
+        logits = logits_of(model, given) if vision else model(**given, use_cache=False).logits
+        total, count = hf.token_loss(logits, labels)
         total.backward()
         losses.append(total.detach() / count)
         tokens_of_step += int(count)
@@ -78,4 +94,26 @@ def test_ragged_microbatches_without_padding(pool: RankPool, tied: bool) -> None
     config = text_config("qwen3", head_dim=8, tie_word_embeddings=tied)
     microbatches = [{"input_ids": tokens(*size, seed=size[1])} for size in ((2, 7), (2, 3), (2, 11), (1, 2))]
     compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1], 1, microbatches)
+    assert all(number > 10 for number in compared)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_padded_and_packed_microbatches(pool: RankPool, family: str) -> None:
+    """What the middle stage masks by comes as metadata: padding on either side, texts in one row, none."""
+    config = text_config(family, tie_word_embeddings=False)
+    microbatches = [
+        padded([5, 9, 2], "right"),
+        padded([7, 3], "left"),
+        packed([3, 5, 2], [4, 1, 5]),
+        {"input_ids": tokens(2, 6)},
+    ]
+    compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1], 1, microbatches)
+    assert all(number >= 9 for number in compared)
+
+
+def test_images_of_all_sizes_and_none_in_two_laps(pool: RankPool) -> None:
+    """A ragged last microbatch without any image among them."""
+    config = vision_config(tie_word_embeddings=False)
+    microbatches = [with_positions(config, inputs) for inputs in BATCHES.values()]
+    compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1, 2, 1, 1], 2, microbatches, timeout=90)
     assert all(number > 10 for number in compared)

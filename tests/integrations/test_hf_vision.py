@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
+from hf_images import BATCHES, PATCH, logits_of, with_positions
 from hf_models import (
-    IMAGE,
-    VIDEO,
     Inputs,
     gradients,
     labels_of,
     refuse_other_gradients,
-    tokens,
     unsplit,
     vision_config,
     walk,
@@ -28,63 +25,6 @@ from ldt.runtime.specs import specs_of
 
 LAYERS = [1, 2, 1, 1, 2, 1, 1]
 EDGE = {0, 3, 6}
-PATCH = 3 * 2 * 4 * 4  # channels * temporal patch * patch side ** 2
-Grid = tuple[int, int, int]
-
-
-def sample(text: int, *media: tuple[int, Grid], after: int = 2) -> tuple[list[int], list[tuple[int, Grid]]]:
-    """Text, then each image or video with some text behind it. A token stands for four patches."""
-    row = tokens(text).tolist()
-    for token, (time, height, width) in media:
-        row += [token] * (time * height * width // 4) + tokens(after, seed=len(row)).tolist()
-    return row, list(media)
-
-
-def batch(*samples: tuple[list[int], list[tuple[int, Grid]]], side: str = "right") -> Inputs:
-    longest = max(len(row) for row, _ in samples)
-    rows, mask = [], []
-    for row, _ in samples:
-        padding = [0] * (longest - len(row))
-        rows.append(row + padding if side == "right" else padding + row)
-        ones = [1] * len(row)
-        mask.append(ones + padding if side == "right" else padding + ones)
-    inputs = {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
-    names = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
-    for kind, (pixels, grid) in names.items():
-        grids = torch.tensor([g for _, media in samples for token, g in media if token == kind])
-        if len(grids):
-            count = int(grids.prod(-1).sum())
-            inputs[pixels] = torch.randn(count, PATCH, generator=torch.Generator().manual_seed(count))
-            inputs[grid] = grids
-    return inputs
-
-
-SMALL, WIDE, TALL = (1, 4, 4), (1, 4, 10), (1, 14, 6)
-BATCHES = {
-    "one image": batch(sample(3, (IMAGE, SMALL))),
-    "sizes": batch(
-        sample(3, (IMAGE, SMALL)), sample(2, (IMAGE, WIDE)), sample(5, (IMAGE, TALL)), side="left"
-    ),
-    "several in a sample": batch(sample(3, (IMAGE, SMALL), (IMAGE, WIDE), (IMAGE, SMALL)), sample(4)),
-    "none": batch(sample(6), sample(4)),
-    "none, left padding": batch(sample(6), sample(4), side="left"),
-    "video": batch(sample(3, (VIDEO, (2, 4, 4))), sample(2)),
-    "image and video": batch(sample(2, (VIDEO, (3, 4, 8)), (IMAGE, TALL)), sample(2, (IMAGE, WIDE))),
-}
-
-
-def with_positions(config: PreTrainedConfig, inputs: Inputs) -> Inputs:
-    given = {name: tensor for name, tensor in inputs.items() if not name.startswith("pixel")}
-    return inputs | {"position_ids": hf.position_ids(config, **given)}
-
-
-def of_unsplit(model: Any, inputs: Inputs) -> torch.Tensor:
-    """As a processor of transformers would have it: with the kinds of tokens, without positions."""
-    ids = inputs["input_ids"]
-    logits: torch.Tensor = model(
-        **inputs, mm_token_type_ids=((ids == IMAGE) + 2 * (ids == VIDEO)).int(), use_cache=False
-    ).logits
-    return logits
 
 
 def check(config: PreTrainedConfig, attention: str, microbatches: Sequence[Inputs]) -> list[hf.Chunk]:
@@ -93,7 +33,7 @@ def check(config: PreTrainedConfig, attention: str, microbatches: Sequence[Input
     model = unsplit(config, chunks, 2, attention)
     for inputs in microbatches:
         logits = walk(chunks, EDGE, with_positions(config, inputs))
-        expected = of_unsplit(model, inputs)
+        expected = logits_of(model, inputs)
         assert torch.equal(logits, expected)
         for some in (logits, expected):
             model.loss_function(some, labels_of(inputs), config.get_text_config().vocab_size).backward()
