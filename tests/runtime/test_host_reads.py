@@ -117,3 +117,44 @@ def test_a_reduction_reads_only_where_a_gradient_is_missing(pool: RankPool) -> N
     assert pool.run(reduced, False) == [(1, [True, True])] * 2, (
         "a gradient of one replica becomes one of both"
     )
+
+
+class Masked(ToyChunk):
+    """Takes a mask and positions by name, and grids, whose values shapes may depend on."""
+
+    def forward(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+    ) -> Tensor:
+        assert attention_mask is not None
+        assert position_ids is not None
+        return super().forward(x) * attention_mask.float().sum() + position_ids.float().mean()
+
+
+def masked_steps() -> list[int]:
+    """Reads of each step of ragged microbatches with metadata."""
+    topology = Topology([1, 1])
+    lengths = [3, 7, 5, 2]
+    with ldt.connect(topology) as mesh, pytest.MonkeyPatch.context() as patch:
+        pipeline = build(mesh, [Masked(16), Masked(16), Masked(16)], toy_loss)
+        numbers = []
+        for seed in range(3):
+            batch = []
+            for x, y in toy_microbatches(4, seed=seed):
+                mask = torch.ones(4, lengths[len(batch)], dtype=torch.int64)
+                mask[:, : seed % 2] = 0
+                inputs = {"x": x, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
+                batch.append((inputs | {"image_grid_thw": torch.tensor([[1, 2, 4]])}, y))
+            with Reads(patch) as reads:
+                pipeline.step(batch if mesh.is_edge else None)
+            numbers.append(reads.number)
+        return numbers
+
+
+def test_metadata_are_read_once_for_a_step(pool: RankPool) -> None:
+    """However many masks there are; of grids, which are small and on the CPU there, one read for each microbatch."""
+    for numbers in pool.run(masked_steps):
+        assert numbers == [4] * 3
