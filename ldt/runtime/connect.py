@@ -24,6 +24,8 @@ __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
 
+_SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "backend", "device")
+
 
 def connect(
     topology: Topology,
@@ -70,13 +72,8 @@ def connect(
         store, rank, key = _private_store(), 0, "ldt/alone"
     device = choose_device(device, backend)
     deadline = time.monotonic() + timeout.total_seconds()
-    settings = {
-        "topology": topology.to_text(),
-        "lanes": lanes,
-        "transfer": transfers.to_text(),
-        "backend": str(backend),
-        "device": device.type,
-    }
+    given = (topology.to_text(), lanes, transfers.to_text(), str(backend), device.type)
+    settings = dict(zip(_SAME_ON_ALL_RANKS, given, strict=True))
     check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
     mesh = Mesh(topology, lanes, transfers, ranks, rank, device, store, key, share_edge_errors)
     try:
