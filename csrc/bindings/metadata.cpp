@@ -70,6 +70,7 @@ TensorMicrobatch microbatch_from(py::handle source, const FieldNames& names, Hop
   const py::object hops = py::getattr(source, names.hops);
   for (const py::handle specs : hops) microbatch.hops.push_back(table.number_of(specs));
   const py::dict tensors(py::getattr(source, names.tensors));  // a dict is not copied
+  microbatch.tensors.reserve(tensors.size());
   for (const auto& [name, tensor] : tensors) {
     if (!THPVariable_Check(tensor.ptr())) {
       metadata::fail("microbatch ", microbatch.id, ": expected a tensor as '",
@@ -183,19 +184,19 @@ py::tuple unpack_message(const at::Tensor& data, c10::Device device, int64_t max
   if (call.kind == Kind::kCalledOff) {
     return py::make_tuple(py::none(), call.error_type, call.error_text);
   }
-  return py::make_tuple(call.kind == Kind::kStep ? "step" : "eval", call.plan,
-                        call.setting, call.autocast,
+  return py::make_tuple(call.kind == Kind::kStep ? "step" : "eval", call.plan, call.setting,
+                        call.autocast,
                         microbatches_to_python(unpacked, spec_type, microbatch_type));
 }
 
 }  // namespace
 
 void bind_metadata(py::module_& module) {
-  module.def("pack_step", &pack_step, py::kw_only(), py::arg("training"),
-             py::arg("plan"), py::arg("setting"), py::arg("autocast").none(true),
-             py::arg("microbatches"), py::arg("max_elements"));
-  module.def("pack_called_off", &pack_called_off, py::kw_only(),
-             py::arg("error_type"), py::arg("error_text"));
+  module.def("pack_step", &pack_step, py::kw_only(), py::arg("training"), py::arg("plan"),
+             py::arg("setting"), py::arg("autocast").none(true), py::arg("microbatches"),
+             py::arg("max_elements"));
+  module.def("pack_called_off", &pack_called_off, py::kw_only(), py::arg("error_type"),
+             py::arg("error_text"));
   module.def("unpack_message", &unpack_message, py::arg("data"), py::kw_only(), py::arg("device"),
              py::arg("max_elements"), py::arg("spec_type"), py::arg("microbatch_type"));
   module.def("has_metadata_kernels", &metadata::has_kernels, py::arg("device"));

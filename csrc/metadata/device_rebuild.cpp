@@ -11,7 +11,7 @@
 
 #include "metadata/cuda/kernels.h"
 #include "metadata/error.h"
-#include "metadata/fetch.h"
+#include "metadata/staging.h"
 
 namespace ldt::metadata {
 
@@ -84,14 +84,13 @@ at::Tensor rebuild_on_device(const Decoded& decoded, c10::Device device) {
   int64_t longest = 0;
   for (const RowPlan& row : decoded.plans.rows) longest = std::max(longest, row.length);
   const Payload payload(decoded.plans);
-  at::Tensor plans = staging_bytes(payload.bytes(), device);
-  payload.write(plans.data_ptr<uint8_t>());
-  plans = plans.to(device, /*non_blocking=*/true);
-  const auto* on_device = plans.const_data_ptr<uint8_t>();
-  const char* error = ldt_metadata_rebuild(
-      payload.rows(on_device), rows, longest, payload.lists(on_device), buffer.data_ptr<uint8_t>(),
-      device.index(), backend.getStreamNativeHandle(backend.getStream(device)));
-  if (error != nullptr) fail("metadata: rebuilding masks on ", device.str(), " failed: ", error);
+  StagedCall call("rebuilding masks", device, payload.bytes());
+  payload.write(call.host());
+  call.send(payload.bytes());
+  call.check(ldt_metadata_rebuild(payload.rows(call.device()), rows, longest,
+                                  payload.lists(call.device()), buffer.data_ptr<uint8_t>(),
+                                  call.stream()));
+  call.mark();
   return buffer;
 }
 #else

@@ -1,36 +1,38 @@
 // Runs the scan and answers the encoder from its output.
 #include "metadata/device_scan.h"
 
-#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <utility>
 
 #include "metadata/error.h"
 #include "metadata/scan.h"
+#include "metadata/staging.h"
 #include "metadata/tensors.h"
 
 namespace ldt::metadata {
 namespace {
 
-bool bit_of(const uint32_t* plane, int64_t index) {
-  return (plane[index / 32] >> (index % 32) & 1) != 0;
+// A bool is 0 or 1; a row of other bytes is left to the host, which refuses it.
+bool tells_all(const ScanJob& job, const ScanFacts& facts) {
+  return job.is_bool && job.kind == ScanKind::kMask ? (facts.flags & kBinary) != 0
+                                                    : facts.flags != 0;
 }
 
 }  // namespace
 
 ScannedRows::ScannedRows(const Content& content, const std::vector<at::Tensor>& tensors,
-                         ScanTable table, at::Tensor output)
+                         ScanTable table, std::shared_ptr<const uint8_t> output)
     : table_(std::move(table)),
       output_(std::move(output)),
       data_(elements_on_host(tensors)),
       host_(content, data_) {}
 
 std::vector<const void*> ScannedRows::elements_on_host(const std::vector<at::Tensor>& tensors) {
-  const auto* output = output_.const_data_ptr<uint8_t>();
+  const auto* output = output_.get();
   std::vector<const void*> data(tensors.size());
   std::vector<size_t> open;
   std::vector<at::Tensor> open_tensors;
@@ -57,13 +59,13 @@ const ScanJob* ScannedRows::scan_of(size_t tensor) const {
 }
 
 const ScanFacts& ScannedRows::facts_of(const ScanJob& job, int64_t row) const {
-  return reinterpret_cast<const ScanFacts*>(output_.const_data_ptr<uint8_t>() + job.facts)[row];
+  return reinterpret_cast<const ScanFacts*>(output_.get() + job.facts)[row];
 }
 
 bool ScannedRows::leaves_open(const ScanJob& job, const at::Tensor& tensor) const {
   const int64_t rows = tensor.numel() / job.length;
   for (int64_t row = 0; row < rows; ++row) {
-    if (facts_of(job, row).flags == 0) return true;
+    if (!tells_all(job, facts_of(job, row))) return true;
   }
   return false;
 }
@@ -100,22 +102,25 @@ const int64_t* ScannedRows::values() {
   return values_.data();
 }
 
-// Zeros and ones are the bits themselves; segment numbers rise by one where an element differs.
-void ScannedRows::values_from_bits(const ScanJob& job) {
-  const auto* planes =
-      reinterpret_cast<const uint32_t*>(output_.const_data_ptr<uint8_t>() + job.bits);
+RowBits ScannedRows::bits() {
+  const ScanJob* job = scan_of(tensor_);
+  if (job == nullptr || job->kind != ScanKind::kMask) return {};
+  return tells_all(*job, facts_of(*job, row_)) ? planes_of(*job) : RowBits{};
+}
+
+RowBits ScannedRows::planes_of(const ScanJob& job) const {
+  const auto* planes = reinterpret_cast<const uint32_t*>(output_.get() + job.bits);
   const uint32_t* nonzero = planes + row_ * 2 * words_of(job.length);
-  const uint32_t* changed = nonzero + words_of(job.length);
-  const ScanFacts& facts = facts_of(job, row_);
-  if ((facts.flags & kBinary) != 0) {
-    for (int64_t index = 0; index < job.length; ++index) values_[index] = bit_of(nonzero, index);
-    return;
-  }
-  std::fill(values_.begin(), values_.end(), 0);
-  int64_t number = 1;
-  for (int64_t index = facts.begin; index < facts.end; ++index) {
-    if (index > facts.begin && bit_of(changed, index)) ++number;
-    values_[index] = number;
+  return {nonzero, nonzero + words_of(job.length)};
+}
+
+void ScannedRows::values_from_bits(const ScanJob& job) {
+  const bool numbered = (facts_of(job, row_).flags & kNumbered) != 0;
+  BitStretches stretches(planes_of(job), job.length, numbered);
+  for (int64_t index = 0; index < job.length;) {
+    const EqualStretch stretch = stretches.next(index);
+    std::fill(values_.begin() + index, values_.begin() + stretch.end, stretch.value);
+    index = stretch.end;
   }
 }
 
@@ -128,26 +133,23 @@ std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content,
   std::vector<bool> away;
   for (const at::Tensor& tensor : tensors) away.push_back(!tensor.is_cpu());
   ScanTable table = plan_scan(content, tensors, away);
-  const c10::DeviceGuard guard(device);
-  at::Tensor output = staging_bytes(table.output_bytes, device);
   if (table.rows > std::numeric_limits<int>::max()) {
     fail("metadata: expected fewer than 2^31 rows on ", device.str(), ", got ", table.rows,
          "; move the tensors to the CPU");
   }
+  std::shared_ptr<const uint8_t> output;
   if (table.rows > 0) {
+    const c10::DeviceGuard guard(device);
     const auto job_bytes = static_cast<int64_t>(table.jobs.size() * sizeof(ScanJob));
-    at::Tensor jobs = staging_bytes(job_bytes, device);
-    std::memcpy(jobs.data_ptr(), table.jobs.data(), static_cast<size_t>(job_bytes));
-    jobs = jobs.to(device, /*non_blocking=*/true);
-    const auto scanned =
-        at::empty({table.output_bytes}, at::TensorOptions(at::kByte).device(device));
-    const c10::impl::VirtualGuardImpl backend(device.type());
-    const char* error = ldt_metadata_scan(
-        static_cast<const ScanJob*>(jobs.const_data_ptr()), static_cast<int64_t>(table.jobs.size()),
-        table.rows, table.longest, scanned.data_ptr<uint8_t>(), device.index(),
-        backend.getStreamNativeHandle(backend.getStream(device)));
-    if (error != nullptr) fail("metadata: the scan on ", device.str(), " failed: ", error);
-    output.copy_(scanned);  // waits
+    const int64_t offset = (job_bytes + kOutputAlignment - 1) / kOutputAlignment * kOutputAlignment;
+    const auto call = std::make_shared<StagedCall>("the scan", device, offset + table.output_bytes);
+    std::memcpy(call->host(), table.jobs.data(), static_cast<size_t>(job_bytes));
+    call->send(job_bytes);
+    call->check(ldt_metadata_scan(reinterpret_cast<const ScanJob*>(call->device()),
+                                  static_cast<int64_t>(table.jobs.size()), table.rows,
+                                  table.longest, call->device() + offset, call->stream()));
+    call->fetch(offset, table.output_bytes);
+    output = {call, call->host() + offset};  // the call's memory is its own until it is read
   }
   return std::make_unique<ScannedRows>(content, tensors, std::move(table), std::move(output));
 }

@@ -13,6 +13,9 @@
 
 namespace ldt::metadata {
 
+/// Where an output, and the results of a tensor in it, may begin.
+constexpr int64_t kOutputAlignment = 16;
+
 /// What a scan does with each tensor, and where its output puts the results.
 struct ScanTable {
   std::vector<ScanJob> jobs;   // ascending by first row
@@ -33,11 +36,12 @@ class ScannedRows final : public RowFactsSource {
  public:
   /// `output` is on the host. Fetches what it leaves open. `content` must outlive it.
   ScannedRows(const Content& content, const std::vector<at::Tensor>& tensors, ScanTable table,
-              at::Tensor output);
+              std::shared_ptr<const uint8_t> output);
 
   MaskFacts mask(size_t tensor, int64_t row) override;
   RuleFacts rule(size_t tensor, int64_t row) override;
   const int64_t* values() override;
+  RowBits bits() override;
 
  private:
   std::vector<const void*> elements_on_host(const std::vector<at::Tensor>& tensors);
@@ -45,10 +49,11 @@ class ScannedRows final : public RowFactsSource {
   const ScanJob* scan_of(size_t tensor) const;
   const ScanFacts& facts_of(const ScanJob& job, int64_t row) const;
   bool leaves_open(const ScanJob& job, const at::Tensor& tensor) const;
+  RowBits planes_of(const ScanJob& job) const;
   void values_from_bits(const ScanJob& job);
 
   ScanTable table_;
-  at::Tensor output_;
+  std::shared_ptr<const uint8_t> output_;
   Fetched fetched_;
   std::vector<const void*> data_;  // of each tensor; null where only facts are known
   HostRows host_;

@@ -27,9 +27,8 @@ void write_hop(ByteWriter& out, const Hop& hop, size_t number) {
   }
 }
 
-void write_rows(ByteWriter& out, const Form& form, size_t tensor, RowFactsSource& rows) {
+void write_rows(RowEncoder& encoder, const Form& form, size_t tensor, RowFactsSource& rows) {
   const RowShape shape = rows_of(form);
-  RowEncoder encoder(out);
   for (int64_t row = 0; row < shape.rows; ++row) {
     if (form.name == kAttentionMask) {
       encoder.mask(rows.mask(tensor, row), shape.length, rows);
@@ -72,6 +71,7 @@ void write_body(ByteWriter& out, const Content& content, RowFactsSource& rows) {
     out.byte(form.dtype);
     write_sizes(out, form.shape);
   }
+  RowEncoder encoder(out);
   size_t tensor = 0;
   int64_t before = -1;
   for (const Microbatch& microbatch : content.microbatches) {
@@ -84,7 +84,7 @@ void write_body(ByteWriter& out, const Content& content, RowFactsSource& rows) {
     out.varint(microbatch.forms.size());
     for (const uint32_t form : microbatch.forms) out.varint(form);
     for (const uint32_t form : microbatch.forms) {
-      write_rows(out, content.forms[form], tensor++, rows);
+      write_rows(encoder, content.forms[form], tensor++, rows);
     }
   }
 }

@@ -34,6 +34,7 @@ std::vector<size_t> masks_to_follow(const Content& content) {
 HostRows::HostRows(const Content& content, std::vector<const void*> data) {
   const std::vector<size_t> masks = masks_to_follow(content);
   followed_.resize(masks.size());
+  tensors_.reserve(masks.size());
   for (const Microbatch& microbatch : content.microbatches) {
     for (const uint32_t number : microbatch.forms) {
       const size_t tensor = tensors_.size();

@@ -1,5 +1,6 @@
 // From the tensors of a step to its message.
 #include <algorithm>
+#include <array>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -26,26 +27,28 @@ uint8_t name_number(const std::string& name) {
 // Collects forms, each once, and the tensors in the order of the wire.
 class Collector {
  public:
-  Collector(Content& content, int64_t max_elements) : content_(content), budget_(max_elements) {}
+  Collector(Content& content, int64_t max_elements) : content_(content), budget_(max_elements) {
+    last_form_.fill(UINT32_MAX);
+  }
 
   void add(const TensorMicrobatch& source) {
-    std::vector<std::pair<Form, const at::Tensor*>> tensors;
+    named_.clear();
     for (const auto& [name, tensor] : source.tensors) {
       const auto title = [&source, &name = name] {
         return "microbatch " + std::to_string(source.id) + ", tensor '" + name + "'";
       };
-      with_title(title, [&, &name = name, &tensor = tensor] {
-        tensors.emplace_back(form_of(name, tensor), &tensor);
-      });
+      with_title(title,
+                 [&, &name = name, &tensor = tensor] { named_.push_back(named(name, tensor)); });
     }
-    std::sort(tensors.begin(), tensors.end(), [](const auto& left, const auto& right) {
-      return left.first.name < right.first.name;
-    });
+    std::sort(named_.begin(), named_.end(),
+              [](const Named& left, const Named& right) { return left.name < right.name; });
     Microbatch microbatch{source.id, source.hops, {}};
-    for (const auto& [form, tensor] : tensors) {
-      microbatch.forms.push_back(number_of(form));
-      budget_.spend(form);  // before an expanded tensor is made contiguous
-      tensors_.push_back(tensor->contiguous());
+    microbatch.forms.reserve(named_.size());
+    for (const Named& one : named_) {
+      const uint32_t form = number_of(one);
+      microbatch.forms.push_back(form);
+      budget_.spend(content_.forms[form]);  // before an expanded tensor is made contiguous
+      tensors_.push_back(one.tensor->contiguous());
     }
     content_.microbatches.push_back(std::move(microbatch));
   }
@@ -53,28 +56,50 @@ class Collector {
   std::vector<at::Tensor> take() { return std::move(tensors_); }
 
  private:
-  static Form form_of(const std::string& name, const at::Tensor& tensor) {
+  struct Named {
+    uint8_t name;
+    uint8_t dtype;
+    const at::Tensor* tensor;
+  };
+
+  Named named(const std::string& name, const at::Tensor& tensor) const {
     const uint8_t number = name_number(name);
     if (!travels(tensor)) {
       fail("expected a plain, dense, strided tensor; convert it, or leave it out");
     }
-    Form form{number, wire_dtype(tensor.scalar_type()), tensor.sizes().vec()};
-    check_form(form);
-    return form;
+    const Named made{number, wire_dtype(tensor.scalar_type()), &tensor};
+    if (!is_like_the_last(made)) check_form(form_of(made));
+    return made;
   }
 
-  uint32_t number_of(const Form& form) {
+  static Form form_of(const Named& named) {
+    return {named.name, named.dtype, named.tensor->sizes().vec()};
+  }
+
+  // Whether the last tensor of this name had the same form, as in most steps.
+  bool is_like_the_last(const Named& named) const {
+    const uint32_t last = last_form_[named.name];
+    return last < content_.forms.size() && content_.forms[last].dtype == named.dtype &&
+           named.tensor->sizes() == content_.forms[last].shape;
+  }
+
+  uint32_t number_of(const Named& named) {
+    uint32_t& last = last_form_[named.name];
+    if (is_like_the_last(named)) return last;
+    Form form = form_of(named);
     std::vector<int64_t> key = form.shape;
     key.push_back(form.name << 8 | form.dtype);
     const auto next = static_cast<uint32_t>(content_.forms.size());
     const auto [found, is_new] = numbers_.emplace(std::move(key), next);
-    if (is_new) content_.forms.push_back(form);
-    return found->second;
+    if (is_new) content_.forms.push_back(std::move(form));
+    return last = found->second;
   }
 
   Content& content_;
   ElementBudget budget_;
   std::map<std::vector<int64_t>, uint32_t> numbers_;
+  std::array<uint32_t, kNames.size()> last_form_;
+  std::vector<Named> named_;  // of the microbatch at hand
   std::vector<at::Tensor> tensors_;
 };
 

@@ -201,6 +201,12 @@ RowDecoder::SegmentList RowDecoder::segments_of(size_t mask_row) {
     list = {row.first, row.count};
     return list;
   }
+  if (row.source == Source::kBits) {
+    list.first = static_cast<int64_t>(plans_.segments.size());
+    append_segments_of_bits(plans_.bits.data() + row.first, row.length, plans_.segments);
+    list.count = static_cast<int64_t>(plans_.segments.size()) - list.first;
+    return list;
+  }
   if (row.source == Source::kRuns) spend_on_segments(row);
   scratch_values_.resize(static_cast<size_t>(row.length));
   rebuild_values(row, plans_.lists(), scratch_values_.data());

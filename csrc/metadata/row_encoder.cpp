@@ -1,6 +1,8 @@
 // The choice of a row's code, and how each is written.
 #include "metadata/row_encoder.h"
 
+#include <bit>
+#include <cstring>
 #include <utility>
 
 #include "metadata/blockwise.h"
@@ -22,12 +24,19 @@ int64_t difference(int64_t left, int64_t right) {
 
 void RowEncoder::mask(const MaskFacts& facts, int64_t length, RowValues& source) {
   if (facts.ones) return simple_mask(facts, length, source);
-  const int64_t* values = source.values();
   best_.clear();
-  if (facts.numbered) try_packed(facts, values);
-  if (facts.binary) try_bits(values, length);
-  try_runs(values, length);
-  try_raw(values, length);
+  if (const RowBits bits = source.bits(); bits.nonzero != nullptr) {
+    const BitStretches stretches(bits, length, facts.numbered);
+    if (facts.numbered) try_packed(facts, stretches);
+    if (facts.binary) try_bits(bits, length);
+    try_runs_of_stretches(stretches, length);
+  } else {
+    const int64_t* values = source.values();
+    if (facts.numbered) try_packed(facts, ValueStretches(values, length));
+    if (facts.binary) try_bits(values, length);
+    try_runs(values, length);
+  }
+  if (raw_may_be_shorter(length)) try_raw(source.values(), length);
   out_.append(best_.bytes());
 }
 
@@ -41,7 +50,7 @@ void RowEncoder::rule(const RuleFacts& facts, int64_t length, RowValues& source)
   const int64_t* values = source.values();
   best_.clear();
   try_runs(values, length);
-  try_raw(values, length);
+  if (raw_may_be_shorter(length)) try_raw(values, length);
   out_.append(best_.bytes());
 }
 
@@ -65,19 +74,21 @@ void RowEncoder::keep_if_shorter() {
   if (!too_long()) std::swap(best_, trial_);
 }
 
-void RowEncoder::try_packed(const MaskFacts& facts, const int64_t* values) {
+template <typename Stretches>
+void RowEncoder::try_packed(const MaskFacts& facts, Stretches stretches) {
+  lengths_.clear();
+  int64_t index = facts.begin == 0 ? 0 : stretches.next(0).end;
+  uint64_t count = 0;
+  for (; index < facts.end; ++count) {
+    const int64_t end = stretches.next(index).end;
+    lengths_.varint(static_cast<uint64_t>(end - index));
+    index = end;
+  }
   trial_.clear();
   write_code(trial_, RowCode::kPacked);
   trial_.varint(static_cast<uint64_t>(facts.begin));
-  trial_.varint(static_cast<uint64_t>(values[facts.end - 1]));  // the last number is the count
-  for (int64_t index = facts.begin; index < facts.end;) {
-    const auto number = static_cast<uint64_t>(values[index]);
-    const int64_t end = first_difference(index, facts.end, [values, number](int64_t i) {
-      return static_cast<uint64_t>(values[i]) ^ number;
-    });
-    trial_.varint(static_cast<uint64_t>(end - index));
-    index = end;
-  }
+  trial_.varint(count);
+  trial_.append(lengths_.bytes());
   keep_if_shorter();
 }
 
@@ -94,6 +105,47 @@ void RowEncoder::try_bits(const int64_t* values, int64_t length) {
   }
   for (int64_t index = length / 8 * 8; index < length; ++index) {
     bits[index / 8] = static_cast<uint8_t>(bits[index / 8] | (values[index] & 1) << (index % 8));
+  }
+  keep_if_shorter();
+}
+
+void RowEncoder::try_bits(const RowBits& bits, int64_t length) {
+  static_assert(std::endian::native == std::endian::little);  // words are the bytes of the format
+  trial_.clear();
+  write_code(trial_, RowCode::kBits);
+  const uint64_t bytes = bytes_of_bits(length);
+  std::memcpy(trial_.extend(bytes), bits.nonzero, bytes);
+  keep_if_shorter();
+}
+
+// The runs that try_runs finds: what is left of a stretch, or a single element and the single ones
+// after it that go on with its step, together with the first of the stretch that they end in.
+template <typename Stretches>
+void RowEncoder::try_runs_of_stretches(Stretches stretches, int64_t length) {
+  trial_.clear();
+  write_code(trial_, RowCode::kRuns);
+  EqualStretch now = stretches.next(0);
+  for (int64_t index = 0; index < length && !too_long();) {
+    const int64_t begin = index;
+    const int64_t value = now.value;
+    int64_t step = 0;
+    index = now.end;
+    if (now.end < length) {
+      const bool single = now.end - begin == 1;
+      now = stretches.next(now.end);
+      step = single ? difference(now.value, value) : 0;
+      if (single) ++index;
+      int64_t last = now.value;
+      while (single && now.end == index && index < length) {
+        now = stretches.next(index);
+        if (difference(now.value, last) != step) break;
+        last = now.value;
+        ++index;
+      }
+    }
+    trial_.varint(static_cast<uint64_t>(index - begin));
+    trial_.signed_varint(value);
+    if (index - begin > 1) trial_.signed_varint(step);
   }
   keep_if_shorter();
 }
@@ -115,8 +167,12 @@ void RowEncoder::try_runs(const int64_t* values, int64_t length) {
   keep_if_shorter();
 }
 
+// RAW takes a byte for the code and at least one for each element.
+bool RowEncoder::raw_may_be_shorter(int64_t length) const {
+  return best_.size() == 0 || best_.size() > static_cast<uint64_t>(length);
+}
+
 void RowEncoder::try_raw(const int64_t* values, int64_t length) {
-  if (best_.size() != 0 && best_.size() <= static_cast<uint64_t>(length)) return;
   trial_.clear();
   write_code(trial_, RowCode::kRaw);
   int64_t before = 0;

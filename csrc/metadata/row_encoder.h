@@ -5,6 +5,7 @@
 
 #include "metadata/byte_writer.h"
 #include "metadata/rows.h"
+#include "metadata/stretches.h"
 
 namespace ldt::metadata {
 
@@ -14,6 +15,8 @@ class RowValues {
   virtual ~RowValues() = default;
   /// `length` elements, valid until the next call.
   virtual const int64_t* values() = 0;
+  /// Instead of them the bits of a row of attention_mask that is binary or numbered, if known.
+  virtual RowBits bits() { return {}; }
 };
 
 /// Takes the shortest code; of equally short ones, that of the lowest number. The result depends on
@@ -30,14 +33,20 @@ class RowEncoder {
  private:
   void simple_mask(const MaskFacts& facts, int64_t length, RowValues& source);
   void keep_if_shorter();
-  void try_packed(const MaskFacts& facts, const int64_t* values);
+  template <typename Stretches>
+  void try_packed(const MaskFacts& facts, Stretches stretches);
   void try_bits(const int64_t* values, int64_t length);
+  void try_bits(const RowBits& bits, int64_t length);
+  template <typename Stretches>
+  void try_runs_of_stretches(Stretches stretches, int64_t length);
   void try_runs(const int64_t* values, int64_t length);
+  bool raw_may_be_shorter(int64_t length) const;
   void try_raw(const int64_t* values, int64_t length);
   bool too_long() const { return best_.size() != 0 && trial_.size() >= best_.size(); }
 
   ByteWriter& out_;
   ByteWriter trial_;
+  ByteWriter lengths_;
   ByteWriter best_;  // empty: none yet
 };
 

@@ -1,6 +1,9 @@
 // Row scans for every integer type, made of one search that is vectorized.
 #include "metadata/scan.h"
 
+#include <algorithm>
+#include <bit>
+#include <cstring>
 #include <type_traits>
 
 #include "metadata/blockwise.h"
@@ -96,6 +99,24 @@ RuleFacts scan_rules_of(const Element* row, int64_t length, const std::vector<Se
   return facts;
 }
 
+// The first bit from `index` on that is set, or, with `flip` of ones, not set.
+int64_t next_bit(const uint8_t* bits, int64_t length, int64_t index, uint64_t flip) {
+  static_assert(std::endian::native == std::endian::little);
+  while (index < length) {
+    uint64_t word = 0;
+    const int64_t bytes = (length + 7) / 8 - index / 8;
+    if (bytes >= 8) {
+      std::memcpy(&word, bits + index / 8, 8);
+    } else {
+      std::memcpy(&word, bits + index / 8, static_cast<size_t>(bytes));
+    }
+    const uint64_t rest = (word ^ flip) >> (index % 8);
+    if (rest != 0) return std::min(index + std::countr_zero(rest), length);
+    index += 64 - index % 8;
+  }
+  return length;
+}
+
 }  // namespace
 
 MaskFacts scan_mask(const void* row, const DType& type, int64_t length) {
@@ -128,6 +149,17 @@ void find_segments(const int64_t* row, int64_t length, std::vector<Segment>& seg
       kept += end - index;
     }
     index = end;
+  }
+}
+
+void append_segments_of_bits(const uint8_t* bits, int64_t length, std::vector<Segment>& segments) {
+  int64_t kept = 0;
+  for (int64_t index = 0; index < length;) {
+    const int64_t begin = next_bit(bits, length, index, 0);
+    if (begin == length) return;
+    index = next_bit(bits, length, begin, ~uint64_t{0});
+    segments.push_back({begin, index - begin, kept});
+    kept += index - begin;
   }
 }
 

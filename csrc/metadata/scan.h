@@ -21,6 +21,8 @@ RuleFacts scan_rules(const void* row, const DType& type, int64_t length,
 /// The segments of a row, in order, into `segments`, which is emptied first.
 void find_segments(const MaskFacts& facts, std::vector<Segment>& segments);  // of ones, or of zeros
 void find_segments(const int64_t* row, int64_t length, std::vector<Segment>& segments);
+/// Those of a row of bits, the lowest of a byte first, after what `segments` holds.
+void append_segments_of_bits(const uint8_t* bits, int64_t length, std::vector<Segment>& segments);
 
 /// The row's elements as 64-bit integers.
 void widen(const void* row, const DType& type, int64_t length, int64_t* values);

@@ -7,8 +7,6 @@
 namespace ldt::metadata {
 namespace {
 
-constexpr int64_t kOutputAlignment = 16;
-
 class TableMaker {
  public:
   TableMaker(const Content& content, const std::vector<at::Tensor>& tensors,
@@ -27,6 +25,7 @@ class TableMaker {
     if (!table_.away[tensor] || shape.rows == 0) return;
     ScanJob job{};
     job.kind = kind_of(tensor, form);
+    job.is_bool = kDTypes[form.dtype].name == "bool";
     job.begin = table_.rows;
     job.length = shape.length;
     job.elements = elements_of(tensor, form);

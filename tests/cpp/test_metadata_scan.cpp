@@ -98,6 +98,10 @@ at::Tensor run_kernel(const ScanTable& table) {
   return output;
 }
 
+std::shared_ptr<const uint8_t> memory_of(const at::Tensor& output) {
+  return {output.const_data_ptr<uint8_t>(), [output](const uint8_t*) {}};
+}
+
 std::mt19937 generator(7);
 int64_t random_up_to(int64_t limit) {
   return std::uniform_int_distribution<int64_t>(0, limit)(generator);
@@ -183,7 +187,7 @@ TEST(a_scan_and_the_host_give_the_same_bytes) {
     ScanTable table = plan_scan(made.content, made.tensors, away);
     const auto output = run_kernel(table);
     EXPECT(at::equal(output, expected_output(table)));
-    ScannedRows rows(made.content, made.tensors, std::move(table), output);
+    ScannedRows rows(made.content, made.tensors, std::move(table), memory_of(output));
     EXPECT(encode(made.content, rows, 1 << 20) == bytes_from_host(made));
   }
 }
@@ -219,5 +223,61 @@ TEST(tensors_of_all_widths_are_fetched_in_one_copy) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(fetched.data[i]) % tensors[i].element_size(), 0u);
     EXPECT(std::memcmp(fetched.data[i], tensors[i].const_data_ptr(), tensors[i].nbytes()) == 0);
+  }
+}
+
+// What RUNS and RAW come to, by the integers alone: facts that hold nothing allow no other code.
+std::vector<uint8_t> by_integers(const std::vector<int64_t>& row) {
+  struct Integers final : RowValues {
+    explicit Integers(const int64_t* data) : data(data) {}
+    const int64_t* values() override { return data; }
+    const int64_t* data;
+  } source(row.data());
+  ByteWriter out;
+  RowEncoder(out).mask({0, 0, false, false, false}, static_cast<int64_t>(row.size()), source);
+  return out.bytes();
+}
+
+// From `begin` to `end` segments, one begun at each bit of the pattern.
+std::vector<int64_t> segments_row(int length, int begin, int end, uint64_t pattern) {
+  std::vector<int64_t> row(static_cast<size_t>(length));
+  int64_t number = 1;
+  for (int i = begin; i < end; ++i) {
+    if (i > begin && (pattern >> (i % 64) & 1) != 0) ++number;
+    row[static_cast<size_t>(i)] = number;
+  }
+  return row;
+}
+
+void expect_the_shortest_code(const std::vector<int64_t>& row) {
+  const auto length = static_cast<int64_t>(row.size());
+  Case made;
+  made.content.forms.push_back({kAttentionMask, 8, {length}});
+  made.content.microbatches.push_back({0, {}, {0}});
+  made.tensors.push_back(at::tensor(row, at::kLong));
+  ScanTable table = plan_scan(made.content, made.tensors, {true});
+  const auto output = expected_output(table);
+  ScannedRows rows(made.content, made.tensors, std::move(table), memory_of(output));
+  EXPECT(encode(made.content, rows, 1 << 20) == bytes_from_host(made));
+  ByteWriter out;
+  RowEncoder(out).mask(rows.mask(0, 0), length, rows);
+  const auto integers = by_integers(row);
+  const auto code = static_cast<RowCode>(out.bytes()[0]);
+  const bool of_integers = code == RowCode::kRuns || code == RowCode::kRaw;
+  EXPECT(of_integers ? out.bytes() == integers : out.size() <= integers.size());
+}
+
+TEST(the_code_of_bits_is_the_shortest_of_all) {
+  for (unsigned pattern = 0; pattern < 1u << 9; ++pattern) {
+    std::vector<int64_t> bits;
+    for (int i = 0; i < 9; ++i) bits.push_back(pattern >> i & 1);
+    expect_the_shortest_code(bits);
+    for (int begin = 0; begin < 9; ++begin) {
+      for (int end = begin; end <= 9; ++end) {
+        expect_the_shortest_code(segments_row(9, begin, end, pattern));
+        if (end < 9) continue;
+        expect_the_shortest_code(segments_row(70, begin, 70, pattern * 0x9E3779B97F4A7C15u));
+      }
+    }
   }
 }

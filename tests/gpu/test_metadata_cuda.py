@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,7 +61,9 @@ def random_microbatch(index: int, draw: random.Random) -> MicrobatchMetadata:
     tensors = {
         "attention_mask": mask,
         "position_ids": positions_of(mask.long(), draw.choice(("arange", "count", "segments", "axes"))),
-        "image_grid_thw": torch.tensor([1, draw.randint(1, 90), 4]).repeat(draw.randint(0, 3), 1),
+        "image_grid_thw": torch.tensor(
+            [[1, draw.randint(1, 90), 4]] * draw.randint(0, 3), dtype=torch.int64
+        ).reshape(-1, 3),
         "cu_seqlens": torch.tensor([0, 5, 9]).int(),
     }
     names = draw.sample(sorted(tensors), draw.randint(1, 4))
@@ -185,6 +188,41 @@ def test_the_host_memory_of_an_unpack_lives_until_it_is_copied() -> None:
     for message, got, data in zip(messages, rebuilt, packed, strict=True):
         assert pack(got).tolist() == data.tolist()
         assert_rebuilt(message, data, "cpu")
+
+
+def test_threads_and_streams_at_once() -> None:
+    draw = random.Random(5)
+    messages = [step_of([random_microbatch(index, draw) for index in range(4)]) for _ in range(8)]
+    there = [on_gpu(message) for message in messages]
+    truth = [pack(message).tolist() for message in messages]
+    torch.cuda.synchronize()
+
+    def round_trips(number: int) -> list[bool]:
+        right = []
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for turn in range(40):
+                index = (number + turn) % len(messages)
+                data = pack(there[index])
+                right.append(data.tolist() == truth[index] == pack(unpack(data, "cuda")).tolist())
+        return right
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(all(right) for right in pool.map(round_trips, range(4)))
+
+
+def test_a_capture_is_refused_and_goes_on() -> None:
+    message = on_gpu(padded_step())
+    data = pack(message)
+    graph, counter = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        with pytest.raises(MetadataError, match="being captured"):
+            pack(message)
+        with pytest.raises(MetadataError, match="being captured"):
+            unpack(data, "cuda")
+        counter += 1
+    graph.replay()
+    assert counter.item() == 1
+    assert pack(message).tolist() == data.tolist()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -28,6 +28,7 @@ struct ScanJob {
   int64_t bits;   // kMask: per row two planes of words_of(length) words
   int64_t copy;   // kCopy: the elements as they are
   ScanKind kind;
+  bool is_bool;
 };
 
 /// The facts of one row, of a mask or of another tensor.
@@ -51,13 +52,38 @@ constexpr uint32_t kSegmentsHolds = 32;
 /// element that is not 0, the second for each (but the first) that differs from the one before.
 LDT_HOST_DEVICE constexpr int64_t words_of(int64_t length) { return (length + 31) / 32; }
 
+/// A piece of pinned host memory and one of device memory, `bytes` each, and a cudaEvent_t: once it
+/// is done, so is what was last done with the two.
+struct Staging {
+  uint8_t* host;
+  uint8_t* device;
+  void* event;
+  int64_t bytes;
+};
+
 }  // namespace ldt::metadata
 
-// All memory is the device's. Both launch on `stream` (a cudaStream_t) and return at once: null, or
-// what CUDA says is wrong.
+// `stream` is a cudaStream_t. What gives text gives null, or what CUDA says is wrong.
+
+// Makes `device` the current one for all that follows on this thread. Fails while the stream is
+// captured.
+extern "C" const char* ldt_metadata_begin(int device, void* stream);
+// Memory and an event that is done.
+extern "C" const char* ldt_metadata_allocate(ldt::metadata::Staging* staging, int64_t bytes);
+extern "C" bool ldt_metadata_is_done(const ldt::metadata::Staging* staging);
+// The first bytes to the device; returns at once.
+extern "C" const char* ldt_metadata_send(const ldt::metadata::Staging* staging, int64_t bytes,
+                                         void* stream);
+// Bytes to the host; waits for the stream.
+extern "C" const char* ldt_metadata_fetch(const ldt::metadata::Staging* staging, int64_t offset,
+                                          int64_t bytes, void* stream);
+// Records the event.
+extern "C" const char* ldt_metadata_mark(const ldt::metadata::Staging* staging, void* stream);
+
+// The kernels, all of whose memory is the device's, return at once.
 extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int64_t job_count,
-                                         int64_t rows, int64_t longest, uint8_t* output, int device,
+                                         int64_t rows, int64_t longest, uint8_t* output,
                                          void* stream);
 extern "C" const char* ldt_metadata_rebuild(const ldt::metadata::RowPlan* plans, int64_t rows,
                                             int64_t longest, ldt::metadata::RowLists lists,
-                                            uint8_t* output, int device, void* stream);
+                                            uint8_t* output, void* stream);

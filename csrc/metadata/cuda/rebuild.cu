@@ -25,15 +25,12 @@ __global__ void rebuild_rows(const RowPlan* plans, RowLists lists, uint8_t* outp
 
 extern "C" const char* ldt_metadata_rebuild(const ldt::metadata::RowPlan* plans, int64_t rows,
                                             int64_t longest, ldt::metadata::RowLists lists,
-                                            uint8_t* output, int device, void* stream) {
+                                            uint8_t* output, void* stream) {
   using namespace ldt::metadata;
-  // The runtime that is linked here is not torch's: it has a current device of its own.
-  cudaError_t status = cudaSetDevice(device);
-  if (status != cudaSuccess) return cudaGetErrorString(status);
   int64_t blocks = (longest + kElementsPerBlock - 1) / kElementsPerBlock;
   blocks = blocks < kMaxBlocksPerRow ? blocks : kMaxBlocksPerRow;
   const dim3 grid(static_cast<unsigned>(rows), static_cast<unsigned>(blocks));
   rebuild_rows<<<grid, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(plans, lists, output);
-  status = cudaGetLastError();
+  const cudaError_t status = cudaGetLastError();
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }

@@ -211,16 +211,13 @@ __global__ void scan_rows(const ScanJob* jobs, int64_t job_count, uint8_t* outpu
 
 #ifdef __CUDACC__  // tests include the kernel as C++, and launch it themselves
 extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int64_t job_count,
-                                         int64_t rows, int64_t longest, uint8_t* output, int device,
+                                         int64_t rows, int64_t longest, uint8_t* output,
                                          void* stream) {
-  // The runtime that is linked here is not torch's: it has a current device of its own.
-  cudaError_t status = cudaSetDevice(device);
-  if (status != cudaSuccess) return cudaGetErrorString(status);
   const unsigned threads = longest > 8192 ? 1024 : 256;
   ldt::metadata::
       scan_rows<<<static_cast<unsigned>(rows), threads, 0, static_cast<cudaStream_t>(stream)>>>(
           jobs, job_count, output);
-  status = cudaGetLastError();
+  const cudaError_t status = cudaGetLastError();
   return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
 }
 #endif
