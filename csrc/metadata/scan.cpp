@@ -1,7 +1,6 @@
 // Row scans for every integer type, made of one search that is vectorized.
 #include "metadata/scan.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <type_traits>
@@ -99,22 +98,16 @@ RuleFacts scan_rules_of(const Element* row, int64_t length, const std::vector<Se
   return facts;
 }
 
-// The first bit from `index` on that is set, or, with `flip` of ones, not set.
-int64_t next_bit(const uint8_t* bits, int64_t length, int64_t index, uint64_t flip) {
+// Up to 64 bits from a byte on; zeros past the last byte.
+uint64_t load_bits(const uint8_t* from, int64_t bytes) {
   static_assert(std::endian::native == std::endian::little);
-  while (index < length) {
-    uint64_t word = 0;
-    const int64_t bytes = (length + 7) / 8 - index / 8;
-    if (bytes >= 8) {
-      std::memcpy(&word, bits + index / 8, 8);
-    } else {
-      std::memcpy(&word, bits + index / 8, static_cast<size_t>(bytes));
-    }
-    const uint64_t rest = (word ^ flip) >> (index % 8);
-    if (rest != 0) return std::min(index + std::countr_zero(rest), length);
-    index += 64 - index % 8;
+  uint64_t word = 0;
+  if (bytes >= 8) {
+    std::memcpy(&word, from, 8);
+  } else {
+    std::memcpy(&word, from, static_cast<size_t>(bytes));
   }
-  return length;
+  return word;
 }
 
 }  // namespace
@@ -153,14 +146,25 @@ void find_segments(const int64_t* row, int64_t length, std::vector<Segment>& seg
 }
 
 void append_segments_of_bits(const uint8_t* bits, int64_t length, std::vector<Segment>& segments) {
+  const int64_t bytes = (length + 7) / 8;
   int64_t kept = 0;
-  for (int64_t index = 0; index < length;) {
-    const int64_t begin = next_bit(bits, length, index, 0);
-    if (begin == length) return;
-    index = next_bit(bits, length, begin, ~uint64_t{0});
-    segments.push_back({begin, index - begin, kept});
-    kept += index - begin;
+  int64_t begin = -1;  // of the segment that is open
+  uint64_t before = 0;
+  for (int64_t byte = 0; byte < bytes; byte += 8) {
+    const uint64_t word = load_bits(bits + byte, bytes - byte);
+    for (uint64_t edges = word ^ (word << 1 | before); edges != 0; edges &= edges - 1) {
+      const int64_t index = 8 * byte + std::countr_zero(edges);
+      if (begin < 0) {
+        begin = index;
+        continue;
+      }
+      segments.push_back({begin, index - begin, kept});
+      kept += index - begin;
+      begin = -1;
+    }
+    before = word >> 63;
   }
+  if (begin >= 0) segments.push_back({begin, length - begin, kept});
 }
 
 void widen(const void* row, const DType& type, int64_t length, int64_t* values) {

@@ -57,12 +57,13 @@ class BitStretches {
 
  private:
   int64_t next_change(int64_t index) const {
-    while (index < length_) {
-      const uint32_t rest = bits_.changed[index / 32] >> (index % 32);
-      if (rest != 0) return index + std::countr_zero(rest);
-      index += 32 - index % 32;
-    }
-    return length_;
+    if (index >= length_) return length_;
+    const uint32_t rest = bits_.changed[index / 32] >> (index % 32);
+    if (rest != 0) return index + std::countr_zero(rest);
+    const int64_t words = (length_ + 31) / 32;
+    const int64_t word = first_difference(
+        index / 32 + 1, words, [changed = bits_.changed](int64_t i) { return changed[i]; });
+    return word >= words ? length_ : word * 32 + std::countr_zero(bits_.changed[word]);
   }
 
   RowBits bits_;
