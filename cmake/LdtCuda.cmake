@@ -47,11 +47,13 @@ if(NOT _archs)
 endif()
 set(CMAKE_CUDA_ARCHITECTURES "${_archs}")
 set(CMAKE_CUDA_STANDARD 17)
-set(CMAKE_CUDA_RUNTIME_LIBRARY Static) # no libcudart dependency: torch brings one of its own
+set(CMAKE_CUDA_RUNTIME_LIBRARY None) # CUDA::cudart_static is linked by its path, see below
 set(CMAKE_CUDA_COMPILER "${CUDAToolkit_NVCC_EXECUTABLE}")
-# nvcc would take the first g++ in PATH: another one brings another C++ library, of which the module then has two.
-set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
 enable_language(CUDA)
+# The C++ compiler links. nvcc's host compiler may be another one: from its folders a second, static C++ library would
+# come, with which that of torch does not mix.
+set(CMAKE_CUDA_IMPLICIT_LINK_DIRECTORIES "")
+set(CMAKE_CUDA_IMPLICIT_LINK_LIBRARIES "")
 set(LDT_CUDA_ENABLED ON)
 list(JOIN _archs " " _archs_text)
 set(LDT_CUDA_SUMMARY "on (toolkit ${CUDAToolkit_VERSION}, architectures ${_archs_text})")
