@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,6 +27,11 @@ class Audit:
 
     def __init__(self, path: str | Path) -> None:
         self._file = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 (as long as the pipeline lives)
+
+    def discard(self) -> None:
+        """Remove the file: there is nothing to tell."""
+        self._file.close()
+        Path(self._file.name).unlink()
 
     def write(self, purpose: str, call: int, nbytes: int, **details: Any) -> None:
         """A line about ``nbytes`` that leave in the call of number ``call``."""
@@ -50,19 +56,17 @@ class Audit:
 
 
 class Guard:
-    """Knows the tensors that may not leave: those of samples and labels, and losses as they come, of two steps.
+    """Knows the memory that may not leave: that of samples and labels, and of losses as they come, of two steps.
 
-    With ``copies`` also tensors of their contents, whatever their memory, which costs comparisons and, on a device,
-    waits for it.
+    Found is whatever overlaps it: tensors, arrays that NumPy can see, in lists, dicts and other mappings. With
+    ``copies`` also tensors of equal contents, which costs comparisons and, on a device, waits for it. Parts of copies
+    are not found.
     """
 
     def __init__(
         self, microbatches: Iterable[Microbatch], copies: bool = False, earlier: Guard | None = None
     ) -> None:
-        self._kept: dict[
-            int, tuple[str, torch.Tensor]
-        ] = {}  # by memory; holding them keeps the memory theirs
-        self._copies = copies
+        self._kept: list[_Kept] = []
         self._losses: list[torch.Tensor] = []
         for loss in [] if earlier is None else earlier._losses:
             self._keep("a loss of the step before", loss)
@@ -71,49 +75,78 @@ class Guard:
                 ("inputs", (microbatch.args, microbatch.kwargs)),
                 ("target", microbatch.target),
             ):
-                for tensor in _tensors_in(value):
-                    self._keep(f"the {where} of microbatch {index}", tensor)
+                self._keep(f"the {where} of microbatch {index}", value)
+        self._copies = copies
 
     def add_loss(self, microbatch: int, loss: torch.Tensor) -> None:
         """Refuse it from now on, in this step and the next."""
         self._losses.append(loss.detach())
         self._keep(f"the loss of microbatch {microbatch}", loss.detach())
 
-    def _keep(self, what: str, tensor: torch.Tensor) -> None:
-        self._kept.setdefault(tensor.untyped_storage().data_ptr(), (what, tensor))
+    def end(self) -> None:
+        """Let go of the samples: the step is over."""
+        self._kept.clear()
 
     def check(self, tensors: Iterable[torch.Tensor], where: str) -> None:
         """Raise ValueError if one of ``tensors``, which are about to leave over ``where``, may not."""
-        for tensor in tensors:
-            what = self._known(tensor)
+        for tensor in filter(torch.Tensor.numel, tensors):
+            what = self._overlapped(tensor) or (self._copied(tensor) if self._copies else None)
             if what is not None:
                 raise InputValueError(
                     f"{where} would send {what} to the cloud: samples, labels and losses stay on the edge. Send what a "
                     "layer made of them"
                 )
 
-    def _known(self, tensor: torch.Tensor) -> str | None:
-        if tensor.numel() == 0:
-            return None
-        found = self._kept.get(tensor.untyped_storage().data_ptr())
-        if found is not None:
-            return found[0]
-        return next(self._copied(tensor), None) if self._copies else None
+    def _keep(self, what: str, value: object) -> None:
+        for tensor in _tensors_in(value):
+            storage = tensor.untyped_storage()
+            self._kept.append(_Kept(what, tensor, storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
 
-    def _copied(self, tensor: torch.Tensor) -> Iterator[str]:
-        """Things of equally many elements and equal values. Of one or two elements that is chance."""
-        for what, kept in self._kept.values():
-            if kept.numel() == tensor.numel() > 2 and kept.device == tensor.device:
-                flat = kept.detach().reshape(-1)
-                if torch.equal(flat.to(torch.float64), tensor.detach().reshape(-1).to(torch.float64)):
-                    yield f"a copy of {what}"
+    def _overlapped(self, tensor: torch.Tensor) -> str | None:
+        start = tensor.data_ptr()
+        found = (
+            kept.what
+            for kept in self._kept
+            if kept.start <= start < kept.stop and _together(kept.tensor, tensor)
+        )
+        return next(found, None)
+
+    def _copied(self, tensor: torch.Tensor) -> str | None:
+        """Equally many elements of equal values. Of one or two elements, or of one value, that is chance."""
+        flat = tensor.detach().reshape(-1).double()
+        if flat.numel() <= 2 or not _together(tensor, tensor) or bool((flat == flat[0]).all()):
+            return None
+        for kept in self._kept:
+            alike = kept.tensor.numel() == flat.numel() and _together(kept.tensor, tensor)
+            if alike and torch.equal(kept.tensor.detach().reshape(-1).double(), flat):
+                return f"a copy of {kept.what}"
+        return None
+
+
+class _Kept(NamedTuple):
+    """A tensor that may not leave, and the addresses of its memory."""
+
+    what: str
+    tensor: torch.Tensor  # keeps the memory its own
+    start: int
+    stop: int
+
+
+def _together(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether addresses and values of both can be compared."""
+    return one.device == other.device and not one.is_complex() and not other.is_complex()
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """With memory of their own: of one that wraps others (DTensor), those."""
+    """With memory of their own: of one that wraps others (DTensor), those; of an array, a tensor over its memory."""
     for leaf in pytree.tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
             yield from _tensors_in([getattr(leaf, name) for name in names])
         elif isinstance(leaf, torch.Tensor):
             yield leaf
+        elif isinstance(leaf, Mapping):
+            yield from _tensors_in(list(leaf.values()))
+        elif hasattr(leaf, "__array_interface__"):
+            with contextlib.suppress(TypeError, ValueError):  # of a type that torch has not
+                yield torch.as_tensor(leaf, device="cpu")

@@ -27,12 +27,24 @@ class Refusal(Exception):  # noqa: N818 (a verdict, not an error of its own)
 class Call:
     """One call of step() or eval() on this rank, the ``serial``-th of its pipeline.
 
-    On the edge ``microbatches`` are this rank's, or the reason why there are none, which the edge's leaders pass on.
+    On the edge ``microbatches`` are this rank's; anywhere they may be the reason why the call cannot be made, which
+    the edge's leaders pass on. ``pipeline`` is its number among those of the mesh.
     """
 
     mode: Mode
     serial: int
     microbatches: Sequence[Microbatch] | Exception | None
+    pipeline: int = 0
+
+    @property
+    def number(self) -> int:
+        """Of the call among those of all pipelines of the mesh."""
+        return self.pipeline << 32 | self.serial
+
+    @property
+    def reason(self) -> Exception | None:
+        """Why the call cannot be made, as far as this rank knows."""
+        return self.microbatches if isinstance(self.microbatches, Exception) else None
 
     @property
     def training(self) -> bool:

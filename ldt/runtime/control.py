@@ -46,7 +46,7 @@ class ControlPlane:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all ranks, in double precision."""
-        tensor = torch.tensor([*values, self._mark()], dtype=torch.float64)
+        tensor = torch.tensor([*values, self._mark()], dtype=torch.float64, device="cpu")
         *sums, mark = self._relay.sum(tensor).tolist()
         if mark != self._place.topology.world_size * self._mark():
             self._failures.wait(1.0)

@@ -114,7 +114,7 @@ class Executor:
             if self._audit is not None:
                 purpose = "activation" if action.kind.direction == "F" else "gradient"
                 channel = self._channel(action).name
-                self._audit.write_tensors(purpose, self._work.call, channel, _microbatch(action), tensors)
+                self._audit.write_tensors(purpose, self._work.serial, channel, _microbatch(action), tensors)
             self._sends.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
@@ -148,6 +148,11 @@ class Executor:
         grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
         found: list[Any] = run(self._work, microbatch, grads)
         if self._topology.crosses(chunk - 1):
+            if self._work.guard is not None:
+                given = [grad for grad in found if grad is not None]
+                self._work.guard.check(
+                    given, f"gradient of the input of chunk {chunk} for microbatch {microbatch}"
+                )
             pairs = zip(found, self._carried(chunk - 1, "B", microbatch), strict=True)
             found = [self._zeros(spec) if grad is None else grad for grad, spec in pairs]
         self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, found)

@@ -20,7 +20,6 @@ from ldt.errors import LdtError
 from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.disclosure import InputTypeError, InputValueError, QuotingError, disclose, reveal
 from ldt.runtime.keywords import keywords_of
-from ldt.runtime.metadata import METADATA_NAMES
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
@@ -67,12 +66,13 @@ def infer_specs(
     try:
         if declared is not None:
             of_args, of_kwargs = _with_specs((args, kwargs))
-            values = {name: kwargs[name] for name in METADATA_NAMES if name in kwargs}
             takes = keywords_of(declared)
-            outputs = declared(*of_args, **takes.pick({**of_kwargs, **values}, len(of_args)))
+            of_kwargs |= {name: kwargs[name] for name in takes.metadata if name in kwargs}
+            outputs = declared(*of_args, **takes.pick(of_kwargs, len(of_args)))
             specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
             if not all(isinstance(spec, TensorSpec) for spec in specs):
-                raise InputTypeError(f"output_spec must return TensorSpecs, got {outputs!r}")
+                kinds = ", ".join(type(spec).__name__ for spec in specs)
+                raise InputTypeError(f"output_spec must return TensorSpecs, got {kinds}")
             specs = tuple(map(_with_split_dim, specs))
         elif is_fully_sharded(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")

@@ -12,7 +12,7 @@ from torch import nn
 from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.metadata import METADATA_NAMES
 
-__all__ = ["Keywords", "check_taken", "keywords_of", "metadata_taken"]
+__all__ = ["Keywords", "check_taken", "keywords_of", "metadata_taken", "read_by_shapes"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,11 @@ class Keywords:
     by_place: tuple[str, ...]  # those that it takes by place, in order
     required: frozenset[str]  # those that it takes by name alone, and has no default for
     any_name: bool
+
+    @property
+    def metadata(self) -> list[str]:
+        """Those that metadata can tell, by their names."""
+        return [name for name in METADATA_NAMES if name in self.names]
 
     def pick(self, offered: Mapping[str, Any], given: int = 0) -> dict[str, Any]:
         """Those of ``offered`` that the function takes when its first ``given`` arguments are given by place."""
@@ -57,8 +62,16 @@ def metadata_taken(modules: Mapping[int, nn.Module]) -> list[str]:
                 f"edge can be: what crosses to the cloud is {', '.join(METADATA_NAMES)}; give it a default, or send "
                 "what it stands for as a tensor of the hop"
             )
-        taken |= set(METADATA_NAMES) if keywords.any_name else keywords.names & set(METADATA_NAMES)
+        taken |= set(METADATA_NAMES if keywords.any_name else keywords.metadata)
     return sorted(taken)
+
+
+def read_by_shapes(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
+    """By chunk the metadata whose values its ``output_spec`` names, so that its answer may depend on them."""
+    declared = {index: getattr(module, "output_spec", None) for index, module in modules.items()}
+    return {
+        str(index): keywords_of(method).metadata for index, method in declared.items() if method is not None
+    }
 
 
 def check_taken(

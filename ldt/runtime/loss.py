@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ldt.runtime.audit import Audit
+from ldt.runtime.calls import Call
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.post import Letter, Post, Subject
 
@@ -153,28 +154,28 @@ class TokenScale:
     """Divides the gradients of a step by its number of tokens, which only the edge knows.
 
     The edge's leaders tell it after their last loss, so that it is there when the rows of the others end. Gradients
-    from before the step must be set aside meanwhile. ``number`` is that of the call.
+    from before the step must be set aside meanwhile.
     """
 
     def __init__(
-        self, post: Post, number: int, parameters: Iterable[torch.nn.Parameter], audit: Audit | None = None
+        self, post: Post, call: Call, parameters: Iterable[torch.nn.Parameter], audit: Audit | None = None
     ) -> None:
         self._post = post
         self._audit = audit
-        self._number = number
+        self._call = call
         self._parameters = list(parameters)
 
     def tell(self, count: float) -> None:
         """``count``: the tokens of this replica of the edge, from its leader."""
-        letter = Letter(Subject.TOKENS, self._number, struct.pack("<d", count))
+        letter = Letter(Subject.TOKENS, self._call.number, struct.pack("<d", count))
         self._post.tell(letter)
         if self._audit is not None:
-            self._audit.write("tokens", self._number, letter.nbytes)
+            self._audit.write("tokens", self._call.serial, letter.nbytes)
 
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
         letters = self._post.hear(tokens=True)
-        assert all(letter.number == self._number for letter in letters), letters
+        assert all(letter.number == self._call.number for letter in letters), letters
         count = sum(struct.unpack("<d", letter.content)[0] for letter in letters)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:

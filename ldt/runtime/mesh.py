@@ -71,6 +71,7 @@ class Mesh(Place):
         self._device_meshes: dict[str, DeviceMesh] = {}
         self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
+        self._pipelines = 0
         self._control: ControlPlane | None = None
         self._post: Post | None = None
         self._attendance = Attendance(f"{key}/call", ranks[rank])
@@ -113,6 +114,11 @@ class Mesh(Place):
     def endpoints(self) -> dict[Channel, Endpoint]:
         """This rank's ends of the channels of its node; a member has none of what its node sends."""
         return self._endpoints
+
+    def count_pipeline(self) -> int:
+        """The number of a new pipeline, equal on all ranks if they make theirs in one order."""
+        self._pipelines += 1
+        return self._pipelines
 
     def all_lanes(self) -> list[Lane]:
         """Every lane that this rank has an end of."""

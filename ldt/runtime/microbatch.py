@@ -64,6 +64,12 @@ class Microbatch:
         mine, theirs = (pytree.tree_leaves((m.args, m.kwargs, m.target)) for m in (self, other))
         return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
 
+    def versions(self) -> list[object]:
+        """How often each of its tensors was changed in place; nothing of those that keep no count."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs, self.target))
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
+        return [tensor._version for tensor in tensors]
+
 
 class Signatures:
     """Numbers for signatures, which stay on the edge: equal for equal ones, as long as they are used at times."""

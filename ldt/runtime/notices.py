@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.audit import Audit
+from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.calls import Call
+from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.keywords import Keywords, check_taken
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
 from ldt.runtime.microbatch import Microbatch, Signatures
 from ldt.runtime.plans import PlanBook
-from ldt.runtime.post import Letter, Subject
+from ldt.runtime.post import MAX_CONTENT_BYTES, Letter, Subject
 from ldt.runtime.relay import as_bytes
 from ldt.runtime.shapes import ShapeBook
 
@@ -28,6 +32,7 @@ class Notice:
     call: Call
     content: bytes
     setting: str
+    versions: Sequence[object]
     error: Exception | None
 
 
@@ -73,6 +78,11 @@ class Notices:
                 raise call.microbatches
             assert call.microbatches is not None
             content = as_bytes(pack(self._message(call, call.microbatches)))
+            if len(content) > MAX_CONTENT_BYTES:
+                raise InputValueError(
+                    f"the message of the step has {len(content)} bytes, at most {MAX_CONTENT_BYTES} can be sent: masks "
+                    "and positions by no rule take most; give the step fewer microbatches, or let chunks find positions"
+                )
         except Exception as caught:
             error = caught
             content = as_bytes(pack(StepCalledOff(type(caught).__name__, self._mesh.tell(caught))))
@@ -80,11 +90,11 @@ class Notices:
         self._content = content
         subject = Subject.SAME_STEP if same else Subject.STEP
         if self._mesh.is_leader:
-            letter = Letter(subject, call.serial, b"" if same else content)
+            letter = Letter(subject, call.number, b"" if same else content)
             self._mesh.post.tell(letter)
             if self._audit is not None:
                 self._audit.write("metadata", call.serial, letter.nbytes)
-        return Notice(call, content, self._shapes.setting(), error)
+        return Notice(call, content, self._shapes.setting(), _versions(call), error)
 
     def _message(self, call: Call, microbatches: Sequence[Microbatch]) -> StepMessage:
         setting = self._shapes.setting()
@@ -94,24 +104,49 @@ class Notices:
             head = self._shapes.head_output(microbatch, call.training, setting)
             offered = {name: microbatch.kwargs.get(name) for name in self._wanted}
             tensors = {name: value for name, value in offered.items() if value is not None}
-            described.append(MicrobatchMetadata(self._signatures.number(microbatch), (head,), tensors))
+            self._guard(index, microbatch, tensors)
+            # Where chunks on the edge come later, equal numbers say that they return equal shapes.
+            number = self._signatures.number(microbatch) if self._mesh.topology.laps > 1 else index
+            described.append(MicrobatchMetadata(number, (head,), tensors))
         digest = self._plans.digest(len(microbatches), call.training)
         return StepMessage(call.mode, digest, setting, self._shapes.autocast(), tuple(described))
+
+    def _guard(self, index: int, microbatch: Microbatch, tensors: Mapping[str, Any]) -> None:
+        """Raise ValueError if metadata are, or are views of, what stays on the edge."""
+        others = {name: value for name, value in microbatch.kwargs.items() if name not in tensors}
+        rest = Microbatch(microbatch.args, others, microbatch.target)
+        guard = Guard([rest], self._audit is not None)
+        guard.check(filter(_is_tensor, tensors.values()), f"metadata of microbatch {index}")
 
     def _check(self, notice: Notice, call: Call) -> None:
         said, given = notice.call.microbatches, call.microbatches
         if said is given or notice.error is not None:
             return
-        if not (_are_the_same(said, given) and notice.call.mode == call.mode):
+        if notice.call.mode != call.mode:
             raise LdtError(
-                f"the call {notice.call.mode}() was announced (upcoming=), and {call.mode}() was called with other "
-                "microbatches: make the call that was announced, with the same list"
+                f"the call {notice.call.mode}() was announced (upcoming=), but {call.mode}() is made: make the call "
+                "that was announced"
+            )
+        if not _are_the_same(said, given) or notice.versions != _versions(call):
+            raise LdtError(
+                f"the call {call.mode}() was announced (upcoming=) with other microbatches, or their tensors were "
+                "changed since: give the same list, and leave its tensors alone"
             )
         if notice.setting != self._shapes.setting():
             raise LdtError(
                 f"the call {notice.call.mode}() was announced (upcoming=) in another setting than it was made in: "
                 "switch autocast and the mode of modules before a call is announced, not after it"
             )
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _versions(call: Call) -> list[object]:
+    """How often each tensor was changed in place."""
+    microbatches = call.microbatches if isinstance(call.microbatches, list) else []
+    return [version for microbatch in microbatches for version in microbatch.versions()]
 
 
 def _are_the_same(said: object, given: object) -> bool:

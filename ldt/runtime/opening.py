@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
 from ldt.runtime.audit import Audit
@@ -53,7 +55,6 @@ class Opening:
         self._notices = Notices(mesh, shapes, plans, on_edge, wanted, audit) if mesh.is_edge else None
         self._messages: dict[int, StepMessage | StepCalledOff] = {}  # the last of each replica of the edge
         self._contents: dict[int, bytes] = {}  # the same, as they came
-        self._here: list[Mapping[str, Any]] = []  # metadata of this rank's own, on its device
 
     def open(self, call: Call, upcoming: Call | None = None) -> Agreement:
         """Agree on ``call``; the edge also says what ``upcoming`` will be. A collective call of all ranks.
@@ -69,10 +70,11 @@ class Opening:
             self._check_called(replica, call, notice)
         if notice is not None:
             _check_leader(notice, self._contents[mesh.replica])
+        elif call.reason is not None:
+            raise call.reason
         messages = [self._checked(replica, letter, call) for replica, letter in enumerate(letters)]
         plan = self._agreed_plan(call, messages)
-        given = call.microbatches
-        keywords = [microbatch.kwargs for microbatch in given] if isinstance(given, list) else self._here
+        keywords = self._keywords(call)
         hops = [
             self._shapes.hops(message, replica, call.training, keywords)
             for replica, message in enumerate(messages)
@@ -83,19 +85,22 @@ class Opening:
         if letter.subject is Subject.SAME_STEP:
             return
         self._contents[replica] = letter.content
-        data, mesh = as_tensor(letter.content), self._mesh
-        message = self._messages[replica] = unpack(data)
-        if mesh.is_edge or replica != mesh.edge_replica or isinstance(message, StepCalledOff):
-            return
-        local = message if mesh.device.type == "cpu" else unpack(data, mesh.device)
-        assert isinstance(local, StepMessage)
-        self._here = [microbatch.tensors for microbatch in local.microbatches]
+        self._messages[replica] = unpack(as_tensor(letter.content))
+
+    def _keywords(self, call: Call) -> list[Mapping[str, Any]]:
+        """Made anew for each call: a chunk may change what it is given."""
+        if isinstance(call.microbatches, list):
+            return [microbatch.kwargs for microbatch in call.microbatches]
+        with torch.inference_mode(False):
+            message = unpack(as_tensor(self._contents[self._mesh.edge_replica]), self._mesh.device)
+        assert isinstance(message, StepMessage)
+        return [microbatch.tensors for microbatch in message.microbatches]
 
     def _check_called(self, replica: int, call: Call, notice: Notice | None) -> None:
         """Raise Refusal if a leader of the edge calls the step off."""
         message = self._messages.get(replica)
         if isinstance(message, StepCalledOff):
-            mine = None if notice is None else notice.error
+            mine = call.reason if notice is None else notice.error
             raise Refusal(mine or self._called_off(replica, call.mode, message))
 
     def _called_off(self, replica: int, mode: Mode, message: StepCalledOff) -> RemoteStageError:
@@ -114,11 +119,12 @@ class Opening:
             raise LdtError(
                 "the edge refers to a message that this rank never got: are all ranks at the same call?"
             )
-        if (message.mode, letter.number) != (call.mode, call.serial):
+        if (message.mode, letter.number) != (call.mode, call.number):
+            other = "" if letter.number >> 32 == call.number >> 32 else " of another pipeline"
             raise LdtError(
                 f"this rank is at call {call.serial} of this pipeline, {call.mode}(), but the edge is at call "
-                f"{letter.number}, {message.mode}(), or has announced it (upcoming=): every rank must make the same "
-                "calls in the same order"
+                f"{letter.number & 0xFFFFFFFF}{other}, {message.mode}(), or has announced it (upcoming=): every rank "
+                "must make the same calls in the same order"
             )
         return message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
-from ldt.runtime.keywords import metadata_taken
+from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
@@ -77,6 +78,7 @@ class Pipeline:
         error: Exception | None = None
         sharding: dict[str, list[str]] = {}
         names: list[str] = []
+        reads: dict[str, list[str]] = {}
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
@@ -85,17 +87,25 @@ class Pipeline:
             same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
             sharding = sharding_of(modules)
             names = [] if mesh.is_edge else metadata_taken(modules)
+            reads = read_by_shapes(modules)
             if audit is not None and mesh.is_edge:
                 self._audit = Audit(audit)
         except Exception as caught:
             error, same = caught, {}
-        answers = agree(mesh, "Pipeline()", error, same, own=[sharding, names])
-        self._plans.keep_lockstep(check_sharded_alike(mesh, [shardings for shardings, _ in answers]))
-        wanted = sorted({name for _, taken in answers for name in taken})
+        try:
+            answers = agree(mesh, "Pipeline()", error, same, own=[sharding, names, reads])
+            self._plans.keep_lockstep(check_sharded_alike(mesh, [shardings for shardings, _, _ in answers]))
+        except BaseException:
+            if self._audit is not None:
+                self._audit.discard()
+            raise
+        wanted = sorted({name for _, taken, _ in answers for name in taken})
+        all_reads = {chunk: found for _, _, by_chunk in answers for chunk, found in by_chunk.items()}
+        self._number = mesh.count_pipeline()
         self._runners = {
             index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
         }
-        self._shapes = ShapeBook(mesh, modules)
+        self._shapes = ShapeBook(mesh, modules, all_reads)
         self._opening = Opening(mesh, self._shapes, self._plans, wanted, self._audit)
         self._guard: Guard | None = None
 
@@ -143,11 +153,12 @@ class Pipeline:
         """
         return self._call("eval", microbatches)
 
-    def validate(self, microbatches: Any = None) -> list[list[HopSpecs]]:
+    def validate(self, microbatches: Any = None, *, training: bool = True) -> list[list[HopSpecs]]:
         """Check all boundaries between stages for these microbatches, given on the edge as for ``step``, without one.
 
-        Every chunk behind the first is run on fake tensors: no data, no compute. Returns what hops will carry:
-        ``hops[m][c]`` is for microbatch m and hop c -> c+1, empty within a node. A collective call of all ranks.
+        Every chunk is run on fake tensors: no data, no compute. Returns what hops will carry:
+        ``hops[m][c]`` is for microbatch m and hop c -> c+1, empty within a node. A collective call of all ranks, for
+        steps, or without ``training`` for evals.
 
         Raises as ``step`` does, and LdtError on the rank where a chunk does not take what comes, or returns other
         tensors than it declares, naming chunk, tensor and both shapes; RemoteStageError with that text on the others.
@@ -156,8 +167,11 @@ class Pipeline:
         with self._mesh.calling("validate()"):
             try:
                 self._serial += 1
-                agreement = self._opening.open(Call("step", self._serial, self._take("step", microbatches)))
-                validate_chunks(self._mesh, self._shapes, agreement.hops, agreement.keywords)
+                mode: Mode = "step" if training else "eval"
+                taken = self._take(mode, microbatches)
+                agreement = self._opening.open(Call(mode, self._serial, taken, self._number))
+                samples = taken if isinstance(taken, list) else None
+                validate_chunks(self._mesh, self._shapes, agreement, samples, training)
                 self._mesh.control.gather(None)  # nobody leaves before all have found nothing
             except Refusal as refusal:
                 raise refusal.error from None
@@ -202,16 +216,23 @@ class Pipeline:
             taker = StatsTaker(self._mesh)
             self._serial += 1
             microbatches = self._take(mode, given)
-            later = None if upcoming is None else Call(mode, self._serial + 1, self._take(mode, upcoming))
-            agreement = self._opening.open(Call(mode, self._serial, microbatches), later)
-            work = StepWork(agreement.plan, agreement.hops, agreement.keywords, self._serial)
+            call = Call(mode, self._serial, microbatches, self._number)
+            later = (
+                None
+                if upcoming is None
+                else replace(call, serial=self._serial + 1, microbatches=self._take(mode, upcoming))
+            )
+            agreement = self._opening.open(call, later)
+            work = StepWork(agreement.plan, agreement.hops, agreement.keywords, call.serial)
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
                 work.guard = self._guard = Guard(microbatches, self._audit is not None, self._guard)
             work.keep_outputs = mode == "eval"
             executor = Executor(self._mesh, self._runners, work, recorder, self._audit)
-            self._execute(executor, work)
+            self._execute(executor, work, call)
+            if self._guard is not None:
+                self._guard.end()
             return self._result(work, taker.take(executor))
         except Refusal as refusal:
             raise refusal.error from None
@@ -222,7 +243,7 @@ class Pipeline:
             self._mesh.fail(error, executor.place, executor.excerpt())
 
     def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
-        """This rank's microbatches; on the edge a reason not to run is passed on, elsewhere it is raised."""
+        """This rank's microbatches, or a reason not to run, which is raised where the edge does not have one, too."""
         reason: Exception | None = None
         microbatches = None
         try:
@@ -243,8 +264,6 @@ class Pipeline:
                 )
         except Exception as caught:
             reason = caught
-        if reason is not None and not self._mesh.is_edge:
-            raise reason
         return reason or microbatches
 
     def _loss_of(self, num_microbatches: int) -> StepLoss | None:
@@ -253,14 +272,14 @@ class Pipeline:
         options = {} if self._scaler is None else {"scale": self._scaler.scale}
         return StepLoss(self._loss_fn, self._reduction, num_microbatches, **options)
 
-    def _execute(self, executor: Executor, work: StepWork) -> None:
+    def _execute(self, executor: Executor, work: StepWork, call: Call) -> None:
         training = work.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             scale: TokenScale | None = None
             changes = training and (self._reduction == "token" or self._mesh.topology.dp > 1)
             earlier = EarlierGradients(self.parameters() if changes else ())
             if training and self._reduction == "token":
-                scale = TokenScale(self._mesh.post, self._serial, self.parameters(), self._audit)
+                scale = TokenScale(self._mesh.post, call, self.parameters(), self._audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
                     work.announced = scale
             try:

@@ -23,13 +23,13 @@ from ldt.runtime.place import Place
 from ldt.runtime.relay import Relay, as_bytes, as_tensor
 from ldt.topology import Node
 
-__all__ = ["Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
+__all__ = ["MAX_CONTENT_BYTES", "Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
 
 _FRAME_BYTES = (
     1 << 18
 )  # posted ahead; gloo takes a shorter one into it, so that a short message is short on the wire
 _HEAD_BYTES = 24  # subject, number and the bytes that follow, in 8 bytes each
-_MAX_BYTES = 64 << 20  # as much as goes on within a node
+MAX_CONTENT_BYTES = 63 << 20  # as much as goes on within a node
 _AHEAD = 2  # frames: the message of the next step, and the number of tokens of this one
 
 
@@ -61,10 +61,10 @@ class Letter(NamedTuple):
     def head_of(data: bytes) -> tuple[Subject, int, int]:
         """Subject, number and length of the content. Raises LdtError for what is no letter."""
         subject, number, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8, 16))
-        if subject not in set(Subject) or length > _MAX_BYTES:
+        if subject not in set(Subject) or length > MAX_CONTENT_BYTES:
             raise LdtError(
-                f"expected a letter of the edge of at most {_MAX_BYTES} bytes, got subject {subject}, {length} bytes: "
-                "do all ranks run one version of ldt?"
+                f"expected a letter of the edge of at most {MAX_CONTENT_BYTES} bytes, got subject {subject} and "
+                f"{length} bytes: do all ranks run one version of ldt?"
             )
         return Subject(subject), number, length
 
@@ -116,7 +116,7 @@ class Letterbox:
         return as_bytes(frame)
 
     def _post(self) -> tuple[dist.Work, torch.Tensor]:
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
         return self.lane.recv([frame], self._peer, label="letter"), frame
 
 

@@ -109,7 +109,7 @@ class Relay:
 
     def _from_root(self, group: dist.ProcessGroup, root: int, data: bytes, patient: bool = False) -> bytes:
         mine = dist.get_rank(group) == root
-        frame = torch.zeros(_LENGTH_BYTES + _INLINE_BYTES, dtype=torch.uint8)
+        frame = torch.zeros(_LENGTH_BYTES + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
         if mine:
             inline = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_INLINE_BYTES]
             frame[: len(inline)] = as_tensor(inline)
@@ -119,7 +119,7 @@ class Relay:
             raise LdtError(f"a message of {length} bytes was announced; at most {_MAX_BYTES} are accepted")
         if length <= _INLINE_BYTES:
             return as_bytes(frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        whole = as_tensor(data) if mine else torch.empty(length, dtype=torch.uint8)
+        whole = as_tensor(data) if mine else torch.empty(length, dtype=torch.uint8, device="cpu")
         return as_bytes(self._scattered(group, root, whole))
 
     def _to_root(self, group: dist.ProcessGroup | None, messages: Sequence[bytes]) -> list[bytes]:
@@ -127,9 +127,11 @@ class Relay:
         if group is None:
             return list(messages)
         mine = _packed(messages)
-        lengths = self._gathered(group, torch.tensor([len(mine)]))
-        longest = self._scattered(group, 0, torch.stack(lengths).max() if lengths else torch.tensor(0))
-        padded = torch.zeros(int(longest), dtype=torch.uint8)
+        lengths = self._gathered(group, torch.tensor([len(mine)], device="cpu"))
+        longest = self._scattered(
+            group, 0, torch.stack(lengths).max() if lengths else torch.tensor(0, device="cpu")
+        )
+        padded = torch.zeros(int(longest), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = as_tensor(mine)
         parts = self._gathered(group, padded)
         return [message for part in parts for message in _unpacked(as_bytes(part))]
@@ -179,7 +181,9 @@ def _unpacked(data: bytes) -> list[bytes]:
 
 def as_tensor(data: bytes) -> torch.Tensor:
     """uint8 on the CPU."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    if not data:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:

@@ -13,17 +13,13 @@ from ldt.errors import LdtError
 from ldt.runtime.inference import infer_specs, warm_up
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.metadata import MicrobatchMetadata, StepMessage
+from ldt.runtime.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.recent import Recent
+from ldt.runtime.relay import as_bytes
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 
 __all__ = ["ShapeBook"]
-
-_READ_BY_SHAPES = (
-    "image_grid_thw",
-    "video_grid_thw",
-)  # metadata whose values, not only shapes, outputs may depend on
 
 
 class _Question(NamedTuple):
@@ -40,18 +36,22 @@ class ShapeBook:
     """The specs of hops c -> c+1 for every microbatch of a step, the same on all ranks.
 
     The edge says what hop 0 carries, and in which setting; what was not met before in that one, each chunk's leader
-    infers and tells all, for all microbatches at once. Answers are kept until ``forget``, the most recent 256 of the
-    head and 4096 of the other chunks. Hops within a node are found by the way and have no specs here.
+    infers and tells all, for all microbatches at once. Answers are kept until ``forget``, the most recent 4096
+    of the head and of the other chunks. Hops within a node are found by the way and have no specs here.
+    ``reads`` has by chunk the metadata whose values its answer may depend on, for chunks of all nodes.
     """
 
-    def __init__(self, mesh: Mesh, chunks: Mapping[int, nn.Module]) -> None:
+    def __init__(
+        self, mesh: Mesh, chunks: Mapping[int, nn.Module], reads: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
         self.chunks = chunks
+        self._reads = {int(chunk): names for chunk, names in (reads or {}).items()}
         self._mesh = mesh
         self._topology = mesh.topology
         self._keywords = {index: keywords_of(module) for index, module in chunks.items()}
         if mesh.topology.channels:
             warm_up()
-        self._heads: Recent[HopSpecs] = Recent(256)
+        self._heads: Recent[HopSpecs] = Recent(4096)
         self._outputs: Recent[HopSpecs] = Recent(4096)
 
     def autocast(self) -> str | None:
@@ -76,7 +76,7 @@ class ShapeBook:
         """What hop 0 carries for a microbatch. Edge only, local."""
         if not self._topology.crosses(0):
             return ()
-        key = (microbatch.signature, training, setting)
+        key = (microbatch.signature, self._given(0, microbatch.kwargs), training, setting)
         return self._heads.get(key, lambda: self._infer(0, microbatch.args, microbatch.kwargs, training))
 
     def hops(
@@ -87,7 +87,6 @@ class ShapeBook:
         ``samples`` are, on that replica, its inputs by name. A collective call of all ranks.
         """
         hops = [list(microbatch.hops[:1]) for microbatch in message.microbatches]
-        given = [_given(microbatch) for microbatch in message.microbatches]
         for chunk in range(1, self._topology.tail):
             if not self._topology.crosses(chunk):
                 for carried in hops:
@@ -95,9 +94,10 @@ class ShapeBook:
                 continue
             # The edge may have inputs that metadata do not tell of: the number of their signature stands for them.
             local = self._topology.stage_of(chunk) == 0
+            given = [(self._given(chunk, m.tensors), m.id if local else None) for m in message.microbatches]
             questions = [
-                _Question(chunk, carried[-1], (names, m.id if local else None), training, message.setting)
-                for carried, names, m in zip(hops, given, message.microbatches, strict=True)
+                _Question(chunk, carried[-1], names, training, message.setting)
+                for carried, names in zip(hops, given, strict=True)
             ]
             offered = samples if local else [microbatch.tensors for microbatch in message.microbatches]
             answers = self._ask(questions, replica, offered)
@@ -148,6 +148,17 @@ class ShapeBook:
                 'transfer="direct" or "auto", for all links or for this one, or let the chunk return full_tensor()'
             )
 
+    def _given(self, chunk: int, tensors: Mapping[str, Any]) -> Hashable:
+        """What an answer may depend on in metadata: all shapes, and the values that the chunk reads for it."""
+        metadata = {
+            name: tensors[name] for name in METADATA_NAMES if isinstance(tensors.get(name), torch.Tensor)
+        }
+        reads = self._reads.get(chunk, ())
+        return tuple(
+            (name, TensorSpec.of(tensor), _digest(tensor) if name in reads else b"")
+            for name, tensor in metadata.items()
+        )
+
     def _infer(self, chunk: int, args: Sequence[Any], offered: Mapping[str, Any], training: bool) -> HopSpecs:
         """For ``args`` that are tensors or specs."""
         mesh, module = self._mesh, self.chunks[chunk]
@@ -163,9 +174,6 @@ class ShapeBook:
         return {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
 
 
-def _given(microbatch: MicrobatchMetadata) -> Hashable:
-    """What outputs may depend on in metadata: all shapes, and the values of grids."""
-    return tuple(
-        (name, TensorSpec.of(tensor), tuple(tensor.flatten().tolist()) if name in _READ_BY_SHAPES else ())
-        for name, tensor in sorted(microbatch.tensors.items())
-    )
+def _digest(tensor: torch.Tensor) -> bytes:
+    """Of its elements. Waits for the device."""
+    return hashlib.sha256(as_bytes(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8))).digest()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
 from ldt.runtime.inference import dry_run, needs_values
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.opening import Agreement
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shapes import ShapeBook
-from ldt.runtime.specs import HopSpecs, TensorSpec, describe, first_difference
+from ldt.runtime.specs import TensorSpec, describe, first_difference
 
 __all__ = ["validate_chunks"]
 
@@ -24,45 +27,76 @@ logger = logging.getLogger(__name__)
 def validate_chunks(
     mesh: Mesh,
     shapes: ShapeBook,
-    hops: Sequence[Sequence[HopSpecs]],
-    keywords: Sequence[Mapping[str, Any]],
+    agreement: Agreement,
+    microbatches: Sequence[Microbatch] | None,
+    training: bool,
 ) -> None:
-    """Run this rank's chunks on fake tensors of what ``hops[m][c]`` carry, whether they declare shapes or not.
+    """Run this rank's chunks on fake tensors of what hops carry, the head on ``microbatches``, declared shapes or not.
 
     Raises LdtError naming chunk, tensor and both shapes where one does not take what comes, or returns other tensors
-    than were agreed. Chunks that cannot run without values are taken at their word, with a line in the log.
+    than were agreed. Chunks that cannot run without values, or whose weights ``fully_shard`` spread, are taken at their
+    word, with a line in the log.
     """
-    for chunk in filter(lambda chunk: mesh.topology.crosses(chunk - 1), shapes.chunks):
-        first: dict[object, int] = {}  # microbatch of each kind
-        for microbatch, (carried, offered) in enumerate(zip(hops, keywords, strict=True)):
-            first.setdefault((tuple(carried), _shapes_of(offered)), microbatch)
-        for microbatch in first.values():
-            _validate(mesh, shapes, chunk, microbatch, hops[microbatch], keywords[microbatch])
+    for chunk, module in shapes.chunks.items():
+        if is_fully_sharded(module):
+            logger.info(
+                "chunk %d is not checked: fake tensors cannot stand in for the weights of fully_shard", chunk
+            )
+        elif chunk == 0 and microbatches is not None:
+            for index, microbatch in enumerate(microbatches):
+                _validate(
+                    mesh, shapes, _Case(0, index, microbatch.args, microbatch.kwargs, training), agreement
+                )
+        elif mesh.topology.crosses(chunk - 1):
+            for case in _cases(chunk, agreement, training):
+                _validate(mesh, shapes, case, agreement)
 
 
-def _validate(
-    mesh: Mesh,
-    shapes: ShapeBook,
-    chunk: int,
-    microbatch: int,
-    hops: Sequence[HopSpecs],
-    offered: Mapping[str, Any],
-) -> None:
-    comes = hops[chunk - 1]
-    kwargs = shapes.keywords_for(chunk, offered, len(comes))
+class _Case(NamedTuple):
+    """A chunk and what it gets for a microbatch."""
+
+    chunk: int
+    microbatch: int
+    args: Sequence[Any]
+    offered: Mapping[str, Any]
+    training: bool
+
+
+def _cases(chunk: int, agreement: Agreement, training: bool) -> Iterator[_Case]:
+    """One of each kind."""
+    seen = set()
+    for index, (carried, offered) in enumerate(zip(agreement.hops, agreement.keywords, strict=True)):
+        kind = (tuple(carried), _shapes_of(offered))
+        if kind not in seen:
+            seen.add(kind)
+            yield _Case(chunk, index, carried[chunk - 1], offered, training)
+
+
+def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) -> None:
+    chunk, microbatch, args, offered, training = case
+    kwargs = shapes.keywords_for(chunk, offered, len(args))
     try:
-        output = dry_run(shapes.chunks[chunk], comes, kwargs, mesh.device, True, mesh.shards)
+        output = dry_run(shapes.chunks[chunk], args, kwargs, mesh.device, training, mesh.shards)
     except Exception as error:
         if needs_values(error):
             logger.info("chunk %d cannot run without values and is not checked: %s", chunk, error)
             return
-        what = f"chunk {chunk} does not take what comes for microbatch {microbatch}, {describe(comes)}"
+        comes = describe(
+            [arg if isinstance(arg, TensorSpec) else TensorSpec.of(arg) for arg in args if _has_spec(arg)]
+        )
+        what = f"chunk {chunk} does not take what comes for microbatch {microbatch}, {comes}"
         raise QuotingError(f"{what}: {reveal(error)[0]}", plain=f"{what}: {disclose(error)}") from error
     if mesh.topology.crosses(chunk):
         what = f"output of chunk {chunk} for microbatch {microbatch}"
-        difference = first_difference(hops[chunk], mesh.shards.specs_of(as_tensors(output, chunk), what))
+        found = mesh.shards.specs_of(as_tensors(output, chunk), what)
+        found = found if training else tuple(spec.without_grad() for spec in found)
+        difference = first_difference(agreement.hops[microbatch][chunk], found)
         if difference is not None:
             raise LdtError(f"{what} is not what it declares (output_spec): {difference}")
+
+
+def _has_spec(arg: object) -> bool:
+    return isinstance(arg, (TensorSpec, torch.Tensor))
 
 
 def _shapes_of(offered: Mapping[str, Any]) -> object:

@@ -22,7 +22,7 @@ class StepWork:
     plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
     keywords: Sequence[Mapping[str, Any]]
-    call: int = 0  # its number
+    serial: int = 0  # of the call
     microbatches: Sequence[Microbatch] = ()  # on the edge
     loss: StepLoss | None = None  # on the edge
     announced: TokenScale | None = None  # where the number of tokens is told to all: on the edge's leader

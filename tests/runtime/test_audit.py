@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from pipeline_jobs import build
@@ -136,17 +138,19 @@ def audited(path: str | None, tp: list[int], token: bool) -> list[dict[str, floa
     loss = (lambda x, y: (toy_loss(x, y), 5)) if token else toy_loss
     with ldt.connect(topology, ranks=range(sum(tp))) as mesh:
         pipeline = build(mesh, chunks, loss, audit=path if mesh.is_leader else None, **options)
+        lanes: dict[str, float] = {}
         for batch in (toy_microbatches(3), toy_microbatches(2, batch=7)):
             result = pipeline.step(batch if mesh.is_edge else None)
+            for name, lane in result.stats.lanes.items():
+                lanes[name] = lanes.get(name, 0.0) + lane["sent_bytes"]
         mesh.control.gather(None)
-        lanes = {name: lane["sent_bytes"] for name, lane in result.stats.lanes.items()}
         posts = sum(lane.stats()["sent_bytes"] for lane in mesh.post.lanes())
         return [lanes, {"posts": posts}]
 
 
 @pytest.mark.parametrize("token", [False, True])
 def test_all_that_leaves_is_written(pool: RankPool, token: bool, tmp_path: Path) -> None:
-    """Each byte that the edge's lanes have sent is in the file, but for the byte with which each was connected."""
+    """Each byte that the edge's lanes have sent in steps is in the file."""
     path = tmp_path / "audit.jsonl"
     lanes, posts = pool.run(audited, str(path), [1, 1, 1], token, ranks=range(3))[0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -155,7 +159,7 @@ def test_all_that_leaves_is_written(pool: RankPool, token: bool, tmp_path: Path)
         by_purpose[line["purpose"]] = by_purpose.get(line["purpose"], 0) + line["bytes"]
     shapes = [3 * 4 * 16 * 4, 2 * 7 * 16 * 4]
     assert by_purpose["activation"] == by_purpose["gradient"] == sum(shapes)
-    assert by_purpose["activation"] + by_purpose["gradient"] >= sum(lanes.values())
+    assert by_purpose["activation"] + by_purpose["gradient"] == sum(lanes.values())
     peers = 2
     told = by_purpose["metadata"] + by_purpose.get("tokens", 0)
     assert peers * told == posts["posts"]
@@ -188,3 +192,86 @@ def test_an_audit_is_not_written_over(pool: RankPool, tmp_path: Path) -> None:
     assert "File exists" in own
     assert "FileExistsError" in other
     assert path.read_text() == "mine\n"
+
+
+class Returning(torch.autograd.Function):
+    """Gives a tensor for a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.gradient, None
+
+
+class Identity(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+
+def leaking_a_label(copies: bool, path: str) -> str:
+    """The gradient of the tail's input is the label itself, or equal to it."""
+    topology = Topology([1, 1])
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).sum() if copies else Returning.apply(output, target).sum()
+
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(
+            mesh, [ToyChunk(16), ToyChunk(16), Identity()], loss_fn, audit=path if copies else None
+        )
+        with pytest.raises((ValueError, ldt.LdtError)) as caught:  # noqa: PT012
+            batch = [(x.clone(), y.clone()) for x, y in toy_microbatches(1)]  # with memory of their own
+            pipeline.step(batch if mesh.is_edge else None)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_labels_do_not_leave_as_gradients(pool: RankPool, copies: bool, tmp_path: Path) -> None:
+    what = "a copy of the target" if copies else "the target"
+    for text in pool.run(leaking_a_label, copies, str(tmp_path / "audit.jsonl"), ranks=range(2)):
+        assert f"gradient of the input of chunk 2 for microbatch 0 would send {what} of microbatch 0" in text
+
+
+class Naming(ToyChunk):
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class Embedding(nn.Embedding):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids)
+
+
+def metadata_that_are_samples() -> str:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, [Embedding(10, 16), Naming(16), ToyChunk(16)])
+        inputs = {"input_ids": IDS, "attention_mask": IDS[:, :2]}
+        with pytest.raises((ValueError, ldt.LdtError)) as caught:
+            pipeline.step([(inputs, torch.zeros(2, 3, 16))] if mesh.is_edge else None)
+        return str(caught.value)
+
+
+def test_metadata_are_no_samples(pool: RankPool) -> None:
+    for text in pool.run(metadata_that_are_samples, ranks=range(2)):
+        assert "metadata of microbatch 0 would send the inputs of microbatch 0" in text
+
+
+def test_memory_is_known_however_it_is_held() -> None:
+    """Arrays, other mappings, and tensors over a part of the same memory with a storage of their own."""
+    array, held = numpy.arange(12.0), torch.arange(12.0)
+    guard = Guard([Microbatch(({"a": UserDict(x=held)}, array), {}, None)])
+    for tensor in (torch.from_numpy(array[3:]), torch.from_numpy(held.numpy()[5:]), held[2:].view(2, 5)):
+        with pytest.raises(ValueError, match="would send the inputs of microbatch 0"):
+            guard.check([tensor], "something")
+    guard.end()
+    guard.check([held], "something")
+
+
+def test_equal_constants_are_no_copies() -> None:
+    guard = Guard([Microbatch((), {}, torch.zeros(4))], copies=True)
+    guard.check([torch.zeros(4)], "something")

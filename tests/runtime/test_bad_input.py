@@ -211,6 +211,20 @@ def test_step_under_inference_mode(pool: RankPool, where: list[int]) -> None:
     assert all("cannot run under torch.inference_mode()" in answer for answer in answers)
 
 
+def good_after_bad() -> None:
+    """The edge calls the step off, so nothing is broken, on whichever ranks there was a reason."""
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, chunks)
+        with pytest.raises(ldt.LdtError), torch.inference_mode():
+            pipeline.step(PAIRS if mesh.is_edge else None)
+        pipeline.step(PAIRS if mesh.is_edge else None)
+
+
+def test_a_good_step_after_one_under_inference_mode(pool: RankPool) -> None:
+    pool.run(good_after_bad)
+
+
 @pytest.mark.parametrize("modes", [("step", "step", "eval"), ("eval", "step", "eval")])
 def test_ranks_that_make_different_calls(pool: RankPool, modes: tuple[str, ...]) -> None:
     answers = pool.run(called, [(mode, None if rank else PAIRS, False) for rank, mode in enumerate(modes)])

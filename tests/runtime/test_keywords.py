@@ -10,6 +10,7 @@ from pipeline_jobs import build
 from torch import Tensor, nn
 
 import ldt
+from ldt.runtime import TensorSpec
 from ldt.runtime.keywords import keywords_of
 from ldt.testing import RankPool
 from ldt.topology import LanePolicy, Topology
@@ -218,3 +219,75 @@ def test_keywords_of_functions() -> None:
     assert set(found.pick(offered, given=2)) == {"c", "d", "e"}
     assert set(keywords_of(Anything()).pick(offered, given=1)) == set(offered)
     assert keywords_of(torch.compile(Wanting())).required == {"labels"}
+
+
+class Changing(Masked):
+    """Changes its mask in place."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
+        y = super().forward(x, attention_mask, position_ids=position_ids)
+        return y if attention_mask is None or type(x) is not Tensor else (attention_mask.mul_(3), y)[1]
+
+
+def changing() -> list[Tensor]:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        chunk = Changing()
+        pipeline = build(mesh, [Head(), chunk, Tail()], loss)
+        for call in (pipeline.step, pipeline.step, pipeline.eval, pipeline.eval):
+            call(masked_batch(torch.int64)[:2] if mesh.is_edge else None)
+        return [given["attention_mask"] for given in chunk.seen]
+
+
+def test_a_chunk_may_change_what_it_is_given(pool: RankPool) -> None:
+    """The next call gives it what the edge said, also where the edge says that nothing has changed."""
+    seen = pool.run(changing, ranks=range(2))[1]
+    expected = [inputs["attention_mask"] for inputs, _ in masked_batch(torch.int64)[:2]]
+    assert len(seen) == 8
+    assert all(torch.equal(mask, expected[index % 2]) for index, mask in enumerate(seen))
+
+
+class Dropping(nn.Module):
+    """Returns the rows that the mask keeps, of which it knows the number from the mask alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.linear(x[attention_mask.bool()])  # type: ignore[no-any-return]
+
+    def output_spec(self, x: TensorSpec, attention_mask: Tensor) -> TensorSpec:
+        return TensorSpec((int((attention_mask != 0).sum()), HIDDEN), x.dtype, requires_grad=True)
+
+
+def dropping(place: int) -> list[int]:
+    topology = Topology([1, 1, 1])
+    chunks: list[nn.Module] = [
+        Head(),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.Linear(HIDDEN, 1),
+    ]
+    chunks[place] = Dropping()
+    batch = [(inputs, target) for inputs, target in masked_batch(torch.int64)[:5]]
+    for inputs, _ in batch:
+        del inputs["scale"], inputs["position_ids"]
+        if place == 0:
+            inputs["x"] = torch.randn(2, 5, HIDDEN)
+            del inputs["input_ids"]
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        pipeline = build(mesh, chunks, lambda output, target: output.sum())
+        hops = pipeline.validate(batch if mesh.is_edge else None)
+        pipeline.step(batch if mesh.is_edge else None)
+        return [specs[0].shape[0] for _, _, specs in hops]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_shapes_may_depend_on_values_of_metadata(pool: RankPool, place: int) -> None:
+    """Masks of one shape that keep other numbers of rows."""
+    kept = [sum(map(sum, ([min(m, 1) for m in row] for row in rows))) for rows in list(MASKS.values())[:5]]
+    assert len(set(kept)) > 2
+    assert pool.run(dropping, place, ranks=range(3)) == [kept] * 3

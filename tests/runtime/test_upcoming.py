@@ -98,6 +98,8 @@ def mistaken(how: str) -> list[str]:
         pipeline = build(mesh, chunks)
         upcoming: Any = "no list" if how == "bad" else other
         pipeline.step(*([first] if mesh.is_edge else []), **({"upcoming": upcoming} if mesh.is_edge else {}))
+        if how == "refilled":
+            other[0][0].copy_(other[1][0])
         if how == "mode":
             pipeline.chunks[0].eval()
         call = pipeline.eval if how == "eval" else pipeline.step
@@ -113,7 +115,8 @@ def mistaken(how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("batch", "the call step() was announced (upcoming=), and step() was called with other microbatches"),
+        ("batch", "the call step() was announced (upcoming=) with other microbatches"),
+        ("refilled", "or their tensors were changed since"),
         ("eval", "announced"),
         ("mode", "in another setting than it was made in"),
         ("bad", "microbatches must be a list of (inputs, target) pairs, got str"),

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import ldt
 from ldt.runtime import TensorSpec
-from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
 WORLD_SIZE = 5
@@ -119,3 +121,54 @@ def refused() -> list[Any]:
 
 def test_bad_microbatches_are_refused(pool: RankPool) -> None:
     assert pool.run(refused, ranks=range(2))[1][0] == "float32[3, 16] with grad"
+
+
+def false_head() -> str:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, [Declaring(1), *toy_chunks(topology)[1:]])
+        with pytest.raises(ldt.LdtError) as caught:
+            pipeline.validate(ragged() if mesh.is_edge else None)
+        return str(caught.value)
+
+
+def test_the_head_is_checked_too(pool: RankPool) -> None:
+    for text in pool.run(false_head, ranks=range(2)):
+        assert "output of chunk 0 for microbatch 0 is not what it declares (output_spec)" in text
+
+
+def for_eval_alone() -> list[str]:
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, toy_chunks(topology), None)
+        hops = pipeline.validate(ragged() if mesh.is_edge else None, training=False)
+        pipeline.eval(ragged() if mesh.is_edge else None)
+        return [str(specs) for (specs,) in hops[0]]
+
+
+def test_a_pipeline_without_a_loss(pool: RankPool) -> None:
+    assert pool.run(for_eval_alone, ranks=range(2)) == [["float32[3, 16]"] * 2] * 2
+
+
+def sharded() -> None:
+    """fully_shard: taken at their word, and not touched."""
+    topology = Topology([1, 1], dp=2)
+    chunks = [Declaring(0) for _ in range(3)]
+    for number, chunk in enumerate(chunks):
+        torch.manual_seed(number)
+        for parameter in chunk.parameters():
+            nn.init.normal_(parameter)
+    with ldt.connect(topology, ranks=range(4)) as mesh:
+        mine = [copy.deepcopy(chunks[index]) for index in topology.chunks_of(mesh.stage)]
+        for module in mine:
+            fully_shard(module, mesh=mesh.dp_mesh)
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        pipeline.validate(ragged() if mesh.is_edge else None)
+        result = pipeline.step(ragged() if mesh.is_edge else None)
+        if mesh.is_edge:
+            losses, _ = unsplit_step(chunks, ragged(), toy_loss)
+            torch.testing.assert_close(result.losses, losses)
+
+
+def test_gathered_weights_are_left_alone(pool: RankPool) -> None:
+    pool.run(sharded, ranks=range(4))
