@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import save_file
 from sft.data import Answers
+from text.arguments import count, count_or_zero, positive
 from text.launch import one_sentence_errors, one_sentence_errors_together, process_group, quiet_interrupt
 from text.recipe import MAX_NORM, Recipe
 from tqdm import tqdm
@@ -71,15 +72,16 @@ def load_chunks(options: Options, parts: hf.Split, indices: Sequence[int]) -> li
     else:
         hf.load_weights(chunks, options.model)
     if options.lora:
-        torch.manual_seed(options.seed)
-        hf.add_adapter(
-            chunks, LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
-        )
+        lora = LoraConfig(r=options.lora, lora_alpha=2 * options.lora, target_modules="all-linear")
+        hf.add_adapter(chunks, lora, seed=options.seed)
     return chunks
 
 
 def answers(options: Options) -> Answers:
-    return Answers(options.data, options.model, options.batch, options.longest, options.seed)
+    data = Answers(options.data, options.model, options.batch, options.longest, options.seed)
+    if data.left_out:
+        print(f"{data.left_out} samples are left out: --longest {options.longest} cuts off all of the answer")
+    return data
 
 
 def train(options: Options, pipeline: ldt.Pipeline, data: Answers | None) -> None:
@@ -134,20 +136,31 @@ def parse_options() -> Options:
         "--data",
         type=Path,
         required=True,
-        help='lines of {"prompt": "...", "answer": "..."}; read by the edge',
+        help='lines of {"prompt": "...", "answer": "..."}, blank ones are skipped; read by the edge',
     )
     add(
         "--layers",
-        type=int,
+        type=count_or_zero,
         nargs="+",
         help="number of layers of each chunk: one more than stages (default: even)",
     )
-    add("--lora", type=int, default=0, metavar="RANK", help="train low-rank adapters; 0: all weights")
-    add("--steps", type=int, default=100, help="optimizer steps")
-    add("--microbatches", type=int, default=8, help="microbatches of a step")
-    add("--batch", type=int, default=2, help="samples of a microbatch")
-    add("--longest", type=int, default=2048, help="tokens of a sample; what is longer is cut")
-    add("--lr", type=float, default=2e-4, help="highest learning rate")
+    add(
+        "--lora",
+        type=count_or_zero,
+        default=0,
+        metavar="RANK",
+        help="train low-rank adapters; 0: all weights",
+    )
+    add("--steps", type=count, default=100, help="optimizer steps")
+    add("--microbatches", type=count, default=8, help="microbatches of a step")
+    add("--batch", type=count, default=2, help="samples of a microbatch")
+    add(
+        "--longest",
+        type=count,
+        default=2048,
+        help="tokens of a sample; what is longer is cut, or left out if no answer remains",
+    )
+    add("--lr", type=positive, default=2e-4, help="highest learning rate")
     add("--seed", type=int, default=1, help="of adapters, random weights and the order of samples")
     add("--output", type=Path, metavar="DIR", help="folder for what was trained, a file for each stage")
     return parser.parse_args(namespace=Options())

@@ -12,6 +12,7 @@ import argparse
 import os
 
 import torch
+from text.arguments import count, positive
 from text.launch import one_sentence_errors, process_group, quiet_interrupt
 from text.recipe import MAX_NORM, Recipe
 from tqdm import tqdm
@@ -95,12 +96,12 @@ def parse_options() -> Options:
         description=__doc__.splitlines()[0] if __doc__ else None,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps")
+    parser.add_argument("--steps", type=count, default=400, help="optimizer steps")
     parser.add_argument(
-        "--microbatches", type=int, default=4, help="microbatches of a step; a fourth has no images"
+        "--microbatches", type=count, default=4, help="microbatches of a step; a fourth has no images"
     )
-    parser.add_argument("--batch", type=int, default=16, help="samples of a microbatch")
-    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--batch", type=count, default=16, help="samples of a microbatch")
+    parser.add_argument("--lr", type=positive, default=3e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=1, help="of the weights and the samples")
     return parser.parse_args(namespace=Options())
 

@@ -17,7 +17,8 @@ __all__ = ["Answers", "Microbatch"]
 Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]  # the model's inputs, and labels [batch, sequence]
 
 NO_LABEL = -100
-BYTES = 256
+EXPECTED = '{"prompt": "...", "answer": "..."}'
+SHOWN = 100  # characters of a line that is wrong
 
 
 class Tokenizer(Protocol):
@@ -34,14 +35,23 @@ class ByteTokenizer:
 
 
 class Answers:
-    """Lines such as {"prompt": "2 + 2 = ", "answer": "4"}, in random order again and again.
+    """Lines such as {"prompt": "2 + 2 = ", "answer": "4"}, in random order again and again. Blank ones are skipped.
 
-    Raises ValueError naming the line for one that is not so.
+    A sample of whose answer nothing is within ``longest`` tokens teaches nothing: ``left_out`` counts those. Raises
+    ValueError naming the line for one that is not so, or the file if no sample is left.
     """
 
     def __init__(self, file: Path, model: str, batch: int, longest: int, seed: int) -> None:
         tokenizer, self._padding, end = _tokenizer(model)
-        self._samples = [_tokens(tokenizer, end, longest, *pair) for pair in _pairs(file)]
+        samples = [_tokens(tokenizer, end, longest, *pair) for pair in _pairs(file)]
+        self._samples = [(tokens, prompt) for tokens, prompt in samples if len(tokens) > max(1, prompt)]
+        self.left_out = len(samples) - len(self._samples)
+        if not samples:
+            raise ValueError(f"{file} has no samples: expected lines of {EXPECTED}, got none")
+        if not self._samples:
+            raise ValueError(
+                f"{file} has no answer within {longest} tokens, which prompts alone fill: raise --longest"
+            )
         self._batch = batch
         self._batches = self._forever(random.Random(seed))
 
@@ -66,14 +76,35 @@ class Answers:
 
 
 def _pairs(file: Path) -> Iterator[tuple[str, str]]:
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        match json.loads(line):
-            case {"prompt": str(prompt), "answer": str(answer)} if prompt and answer:
-                yield prompt, answer
-            case _:
-                raise ValueError(
-                    f'{file}, line {number}: expected {{"prompt": "...", "answer": "..."}}, got {line}'
-                )
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            pair = json.loads(line.decode())
+            fault = _fault(pair)
+        except ValueError as error:
+            fault = f"no JSON in UTF-8 ({error})"
+        if fault:
+            shown = line.decode(errors="replace")
+            raise ValueError(
+                f"{file}, line {number}: expected {EXPECTED}, "
+                f"got {shown if len(shown) <= SHOWN else shown[:SHOWN] + '...'}: {fault}"
+            )
+        yield pair["prompt"], pair["answer"]
+
+
+def _fault(pair: Any) -> str:
+    """What is wrong with a line, or nothing."""
+    if not isinstance(pair, dict):
+        return f"an object is needed, not {type(pair).__name__}"
+    for key in ("prompt", "answer"):
+        if key not in pair:
+            return f'no "{key}"'
+        if not isinstance(pair[key], str):
+            return f'"{key}" must be a string, not {type(pair[key]).__name__}'
+        if not pair[key]:
+            return f'"{key}" is empty'
+    return ""
 
 
 def _tokens(tokenizer: Tokenizer, end: int, longest: int, prompt: str, answer: str) -> tuple[list[int], int]:

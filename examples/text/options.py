@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Literal
 
+from text.arguments import count, count_or_zero, positive
+
 __all__ = ["Options", "parse_options"]
 
 
@@ -53,13 +55,13 @@ def parse_options(arguments: list[str] | None = None) -> Options:
 def _add_split(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stages", type=_sizes, default="1,1,1", metavar="N,N,...",
                        help="ranks of each stage, the edge first; layers are split over the ranks of a stage")
-    group.add_argument("--dp", type=_count, default=1, metavar="N",
+    group.add_argument("--dp", type=count, default=1, metavar="N",
                        help="replicas of the cloud stages")
-    group.add_argument("--edge-dp", type=_count, default=None, metavar="N",
+    group.add_argument("--edge-dp", type=count, default=None, metavar="N",
                        help="replicas of the edge, each serving some of the cloud's (default: as many)")
-    group.add_argument("--laps", type=_count, default=1, metavar="N",
+    group.add_argument("--laps", type=count, default=1, metavar="N",
                        help="walks through all stages in one forward")
-    group.add_argument("--microbatches", type=_count, default=8, metavar="N",
+    group.add_argument("--microbatches", type=count, default=8, metavar="N",
                        help="microbatches of a step, for each replica of the edge")
     group.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated",
                        help="a communicator for each channel, or shared ones (ping and pang)")
@@ -68,20 +70,20 @@ def _add_split(group: argparse._ArgumentGroup) -> None:
 def _add_model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--text", type=Path, default=argparse.SUPPRESS, metavar="FILE",
                        help="text to learn (default: the documentation topics that come with Python)")
-    group.add_argument("--layers", type=_count, default=argparse.SUPPRESS, metavar="N",
+    group.add_argument("--layers", type=count, default=argparse.SUPPRESS, metavar="N",
                        help="at least one for each chunk (default: equally many for each stage)")
     group.add_argument("--width", type=_width, default=96, metavar="N",
                        help="features of a token, a multiple of 32")
-    group.add_argument("--sequence", type=_count, default=64, metavar="N",
+    group.add_argument("--sequence", type=count, default=64, metavar="N",
                        help="tokens that the model sees at once")
 
 
 def _add_training(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--steps", type=_count, default=500, metavar="N",
+    group.add_argument("--steps", type=count, default=500, metavar="N",
                        help="optimizer steps")
-    group.add_argument("--batch", type=_count, default=2, metavar="N",
+    group.add_argument("--batch", type=count, default=2, metavar="N",
                        help="sequences of a microbatch")
-    group.add_argument("--lr", type=float, default=5e-3,
+    group.add_argument("--lr", type=positive, default=5e-3,
                        help="highest learning rate")
     group.add_argument("--loss-reduction", choices=("mean", "token"), default="mean",
                        help="mean over microbatches, or over the tokens of a step")
@@ -95,26 +97,19 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
 def _add_results(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", default="The ",
                        help="text that the trained model continues")
-    group.add_argument("--continuation", type=int, default=240, metavar="N",
+    group.add_argument("--continuation", type=count_or_zero, default=240, metavar="N",
                        help="tokens to continue it by")
     group.add_argument("--output", type=Path, default=Path("build/demo"), metavar="DIR",
                        help="folder for the trace and the picture")
 # fmt: on
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def _width(text: str) -> int:
-    value = _count(text)
+    value = count(text)
     if value % 32:
         raise argparse.ArgumentTypeError(f"must be a multiple of 32, got {value}")
     return value
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(_count(size) for size in text.split(","))
+    return tuple(count(size) for size in text.split(","))

@@ -116,6 +116,7 @@ def test_a_config_alone_gives_random_weights_and_bytes(model: Any, data: Path, t
             [],
             r'line 1: expected {"prompt": "...", "answer": "..."}, got {"prompt": "1',
         ),
+        ("", [], r"wrong.jsonl has no samples: expected lines of"),
         (
             '{"prompt": "1", "answer": "1"}',
             ["--layers", 1, 1, 1],

@@ -96,3 +96,46 @@ def test_the_tail_takes_an_adapter_on_the_head() -> None:
     plain = walk(chunks, {0, 1}, padded([3, 2], "right"))
     hf.add_adapter(chunks, lora(["lm_head"]))
     assert not torch.equal(plain, walk(chunks, {0, 1}, padded([3, 2], "right")))
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "gaussian LoRA", "LoHa"])
+def test_random_adapters_do_not_depend_on_the_split_and_differ(kind: str) -> None:
+    def drawn(
+        layers: list[int], indices: list[int], seed: int = 1, name: str = "default"
+    ) -> dict[str, torch.Tensor]:
+        make = {
+            "LoRA": lambda: peft.LoraConfig(r=2, target_modules=TARGETS),
+            "gaussian LoRA": lambda: peft.LoraConfig(
+                r=2, target_modules=TARGETS, init_lora_weights="gaussian"
+            ),
+            "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS),
+        }[kind]
+        chunks = hf.split(text_config("llama"), layers).build(indices)
+        torch.manual_seed(0)  # as a job that seeds each stage alike
+        before = torch.get_rng_state()
+        hf.add_adapter(chunks, make(), name, seed=seed)
+        assert torch.equal(before, torch.get_rng_state()), "the job's own random numbers are left alone"
+        return {n: p for chunk in chunks for n, p in chunk.model.named_parameters() if p.requires_grad}
+
+    whole = drawn([2, 3], [0, 1])
+    parts = [drawn([1, 3, 1], [index]) for index in range(3)]
+    alone = {name: tensor for part in parts for name, tensor in part.items()}
+    assert alone.keys() == whole.keys() != set()
+    assert all(torch.equal(alone[name], tensor) for name, tensor in whole.items())
+    random = [tensor for name, tensor in whole.items() if "q_proj" in name and tensor.any()]
+    assert len(random) >= 5
+    assert len({tuple(tensor.flatten().tolist()) for tensor in random}) == len(random)
+    others = [drawn([2, 3], [0, 1], seed=2), drawn([2, 3], [0, 1], name="other")]
+    for other in others:
+        assert not any(
+            torch.equal(a, b) for a, b in zip(whole.values(), other.values(), strict=True) if a.any()
+        )
+
+
+def test_adapters_that_are_not_of_modules_are_refused() -> None:
+    chunks = hf.split(text_config("llama"), [2, 3]).build([0])
+    for config in (peft.PromptTuningConfig(num_virtual_tokens=2), peft.VeraConfig(target_modules=TARGETS)):
+        with pytest.raises(
+            ValueError, match=r"Config does not put an adapter of its own .* such as LoraConfig"
+        ):
+            hf.add_adapter(chunks, config)

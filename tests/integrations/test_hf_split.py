@@ -218,3 +218,15 @@ def test_a_chunk_that_is_not_there_is_named() -> None:
     parts = hf.split(LlamaConfig(**SIZES), [1, 3, 1])
     with pytest.raises(IndexError, match=r"chunks 0\.\.2, there is no 3"):
         parts.build([0, 3])
+
+
+@pytest.mark.parametrize("layers", [[2.5, 2.5], [2, 3.0], ["2", "3"], 5, [2, None]])
+def test_numbers_of_layers_are_whole(layers: Any) -> None:
+    with pytest.raises(ValueError, match="layers must be whole numbers, such as"):
+        hf.split(text_config("llama"), layers)
+
+
+@pytest.mark.parametrize("chunks", [1, [1.0], ["1"]])
+def test_numbers_of_chunks_are_whole(chunks: Any) -> None:
+    with pytest.raises(ValueError, match="chunks must be whole numbers, such as"):
+        hf.split(text_config("llama"), [2, 3]).build(chunks)

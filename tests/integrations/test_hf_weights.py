@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 import ldt
 from ldt.integrations import hf
-from ldt.integrations.hf import weights
+from ldt.integrations.hf import checkpoint
 from ldt.integrations.hf.skeleton import model_class
 
 
@@ -50,7 +50,7 @@ class Counted:
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     counter = Counted()
-    monkeypatch.setattr(weights, "safe_open", counter)
+    monkeypatch.setattr(checkpoint, "safe_open", counter)
     return counter
 
 
@@ -161,6 +161,16 @@ def drawn(parts: hf.Split, indices: Sequence[int], seed: int) -> dict[str, torch
 def assert_equal_states(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
     assert some.keys() == others.keys()
     assert all(torch.equal(some[name], other) for name, other in others.items())
+
+
+def test_weights_that_nothing_draws_are_named() -> None:
+    chunks = hf.split(text_config("qwen3_next"), [1, 3, 1]).build([1])
+    with pytest.raises(
+        ldt.LdtError, match=r"model\.layers\.1\.mlp\.gate\.weight, .*3\.mlp\.gate\.weight, which"
+    ):
+        hf.init_weights(chunks, seed=0)
+    unset = {name for name, tensor in hf.state_dict(chunks).items() if tensor.isnan().any()}
+    assert unset == {f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2, 3)}
 
 
 def test_random_weights_are_as_transformers_draws_them() -> None:

@@ -8,28 +8,32 @@ from typing import Any
 
 from torch import nn
 
+from ldt.integrations.hf.chance import drawn_by_name
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.skeleton import has_layers
 
 __all__ = ["add_adapter"]
 
 
-def add_adapter(chunks: Iterable[Chunk], config: Any, adapter_name: str = "default") -> None:
+def add_adapter(
+    chunks: Iterable[Chunk], config: Any, adapter_name: str = "default", *, seed: int = 0
+) -> None:
     """Put the adapters of a ``peft`` config, such as LoraConfig, into ``chunks`` and freeze all other weights.
 
     ``peft.get_peft_model`` would wrap a chunk in a module that hides which keywords its forward takes. A chunk that
     has none of the config's target modules is frozen. Call it once weights are loaded;
     ``peft.get_peft_model_state_dict(chunk.model)`` then gives a chunk's adapter weights by their names in the whole
-    model. Raises ValueError if these chunks have layers, but none has a target.
+    model. An adapter's random numbers come from ``seed``, its name and its module's, so that they are the same however
+    the model is split and others in each stage. Raises ValueError if these chunks have layers, but none has a target,
+    or if adapters of this kind are not put into modules one by one.
     """
-    from peft import inject_adapter_in_model  # an optional dependency of an optional dependency
-
+    tuner = _drawing_by_name(config, seed)
     chunks = list(chunks)
     refusals = []
     for chunk in chunks:
         try:
             # A copy: peft writes the names that it finds in the first chunk into the config.
-            inject_adapter_in_model(copy.deepcopy(config), chunk.model, adapter_name)
+            tuner(chunk.model, copy.deepcopy(config), adapter_name)
         except ValueError as error:
             if _has_adapters(chunk):
                 raise
@@ -37,6 +41,28 @@ def add_adapter(chunks: Iterable[Chunk], config: Any, adapter_name: str = "defau
             chunk.requires_grad_(False)
     if len(refusals) == len(chunks) and any(has_layers(chunk.model) for chunk in chunks):
         raise refusals[0]
+
+
+def _drawing_by_name(config: Any, seed: int) -> Any:
+    """The class of peft that puts adapters into a model, which then draws each by the name of its module."""
+    from peft import PEFT_TYPE_TO_TUNER_MAPPING  # an optional dependency of an optional dependency
+    from peft.tuners.tuners_utils import BaseTuner
+
+    known: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type, object)
+    if not issubclass(known, BaseTuner) or getattr(known, "uses_shared_state", False):
+        raise ValueError(
+            f"{type(config).__name__} does not put an adapter of its own into each module, which is what chunks can "
+            "have: take another kind, such as LoraConfig"
+        )
+
+    class Tuner(known):  # type: ignore[misc]  # what it is is known at run time alone
+        def _create_and_replace(
+            self, config: Any, adapter_name: str, *target: Any, current_key: str, **options: Any
+        ) -> None:
+            with drawn_by_name(seed, f"{adapter_name} {current_key}"):
+                super()._create_and_replace(config, adapter_name, *target, current_key=current_key, **options)
+
+    return Tuner
 
 
 def _has_adapters(chunk: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -36,7 +37,8 @@ def split(
     blocks of the vision tower (the first its patch embedding), P..2P the language model, and chunk P, which is on
     the edge again, merges patches and embeds tokens.
 
-    Raises ValueError if the numbers do not add up to the model's layers, or for a model that cannot be split so.
+    Raises ValueError if the numbers are not whole or do not add up to the model's layers, or for a model that cannot
+    be split so.
     """
     if isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(config)
@@ -50,11 +52,13 @@ class Split:
     def __init__(self, config: PreTrainedConfig, layers: Sequence[int], laps: int) -> None:
         if laps not in (1, 2):
             raise ValueError(f"a model is split over 1 lap, or 2 with a vision tower; got laps={laps}")
+        layers = _whole("layers", layers)
+        laps = int(laps)
         self.num_stages, rest = divmod(len(layers) - 1, laps)
         if self.num_stages < 1 or rest:
             raise ValueError(
                 f"layers must have one number per chunk, laps * P + 1 = {laps} * P + 1 of them for P stages; "
-                f"got {len(layers)}: {list(layers)}"
+                f"got {len(layers)}: {layers}"
             )
         text, blocks = count_layers(config, laps)
         self.config, self.laps = config, laps
@@ -77,11 +81,11 @@ class Split:
 
         ``dtype``: of the weights, by default what the config says. ``attn_implementation``: as in transformers. A
         tied embedding that two of these chunks have is one Parameter. With ``device="meta"`` nothing gets memory.
-        Raises IndexError for a chunk that does not exist.
+        Raises IndexError for a chunk that does not exist, ValueError for a number that is not whole.
         """
         shared: dict[str, nn.Parameter] = {}
         built = []
-        for index in chunks:
+        for index in _whole("chunks", chunks):
             if not 0 <= index < self.num_chunks:
                 raise IndexError(
                     f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}"
@@ -108,6 +112,13 @@ class Split:
         if index == self._first_text:
             return TextHead if self.laps == 1 else MergingChunk
         return TextTail if index == self.num_chunks - 1 else TextChunk
+
+
+def _whole(what: str, numbers: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(number) for number in numbers]
+    except TypeError:
+        raise ValueError(f"{what} must be whole numbers, such as [1, 2, 1], got {numbers!r}") from None
 
 
 def _ranges(what: str, counts: Sequence[int], total: int) -> list[range]:

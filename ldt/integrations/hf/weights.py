@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
-from transformers.utils.hub import cached_file
 
 from ldt.errors import LdtError
+from ldt.integrations.hf.chance import drawn_by_name
+from ldt.integrations.hf.checkpoint import (
+    by_parameter_name,
+    files_of_tensors,
+    opened,
+    refuse_other_layers,
+    some,
+)
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.skeleton import with_owners
 
 __all__ = ["init_weights", "load_weights", "state_dict"]
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def state_dict(chunks: Iterable[Chunk]) -> dict[str, torch.Tensor]:
@@ -40,26 +38,35 @@ def init_weights(chunks: Iterable[Chunk], seed: int) -> None:
     """Draw weights as transformers does for the model, the same for a layer however the model is split.
 
     Each module has random numbers of its own, from ``seed`` and its name, drawn on the CPU whatever its device.
+    Raises LdtError that names the weights which transformers does not draw module by module, once all others are.
     """
     done: set[int] = set()
+    unset: list[str] = []
     for chunk in chunks:
         for name, part, model in with_owners(chunk.model):
             parameters = dict(part.named_parameters(recurse=False))
             if not parameters or done.issuperset(map(id, parameters.values())):
                 continue
             done.update(map(id, parameters.values()))
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(int.from_bytes(digest[:8], "big"))
-                part._parameters.update({key: _on_cpu(parameter) for key, parameter in parameters.items()})
+            part._parameters.update({key: _nan_on_cpu(parameter) for key, parameter in parameters.items()})
+            with drawn_by_name(seed, name):
                 model._init_weights(part)
             for key, parameter in parameters.items():
-                parameter.copy_(part.get_parameter(key))
+                drawn = part.get_parameter(key)
+                if drawn.isnan().any():
+                    unset.append(f"{name}.{key}")
+                parameter.copy_(drawn)
                 part._parameters[key] = parameter
+    if unset:
+        kind = type(chunk.model).__name__
+        raise LdtError(
+            f"the modules of {kind} do not draw their own {some(unset)}, which are NaN as before: load a checkpoint "
+            "of the model instead, made by save_pretrained of a whole one if it is to be random"
+        )
 
 
-def _on_cpu(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad)
+def _nan_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
 
 
 @torch.no_grad()
@@ -68,13 +75,15 @@ def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
 
     They are in model.safetensors, or in the files that model.safetensors.index.json names, of which only those are
     opened (from the hub: fetched) that have one. Tensors are converted to the dtype of the weights.
-    Raises LdtError that names what is missing or of another shape.
+    Raises LdtError that names what is missing or of another shape, which layers the checkpoint has beyond the
+    config's, or the file that is damaged.
     """
     missing: list[str] = []
     reads: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
-    stored = _stored(path)
+    stored = files_of_tensors(path)
     for chunk in chunks:
-        sources = _by_parameter_name(chunk.model, stored)
+        sources = by_parameter_name(chunk.model, stored)
+        refuse_other_layers(chunk.model, sources, path)
         for names, tensor in _names_of_tensors(chunk.model):
             source = next((sources[name] for name in names if name in sources), None)
             if source is None:
@@ -82,40 +91,12 @@ def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
             else:
                 reads[stored[source]].append((source, tensor))
     if missing:
-        others = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise LdtError(
-            f"{os.fspath(path)} lacks weights of these chunks: {', '.join(missing[:3])}{others}. It must be of this "
+            f"{os.fspath(path)} lacks weights of these chunks: {some(missing)}. It must be of this "
             "model, and be loaded before adapters are added; experts that are stored one by one are not supported"
         )
     for file, tensors in reads.items():
         _read(path, file, tensors)
-
-
-def _stored(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The names in a checkpoint, and the file that has each."""
-    index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        files: dict[str, str] = json.loads(Path(index).read_text())["weight_map"]
-        return files
-    single = cached_file(path, SINGLE, _raise_exceptions_for_missing_entries=False)
-    if single is None:
-        raise LdtError(
-            f"{os.fspath(path)} has neither {SINGLE} nor {INDEX}: save the model as safetensors there"
-        )
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), SINGLE)
-
-
-def _by_parameter_name(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
-    """The names in a checkpoint by what the model calls them: some families were renamed since theirs were saved."""
-    renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
-
-    def renamed(name: str) -> str:
-        for renaming in renamings:
-            name = renaming.rename_source_key(name)[0]
-        return name
-
-    return {renamed(name): name for name in stored}
 
 
 def _names_of_tensors(model: PreTrainedModel) -> list[tuple[list[str], torch.Tensor]]:
@@ -128,7 +109,7 @@ def _names_of_tensors(model: PreTrainedModel) -> list[tuple[list[str], torch.Ten
 
 
 def _read(path: str | os.PathLike[str], file: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    with safe_open(cached_file(path, file), framework="pt") as stored:
+    with opened(path, file) as stored:
         for name, tensor in tensors:
             if tensor.is_meta:
                 raise LdtError(

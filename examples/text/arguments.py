@@ -1,0 +1,39 @@
+"""Numbers of the command line, of which a wrong one ends the program with a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+__all__ = ["count", "count_or_zero", "positive"]
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    return _whole(text, 1)
+
+
+def count_or_zero(text: str) -> int:
+    """A whole number of at least 0."""
+    return _whole(text, 0)
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text}") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
