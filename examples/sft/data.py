@@ -24,13 +24,13 @@ SHOWN = 100  # characters of a line that is wrong
 class Tokenizer(Protocol):
     """What is needed of one."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 class ByteTokenizer:
     """For a model that has none: a byte is a token, and 0 ends a text."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
 
@@ -108,9 +108,9 @@ def _fault(pair: Any) -> str:
 
 
 def _tokens(tokenizer: Tokenizer, end: int, longest: int, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The tokens of both, and the number of those that are the prompt's."""
+    """The tokens of both, and the number of those that are the prompt's, with which a text begins."""
     asked = tokenizer.encode(prompt)
-    return [*asked, *tokenizer.encode(answer), end][:longest], len(asked)
+    return [*asked, *tokenizer.encode(answer, add_special_tokens=False), end][:longest], len(asked)
 
 
 def _tokenizer(model: str) -> tuple[Tokenizer, int, int]:
@@ -119,4 +119,6 @@ def _tokenizer(model: str) -> tuple[Tokenizer, int, int]:
         return ByteTokenizer(), 0, 0
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     end = tokenizer.eos_token_id
+    if end is None:
+        raise ValueError(f"the tokenizer of {model} has no token that ends a text: set its eos_token")
     return tokenizer, end if tokenizer.pad_token_id is None else tokenizer.pad_token_id, end
