@@ -9,4 +9,5 @@ PYBIND11_MODULE(_C, module) {
   ldt::bind_interrupt();
   ldt::bind_lanes(module);
   ldt::bind_metadata(module);
+  ldt::bind_metadata_pack(module);
 }

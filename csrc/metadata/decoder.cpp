@@ -61,13 +61,16 @@ Call read_call(ByteReader& in, Kind kind) {
   return call;
 }
 
-std::vector<uint32_t> read_numbers(ByteReader& in, size_t of, const char* what) {
-  std::vector<uint32_t> numbers(in.count(what));
-  for (uint32_t& number : numbers) {
-    if (of == 0) fail("metadata message: expected no ", what, ", got ", numbers.size());
-    number = static_cast<uint32_t>(in.varint_up_to(of - 1, what));
+// Appends them to `numbers`.
+Part read_numbers(ByteReader& in, size_t of, const char* what, std::vector<uint32_t>& numbers) {
+  const Part part{numbers.size(), in.count(what)};
+  if (of == 0 && part.count != 0) {
+    fail("metadata message: expected no ", what, ", got ", part.count);
   }
-  return numbers;
+  for (size_t index = 0; index < part.count; ++index) {
+    numbers.push_back(static_cast<uint32_t>(in.varint_up_to(of - 1, what)));
+  }
+  return part;
 }
 
 // Reads the microbatches and plans where each of their tensors goes.
@@ -83,11 +86,13 @@ class MicrobatchReader {
       microbatch.id = static_cast<int64_t>(static_cast<uint64_t>(before) +
                                            static_cast<uint64_t>(in_.signed_varint("an id")));
       before = microbatch.id;
-      const Content& content = decoded_.content;
-      microbatch.hops = read_numbers(in_, content.hops.size(), "hops of a microbatch");
-      microbatch.forms = read_numbers(in_, content.forms.size(), "tensors of a microbatch");
+      Content& content = decoded_.content;
+      microbatch.hops =
+          read_numbers(in_, content.hops.size(), "hops of a microbatch", content.hop_numbers);
+      microbatch.forms =
+          read_numbers(in_, content.forms.size(), "tensors of a microbatch", content.form_numbers);
       read_tensors(microbatch);
-      decoded_.content.microbatches.push_back(std::move(microbatch));
+      content.microbatches.push_back(microbatch);
     }
   }
 
@@ -95,7 +100,7 @@ class MicrobatchReader {
   void read_tensors(const Microbatch& microbatch) {
     rows_.start_microbatch();
     int name_before = -1;
-    for (const uint32_t number : microbatch.forms) {
+    for (const uint32_t number : decoded_.content.forms_of(microbatch)) {
       const Form& form = decoded_.content.forms[number];
       if (form.name <= name_before) {
         fail("metadata message: expected each tensor of a microbatch once, in the order of names");

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "metadata/encoder.h"
+#include "metadata/tensors.h"
 
 namespace ldt::metadata {
 
@@ -15,7 +16,6 @@ namespace ldt::metadata {
 /// copy to the host; if rows need integers (no mask that bits can tell, no rule that holds), one
 /// more round of copies brings their tensors. Elsewhere one copy brings all tensors.
 /// Throws MetadataError for tensors on several devices.
-std::unique_ptr<RowFactsSource> scan_on_device(const Content& content,
-                                               const std::vector<at::Tensor>& tensors);
+std::unique_ptr<RowFactsSource> scan_on_device(const Content& content, const Tensors& tensors);
 
 }  // namespace ldt::metadata

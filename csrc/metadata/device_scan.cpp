@@ -24,25 +24,30 @@ bool tells_all(const ScanJob& job, const ScanFacts& facts) {
 
 }  // namespace
 
-ScannedRows::ScannedRows(const Content& content, const std::vector<at::Tensor>& tensors,
-                         ScanTable table, std::shared_ptr<const uint8_t> output)
+ScannedRows::ScannedRows(const Content& content, const Tensors& tensors, ScanTable table,
+                         std::shared_ptr<const uint8_t> output)
     : table_(std::move(table)),
       output_(std::move(output)),
       data_(elements_on_host(tensors)),
-      host_(content, data_) {}
+      content_(content) {}
 
-std::vector<const void*> ScannedRows::elements_on_host(const std::vector<at::Tensor>& tensors) {
+HostRows& ScannedRows::host() {
+  if (!host_) host_.emplace(content_, data_);
+  return *host_;
+}
+
+std::vector<const void*> ScannedRows::elements_on_host(const Tensors& tensors) {
   const auto* output = output_.get();
   std::vector<const void*> data(tensors.size());
   std::vector<size_t> open;
   std::vector<at::Tensor> open_tensors;
   for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
     if (!table_.away[tensor]) {
-      data[tensor] = tensors[tensor].const_data_ptr();
+      data[tensor] = tensors[tensor]->const_data_ptr();
     } else if (const ScanJob* job = scan_of(tensor)) {
-      if (!leaves_open(*job, tensors[tensor])) continue;
+      if (!leaves_open(*job, *tensors[tensor])) continue;
       open.push_back(tensor);
-      open_tensors.push_back(tensors[tensor]);
+      open_tensors.push_back(*tensors[tensor]);
     } else if (table_.job_of[tensor] != kNoTensor) {
       data[tensor] = output + table_.jobs[table_.job_of[tensor]].copy;
     }
@@ -74,7 +79,7 @@ MaskFacts ScannedRows::mask(size_t tensor, int64_t row) {
   tensor_ = tensor;
   row_ = row;
   const ScanJob* job = scan_of(tensor);
-  if (job == nullptr) return host_.mask(tensor, row);
+  if (job == nullptr) return host().mask(tensor, row);
   const ScanFacts& facts = facts_of(*job, row);
   return {facts.begin, facts.end, (facts.flags & kOnes) != 0, (facts.flags & kBinary) != 0,
           (facts.flags & kNumbered) != 0};
@@ -84,7 +89,7 @@ RuleFacts ScannedRows::rule(size_t tensor, int64_t row) {
   tensor_ = tensor;
   row_ = row;
   const ScanJob* job = scan_of(tensor);
-  if (job == nullptr) return host_.rule(tensor, row);
+  if (job == nullptr) return host().rule(tensor, row);
   const ScanFacts& facts = facts_of(*job, row);
   return {(facts.flags & kArangeHolds) != 0, (facts.flags & kCumsumHolds) != 0,
           (facts.flags & kSegmentsHolds) != 0, facts.padding};
@@ -92,10 +97,10 @@ RuleFacts ScannedRows::rule(size_t tensor, int64_t row) {
 
 const int64_t* ScannedRows::values() {
   const ScanJob* job = scan_of(tensor_);
-  if (job == nullptr) return host_.values();
+  if (job == nullptr) return host().values();
   if (data_[tensor_] != nullptr) {
-    host_.select_row(tensor_, row_);
-    return host_.values();
+    host().select_row(tensor_, row_);
+    return host().values();
   }
   values_.resize(static_cast<size_t>(job->length));
   values_from_bits(*job);
@@ -127,11 +132,11 @@ void ScannedRows::values_from_bits(const ScanJob& job) {
 #ifdef LDT_CUDA_KERNELS
 bool has_kernels(c10::Device device) { return device.is_cuda(); }
 
-std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content,
-                                                  const std::vector<at::Tensor>& tensors,
+std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content, const Tensors& tensors,
                                                   c10::Device device) {
   std::vector<bool> away;
-  for (const at::Tensor& tensor : tensors) away.push_back(!tensor.is_cpu());
+  away.reserve(tensors.size());
+  for (const auto& tensor : tensors) away.push_back(!tensor->is_cpu());
   ScanTable table = plan_scan(content, tensors, away);
   if (table.rows > std::numeric_limits<int>::max()) {
     fail("metadata: expected fewer than 2^31 rows on ", device.str(), ", got ", table.rows,
@@ -157,8 +162,7 @@ std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content,
 bool has_kernels(c10::Device /*device*/) { return false; }
 
 std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& /*content*/,
-                                                  const std::vector<at::Tensor>& /*tensors*/,
-                                                  c10::Device device) {
+                                                  const Tensors& /*tensors*/, c10::Device device) {
   fail("ldt was built without CUDA kernels, and was asked to scan masks on ", device.str());
 }
 #endif

@@ -4,12 +4,14 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "metadata/cuda/kernels.h"
 #include "metadata/encoder.h"
 #include "metadata/fetch.h"
 #include "metadata/host_rows.h"
+#include "metadata/tensors.h"
 
 namespace ldt::metadata {
 
@@ -26,8 +28,7 @@ struct ScanTable {
   int64_t output_bytes = 0;
 };
 /// `away`: which of the tensors are on the device.
-ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tensors,
-                    const std::vector<bool>& away);
+ScanTable plan_scan(const Content& content, const Tensors& tensors, const std::vector<bool>& away);
 
 /// Reads a scan's output: facts of the rows that were scanned, the elements of the tensors that
 /// were copied, and those of tensors that were fetched since they have rows that neither bits nor
@@ -35,7 +36,7 @@ ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tenso
 class ScannedRows final : public RowFactsSource {
  public:
   /// `output` is on the host. Fetches what it leaves open. `content` must outlive it.
-  ScannedRows(const Content& content, const std::vector<at::Tensor>& tensors, ScanTable table,
+  ScannedRows(const Content& content, const Tensors& tensors, ScanTable table,
               std::shared_ptr<const uint8_t> output);
 
   MaskFacts mask(size_t tensor, int64_t row) override;
@@ -44,7 +45,8 @@ class ScannedRows final : public RowFactsSource {
   RowBits bits() override;
 
  private:
-  std::vector<const void*> elements_on_host(const std::vector<at::Tensor>& tensors);
+  HostRows& host();
+  std::vector<const void*> elements_on_host(const Tensors& tensors);
   // Null for a tensor that was not scanned.
   const ScanJob* scan_of(size_t tensor) const;
   const ScanFacts& facts_of(const ScanJob& job, int64_t row) const;
@@ -56,15 +58,15 @@ class ScannedRows final : public RowFactsSource {
   std::shared_ptr<const uint8_t> output_;
   Fetched fetched_;
   std::vector<const void*> data_;  // of each tensor; null where only facts are known
-  HostRows host_;
+  const Content& content_;
+  std::optional<HostRows> host_;  // made when a row is looked at on the host, as few are
   std::vector<int64_t> values_;
   size_t tensor_ = 0;  // whose row was asked for last
   int64_t row_ = 0;
 };
 
 /// One launch and one copy on the device's current stream; waits for them.
-std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content,
-                                                  const std::vector<at::Tensor>& tensors,
+std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content, const Tensors& tensors,
                                                   c10::Device device);
 
 }  // namespace ldt::metadata

@@ -51,11 +51,13 @@ void write_call(ByteWriter& out, const Call& call) {
 }
 
 void check_names(const Content& content, const Microbatch& microbatch) {
-  for (size_t index = 1; index < microbatch.forms.size(); ++index) {
-    const uint8_t before = content.forms[microbatch.forms[index - 1]].name;
-    if (content.forms[microbatch.forms[index]].name <= before) {
+  int before = -1;
+  for (const uint32_t form : content.forms_of(microbatch)) {
+    const int name = content.forms[form].name;
+    if (name <= before) {
       fail("microbatch ", microbatch.id, ": expected each tensor once, in the order of the names");
     }
+    before = name;
   }
 }
 
@@ -79,11 +81,11 @@ void write_body(ByteWriter& out, const Content& content, RowFactsSource& rows) {
     out.signed_varint(
         static_cast<int64_t>(static_cast<uint64_t>(microbatch.id) - static_cast<uint64_t>(before)));
     before = microbatch.id;
-    out.varint(microbatch.hops.size());
-    for (const uint32_t hop : microbatch.hops) out.varint(hop);
-    out.varint(microbatch.forms.size());
-    for (const uint32_t form : microbatch.forms) out.varint(form);
-    for (const uint32_t form : microbatch.forms) {
+    out.varint(microbatch.hops.count);
+    for (const uint32_t hop : content.hops_of(microbatch)) out.varint(hop);
+    out.varint(microbatch.forms.count);
+    for (const uint32_t form : content.forms_of(microbatch)) out.varint(form);
+    for (const uint32_t form : content.forms_of(microbatch)) {
       write_rows(encoder, content.forms[form], tensor++, rows);
     }
   }
@@ -94,9 +96,7 @@ void write_body(ByteWriter& out, const Content& content, RowFactsSource& rows) {
 std::vector<uint8_t> encode(const Content& content, RowFactsSource& rows, int64_t max_elements) {
   ElementBudget budget(max_elements);
   for (const Form& form : content.forms) check_form(form);
-  for (const Microbatch& microbatch : content.microbatches) {
-    for (const uint32_t form : microbatch.forms) budget.spend(content.forms[form]);
-  }
+  for (const uint32_t form : content.form_numbers) budget.spend(content.forms[form]);
   ByteWriter body;
   write_call(body, content.call);
   if (content.call.kind != Kind::kCalledOff) write_body(body, content, rows);

@@ -10,21 +10,22 @@ namespace ldt::metadata {
 namespace {
 
 bool may_follow(const Form& form, const Form& mask) {
-  const RowShape rows = rows_of(form);
+  if (mask.name != kAttentionMask || form.name != kPositionIds) return false;
   const RowShape mask_rows = rows_of(mask);
-  return mask.name == kAttentionMask && form.name == kPositionIds && mask_rows.rows > 0 &&
-         rows.length == mask_rows.length;
+  return mask_rows.rows > 0 && rows_of(form).length == mask_rows.length;
 }
 
 }  // namespace
 
 std::vector<size_t> masks_to_follow(const Content& content) {
   std::vector<size_t> masks;
+  masks.reserve(content.form_numbers.size());
   for (const Microbatch& microbatch : content.microbatches) {
     const size_t first = masks.size();  // by ascending name: the mask, if there is one
-    for (const uint32_t number : microbatch.forms) {
+    const std::span<const uint32_t> forms = content.forms_of(microbatch);
+    for (const uint32_t number : forms) {
       const Form& form = content.forms[number];
-      const Form& first_form = content.forms[microbatch.forms[0]];
+      const Form& first_form = content.forms[forms[0]];
       masks.push_back(may_follow(form, first_form) ? first : kNoTensor);
     }
   }
@@ -35,14 +36,11 @@ HostRows::HostRows(const Content& content, std::vector<const void*> data) {
   const std::vector<size_t> masks = masks_to_follow(content);
   followed_.resize(masks.size());
   tensors_.reserve(masks.size());
-  for (const Microbatch& microbatch : content.microbatches) {
-    for (const uint32_t number : microbatch.forms) {
-      const size_t tensor = tensors_.size();
-      const Form& form = content.forms[number];
-      if (masks[tensor] != kNoTensor) followed_[masks[tensor]] = true;
-      tensors_.push_back(
-          {&form, rows_of(form), static_cast<const uint8_t*>(data[tensor]), masks[tensor]});
-    }
+  for (size_t tensor = 0; tensor < masks.size(); ++tensor) {
+    const Form& form = content.forms[content.form_numbers[tensor]];
+    if (masks[tensor] != kNoTensor) followed_[masks[tensor]] = true;
+    tensors_.push_back(
+        {&form, rows_of(form), static_cast<const uint8_t*>(data[tensor]), masks[tensor]});
   }
 }
 

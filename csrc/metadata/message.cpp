@@ -13,8 +13,8 @@ namespace {
 std::optional<int64_t> product_up_to(const std::vector<int64_t>& shape, int64_t limit) {
   int64_t product = 1;
   for (const int64_t size : shape) {
-    if (size > 1 && product > limit / size) return std::nullopt;
-    product *= size > 1 ? size : 1;
+    if (size <= 1) continue;
+    if (__builtin_mul_overflow(product, size, &product) || product > limit) return std::nullopt;
   }
   return product;
 }

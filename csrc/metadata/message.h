@@ -4,6 +4,7 @@
 #include <compare>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -44,10 +45,17 @@ struct Call {
   std::string error_text;
 };
 
+/// A stretch of a list that all microbatches share: a step has a hundred microbatches, and a list
+/// for each is an allocation for each.
+struct Part {
+  size_t begin = 0;
+  size_t count = 0;
+};
+
 struct Microbatch {
   int64_t id = 0;
-  std::vector<uint32_t> hops;   // numbers in Content::hops
-  std::vector<uint32_t> forms;  // numbers in Content::forms: one tensor each, by ascending name
+  Part hops;   // of Content::hop_numbers
+  Part forms;  // of Content::form_numbers: one tensor each, by ascending name
 };
 
 /// All of a message but the values of its tensors. Tensors are counted through all microbatches.
@@ -56,6 +64,15 @@ struct Content {
   std::vector<Hop> hops;  // each once, however many microbatches have it
   std::vector<Form> forms;
   std::vector<Microbatch> microbatches;
+  std::vector<uint32_t> hop_numbers;   // in `hops`, microbatch by microbatch
+  std::vector<uint32_t> form_numbers;  // in `forms`, likewise: one for each tensor
+
+  std::span<const uint32_t> hops_of(const Microbatch& microbatch) const {
+    return std::span(hop_numbers).subspan(microbatch.hops.begin, microbatch.hops.count);
+  }
+  std::span<const uint32_t> forms_of(const Microbatch& microbatch) const {
+    return std::span(form_numbers).subspan(microbatch.forms.begin, microbatch.forms.count);
+  }
 };
 
 /// How a tensor splits into rows: the last dimension is a row, a scalar is a row of one. A tensor

@@ -9,10 +9,11 @@ namespace {
 
 class TableMaker {
  public:
-  TableMaker(const Content& content, const std::vector<at::Tensor>& tensors,
-             const std::vector<bool>& away)
+  TableMaker(const Content& content, const Tensors& tensors, const std::vector<bool>& away)
       : tensors_(tensors), masks_(masks_to_follow(content)), follower_on_host_(tensors.size()) {
     table_.away = away;
+    table_.jobs.reserve(tensors.size());
+    table_.job_of.reserve(tensors.size());
     for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
       const size_t mask = masks_[tensor];
       if (mask != kNoTensor && !away[tensor]) follower_on_host_[mask] = true;
@@ -31,7 +32,7 @@ class TableMaker {
     job.elements = elements_of(tensor, form);
     if (job.kind == ScanKind::kRule && masks_[tensor] != kNoTensor) {
       job.mask = table_.jobs[table_.job_of[masks_[tensor]]].elements;
-      job.mask_rows = tensors_[masks_[tensor]].numel() / shape.length;
+      job.mask_rows = tensors_[masks_[tensor]]->numel() / shape.length;
     }
     place_output(job, shape.rows);
     table_.job_of.back() = table_.jobs.size();
@@ -54,7 +55,7 @@ class TableMaker {
 
   Elements elements_of(size_t tensor, const Form& form) const {
     const DType& type = kDTypes[form.dtype];
-    return {tensors_[tensor].const_data_ptr(), type.bytes, type.is_signed};
+    return {tensors_[tensor]->const_data_ptr(), type.bytes, type.is_signed};
   }
 
   void place_output(ScanJob& job, int64_t rows) {
@@ -74,7 +75,7 @@ class TableMaker {
     return offset;
   }
 
-  const std::vector<at::Tensor>& tensors_;
+  const Tensors& tensors_;
   std::vector<size_t> masks_;
   std::vector<bool> follower_on_host_;
   ScanTable table_;
@@ -82,12 +83,10 @@ class TableMaker {
 
 }  // namespace
 
-ScanTable plan_scan(const Content& content, const std::vector<at::Tensor>& tensors,
-                    const std::vector<bool>& away) {
+ScanTable plan_scan(const Content& content, const Tensors& tensors, const std::vector<bool>& away) {
   TableMaker maker(content, tensors, away);
-  size_t tensor = 0;
-  for (const Microbatch& microbatch : content.microbatches) {
-    for (const uint32_t form : microbatch.forms) maker.add(tensor++, content.forms[form]);
+  for (size_t tensor = 0; tensor < tensors.size(); ++tensor) {
+    maker.add(tensor, content.forms[content.form_numbers[tensor]]);
   }
   return maker.take();
 }

@@ -26,10 +26,11 @@ class Pool {
     const std::lock_guard lock(mutex_);
     auto& pieces = pieces_of(device);
     const auto found = std::find_if(pieces.begin(), pieces.end(), [bytes](const Staging& piece) {
-      return piece.bytes >= bytes && ldt_metadata_is_done(&piece);
+      return piece.bytes >= bytes && (!piece.marked || ldt_metadata_is_done(&piece));
     });
     if (found == pieces.end()) return false;
     taken = *found;
+    taken.marked = false;
     pieces.erase(found);
     return true;
   }
@@ -91,6 +92,7 @@ void StagedCall::fetch(int64_t offset, int64_t bytes) {
 
 void StagedCall::mark() {
   check(ldt_metadata_mark(&staging_, stream_));
+  staging_.marked = true;
   settled_ = true;
 }
 

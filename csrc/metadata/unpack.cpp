@@ -53,13 +53,10 @@ Unpacked unpack(const at::Tensor& data, c10::Device device, int64_t max_elements
   Unpacked unpacked;
   if (!decoded.offsets.empty()) {
     const at::Tensor buffer = rebuild(decoded, device);
-    size_t tensor = 0;
     unpacked.tensors.reserve(decoded.offsets.size());
-    for (const Microbatch& microbatch : decoded.content.microbatches) {
-      for (const uint32_t form : microbatch.forms) {
-        const int64_t offset = decoded.offsets[tensor++];
-        unpacked.tensors.push_back(view_of(buffer, offset, decoded.content.forms[form]));
-      }
+    for (size_t tensor = 0; tensor < decoded.offsets.size(); ++tensor) {
+      const Form& form = decoded.content.forms[decoded.content.form_numbers[tensor]];
+      unpacked.tensors.push_back(view_of(buffer, decoded.offsets[tensor], form));
     }
   }
   unpacked.content = std::move(decoded.content);

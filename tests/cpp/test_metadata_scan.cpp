@@ -142,7 +142,7 @@ at::Tensor random_positions(const at::Tensor& mask) {
 
 struct Case {
   Content content;
-  std::vector<at::Tensor> tensors;
+  Tensors tensors;
 };
 
 Case random_case() {
@@ -152,25 +152,24 @@ Case random_case() {
   for (int64_t id = 0; id < count; ++id) {
     const auto mask =
         random_mask(1 + random_up_to(2), 1 + random_up_to(100), types[random_up_to(3)]);
-    Microbatch microbatch{id, {}, {}};
+    made.content.microbatches.push_back({id, {}, {3 * static_cast<size_t>(id), 3}});
     const at::Tensor tensors[] = {mask, random_positions(mask),
                                   at::randint(0, 50, {random_up_to(2), 3}, at::kLong)};
     const uint8_t names[] = {kAttentionMask, kPositionIds, 3};
     for (int i = 0; i < 3; ++i) {
-      const at::Tensor tensor = tensors[i].contiguous();
-      microbatch.forms.push_back(static_cast<uint32_t>(made.content.forms.size()));
+      at::Tensor tensor = tensors[i].contiguous();
+      made.content.form_numbers.push_back(static_cast<uint32_t>(made.content.forms.size()));
       made.content.forms.push_back(
           {names[i], wire_dtype(tensor.scalar_type()), tensor.sizes().vec()});
-      made.tensors.push_back(tensor);
+      made.tensors.push_back(c10::MaybeOwned<at::Tensor>::owned(std::move(tensor)));
     }
-    made.content.microbatches.push_back(microbatch);
   }
   return made;
 }
 
 std::vector<uint8_t> bytes_from_host(const Case& made) {
   std::vector<const void*> data;
-  for (const auto& tensor : made.tensors) data.push_back(tensor.const_data_ptr());
+  for (const auto& tensor : made.tensors) data.push_back(tensor->const_data_ptr());
   HostRows rows(made.content, data);
   return encode(made.content, rows, 1 << 20);
 }
@@ -208,7 +207,7 @@ TEST(what_the_kernel_computes_is_what_the_host_rebuilds) {
     }
     EXPECT(by_loops == by_element);
     for (size_t tensor = 0; tensor < made.tensors.size(); ++tensor) {
-      const auto& truth = made.tensors[tensor];
+      const at::Tensor& truth = *made.tensors[tensor];
       EXPECT(std::memcmp(by_loops.data() + decoded.offsets[tensor], truth.const_data_ptr(),
                          truth.nbytes()) == 0);
     }
@@ -253,8 +252,9 @@ void expect_the_shortest_code(const std::vector<int64_t>& row) {
   const auto length = static_cast<int64_t>(row.size());
   Case made;
   made.content.forms.push_back({kAttentionMask, 8, {length}});
-  made.content.microbatches.push_back({0, {}, {0}});
-  made.tensors.push_back(at::tensor(row, at::kLong));
+  made.content.microbatches.push_back({0, {}, {0, 1}});
+  made.content.form_numbers.push_back(0);
+  made.tensors.push_back(c10::MaybeOwned<at::Tensor>::owned(at::tensor(row, at::kLong)));
   ScanTable table = plan_scan(made.content, made.tensors, {true});
   const auto output = expected_output(table);
   ScannedRows rows(made.content, made.tensors, std::move(table), memory_of(output));

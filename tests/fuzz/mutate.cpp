@@ -39,14 +39,16 @@ std::vector<int64_t> random_row(Generator& generator, int64_t length) {
 Bytes random_message(Generator& generator) {
   Content content;
   content.call.plan = "plan";
-  content.hops = {{HopTensor{10, true, {4, 8}, {}, 1}, HopTensor{8, false, {2, 3}, {1, 0}, {}}}, {}};
+  content.hops = {{HopTensor{10, true, {4, 8}, {}, 1}, HopTensor{8, false, {2, 3}, {1, 0}, {}}},
+                  {}};
   std::vector<std::vector<int64_t>> tensors;
   const size_t count = up_to(generator, 3);
   for (size_t id = 0; id < count; ++id) {
     const auto length = static_cast<int64_t>(1 + up_to(generator, 40));
-    Microbatch microbatch{static_cast<int64_t>(id), {static_cast<uint32_t>(id % 2)}, {}};
+    content.microbatches.push_back({static_cast<int64_t>(id), {id, 1}, {3 * id, 3}});
+    content.hop_numbers.push_back(static_cast<uint32_t>(id % 2));
     for (uint8_t name = 0; name < 3; ++name) {
-      microbatch.forms.push_back(static_cast<uint32_t>(content.forms.size()));
+      content.form_numbers.push_back(static_cast<uint32_t>(content.forms.size()));
       content.forms.push_back({name, 8, {length}});
       tensors.push_back(random_row(generator, length));
     }
@@ -56,7 +58,6 @@ Bytes random_message(Generator& generator) {
     for (size_t i = 0; i < positions.size() && up_to(generator, 3) != 0; ++i) {
       positions[i] = tensors[tensors.size() - 3][i] != 0 ? kept++ : 1;
     }
-    content.microbatches.push_back(std::move(microbatch));
   }
   std::vector<const void*> data;
   for (const auto& tensor : tensors) data.push_back(tensor.data());

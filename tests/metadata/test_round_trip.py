@@ -45,6 +45,13 @@ def test_any_message(message: StepMessage) -> None:
     assert torch.equal(data, pack(opened(data)))
 
 
+def test_a_name_is_its_text() -> None:
+    """Whichever object it is: of most names Python has one object only."""
+    mask = torch.ones(2, 3, dtype=torch.int64)
+    other = "".join(["attention", "_mask"])
+    assert torch.equal(pack(alone(**{other: mask})), pack(alone(attention_mask=mask)))
+
+
 @pytest.mark.parametrize("kind", ROW_KINDS)
 @given(data=st.data())
 def test_masks_of_each_kind(kind: str, data: st.DataObject) -> None:

@@ -52,13 +52,14 @@ constexpr uint32_t kSegmentsHolds = 32;
 /// element that is not 0, the second for each (but the first) that differs from the one before.
 LDT_HOST_DEVICE constexpr int64_t words_of(int64_t length) { return (length + 31) / 32; }
 
-/// A piece of pinned host memory and one of device memory, `bytes` each, and a cudaEvent_t: once it
-/// is done, so is what was last done with the two.
+/// A piece of pinned host memory and one of device memory, `bytes` each, and a cudaEvent_t. If it
+/// is `marked`, what was last done with the two is done once the event is; otherwise it is done.
 struct Staging {
   uint8_t* host;
   uint8_t* device;
   void* event;
   int64_t bytes;
+  bool marked;
 };
 
 }  // namespace ldt::metadata

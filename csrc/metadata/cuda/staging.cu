@@ -56,7 +56,7 @@ extern "C" const char* ldt_metadata_allocate(ldt::metadata::Staging* staging, in
   cudaError_t status = cudaHostAlloc(&host, size, cudaHostAllocDefault);
   if (status == cudaSuccess) status = cudaMalloc(&device, size);
   if (status == cudaSuccess) status = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-  *staging = {static_cast<uint8_t*>(host), static_cast<uint8_t*>(device), event, bytes};
+  *staging = {static_cast<uint8_t*>(host), static_cast<uint8_t*>(device), event, bytes, false};
   if (status != cudaSuccess) release(*staging);
   return text_of(status);
 }
