@@ -39,7 +39,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     """Read the command line; ends the process with a sentence if it is wrong."""
     parser = argparse.ArgumentParser(
         description="Train a small language model on bytes of English text, split in a U: its first and last layers "
-        "on stage 0, the edge, the layers between on the others. Start it with torchrun, one process per rank.",
+        "on stage 0, the edge, the layers between on the others. Start it with torchrun, one process "
+        "per rank: those of stage 0 times --edge-dp and those of all other stages times --dp.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     _add_split(parser.add_argument_group("how the model is split"))

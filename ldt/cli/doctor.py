@@ -22,6 +22,10 @@ OPTIONAL = {
     "matplotlib": "pictures of timelines (ldt-torch[plot])",
     "tabulate": "tables of the examples (ldt-torch[examples])",
     "tqdm": "progress bar of the examples (ldt-torch[examples])",
+    "transformers": "Hugging Face models (ldt-torch[hf])",
+    "safetensors": "their weights (ldt-torch[hf])",
+    "peft": "adapters in the examples (ldt-torch[examples])",
+    "sklearn": "images of the examples (ldt-torch[examples])",
     "torch_npu": "Ascend NPUs (ldt-torch[npu])",
 }
 MINIMUM_PYTHON = (3, 10)

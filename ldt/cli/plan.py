@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shape.add_argument(
         "--stages", type=_numbers, required=True, metavar="TP,...", help="TP size of each stage"
     )
-    shape.add_argument("--laps", type=int, default=1)
+    shape.add_argument("--laps", type=int, default=1, help="walks through all stages; default: 1")
     shape.add_argument("--dp", type=int, default=1, help="replicas of the cloud stages")
     shape.add_argument("--edge-dp", type=int, help="replicas of the edge, which share them; default: as many")
     shape.add_argument("--microbatches", type=int, required=True, help="of each replica of the edge")
@@ -49,7 +49,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group(
         "costs: one value for all, or one per chunk (per hop: latency, bandwidth, bytes)"
     )
-    costs.add_argument("--costs", type=Path, metavar="FILE", help="what Costs.measure(...).save(FILE) wrote")
+    costs.add_argument(
+        "--costs", type=Path, metavar="FILE", help="what pipeline.measure_costs(...).save(FILE) wrote"
+    )
     costs.add_argument("--forward", type=_PER_CHUNK, metavar="TIME", help="of one microbatch, such as 12ms")
     costs.add_argument("--backward", type=_PER_CHUNK, metavar="TIME", help="default: twice the forward")
     costs.add_argument("--latency", type=_PER_CHUNK, metavar="TIME", help="one way, such as 20ms")
@@ -74,7 +76,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     files = parser.add_argument_group("files")
     files.add_argument(
-        "--plan", type=Path, default=Path("ldt-plan.txt"), metavar="FILE", help="the fastest plan"
+        "--plan",
+        type=Path,
+        default=Path("ldt-plan.txt"),
+        metavar="FILE",
+        help="where the fastest plan is written; default: ldt-plan.txt",
     )
     files.add_argument(
         "--picture",

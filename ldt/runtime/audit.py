@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.disclosure import InputValueError, QuotingError
 from ldt.runtime.microbatch import Microbatch
 
 __all__ = ["Audit", "Guard"]
@@ -22,11 +22,16 @@ class Audit:
     """Writes a line of JSON for all that a rank of the edge sends in its calls, to ``path``, which must be new.
 
     Of an "activation" or a "gradient": the call's number, channel, microbatch and tensor, its shape, dtype and bytes as
-    this rank has them. Of "metadata" and "tokens", which go to each other node: the call and the bytes. Raises OSError.
+    this rank has them. Of "metadata" and "tokens", which go to each other node: the call and the bytes. Raises OSError,
+    and LdtError if the file is there.
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._file = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 (as long as the pipeline lives)
+        try:
+            self._file = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 (as long as the pipeline lives)
+        except FileExistsError:
+            text = "the file of an audit exists already, and is never written over: name a new one"
+            raise QuotingError(f"{text}, got {path}", plain=text) from None
 
     def discard(self) -> None:
         """Remove the file: there is nothing to tell."""

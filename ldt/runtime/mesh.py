@@ -239,6 +239,7 @@ class Mesh(Place):
         )
         if dist.is_initialized():
             self._part_of_stage("tp")  # now, as a chunk may first ask for it while its shapes are inferred
+            self._connect_alone(deadline)
         self.failures.check()  # what failed before there was a lane to abort
         connecting = start_connecting(
             self._groups,
@@ -278,6 +279,13 @@ class Mesh(Place):
             assert dims is not None
             self._device_meshes = {"dp": stage[dims[0]], "tp": stage[dims[1]]}
         return self._device_meshes[dim]
+
+    def _connect_alone(self, deadline: float) -> None:
+        """Groups of this rank alone: a communicator made within a step may wait for receives that wait for it."""
+        for name, group in self._groups.items():
+            if dist.get_world_size(group) == 1 and dist.get_backend(group) != naming.GLOO:
+                work = dist.all_reduce(torch.zeros(1, device=self.device), group=group, async_op=True)
+                await_connected(work, f"group {name}", self.failures, deadline)
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""

@@ -189,8 +189,9 @@ def test_an_audit_is_not_written_over(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text("mine\n")
     own, other = pool.run(existing, str(path), ranks=range(2))
-    assert "File exists" in own
-    assert "FileExistsError" in other
+    assert f"exists already, and is never written over: name a new one, got {path}" in own
+    assert "exists already, and is never written over" in other
+    assert str(path) not in other
     assert path.read_text() == "mine\n"
 
 
