@@ -21,6 +21,8 @@ from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 
 __all__ = ["ShapeBook"]
 
+KEPT_ANSWERS = 4096  # of the head, and of the other chunks
+
 
 class _Question(NamedTuple):
     """What does ``chunk`` return for ``inputs``? Equal ones have equal answers, on every rank."""
@@ -51,8 +53,8 @@ class ShapeBook:
         self._keywords = {index: keywords_of(module) for index, module in chunks.items()}
         if mesh.topology.channels:
             warm_up()
-        self._heads: Recent[HopSpecs] = Recent(4096)
-        self._outputs: Recent[HopSpecs] = Recent(4096)
+        self._heads: Recent[HopSpecs] = Recent(KEPT_ANSWERS)
+        self._outputs: Recent[HopSpecs] = Recent(KEPT_ANSWERS)
 
     def autocast(self) -> str | None:
         """The dtype that autocast casts to on this rank's device, None where it is off."""
