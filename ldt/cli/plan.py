@@ -74,7 +74,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--memory-limit-bytes", type=nbytes, metavar="SIZE", help="bytes, needs --activation-bytes"
     )
-    files = parser.add_argument_group("files")
+    _add_files(parser.add_argument_group("files"))
+    parser.add_argument("--no-split", action="store_true", help="plan whole backwards only")
+    parser.add_argument("--grid", action="store_true", help="print the fastest plan")
+
+
+def _add_files(files: argparse._ArgumentGroup) -> None:
     files.add_argument(
         "--plan",
         type=Path,
@@ -93,8 +98,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--from-csv", type=Path, metavar="FILE", help="compare a plan of torch.distributed.pipelining"
     )
     files.add_argument("--to-csv", type=Path, metavar="FILE", help="the fastest plan in that form, too")
-    parser.add_argument("--no-split", action="store_true", help="plan whole backwards only")
-    parser.add_argument("--grid", action="store_true", help="print the fastest plan")
 
 
 def run(arguments: argparse.Namespace) -> int:

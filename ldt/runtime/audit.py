@@ -104,26 +104,25 @@ class Guard:
 
     def _keep(self, what: str, value: object) -> None:
         for tensor in _tensors_in(value):
-            storage = tensor.untyped_storage()
-            self._kept.append(_Kept(what, tensor, storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            self._kept.append(_Kept(what, tensor, *_extent(tensor)))
 
     def _overlapped(self, tensor: torch.Tensor) -> str | None:
-        start = tensor.data_ptr()
+        start, stop = _extent(tensor)
         found = (
             kept.what
             for kept in self._kept
-            if kept.start <= start < kept.stop and _together(kept.tensor, tensor)
+            if kept.start < stop and start < kept.stop and kept.tensor.device == tensor.device
         )
         return next(found, None)
 
     def _copied(self, tensor: torch.Tensor) -> str | None:
         """Equally many elements of equal values. Of one or two elements, or of one value, that is chance."""
-        flat = tensor.detach().reshape(-1).double()
-        if flat.numel() <= 2 or not _together(tensor, tensor) or bool((flat == flat[0]).all()):
+        values = _values(tensor)
+        if values.numel() <= 2 or bool((values == values[0]).all()):
             return None
         for kept in self._kept:
-            alike = kept.tensor.numel() == flat.numel() and _together(kept.tensor, tensor)
-            if alike and torch.equal(kept.tensor.detach().reshape(-1).double(), flat):
+            alike = kept.tensor.numel() == tensor.numel() and kept.tensor.device == tensor.device
+            if alike and torch.equal(_values(kept.tensor), values):
                 return f"a copy of {kept.what}"
         return None
 
@@ -137,9 +136,17 @@ class _Kept(NamedTuple):
     stop: int
 
 
-def _together(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether addresses and values of both can be compared."""
-    return one.device == other.device and not one.is_complex() and not other.is_complex()
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses from its first element in memory to behind its last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in a row, in one type for all, so that a copy in another one is equal."""
+    return tensor.detach().reshape(-1).to(torch.complex128)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -12,12 +12,10 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
 from ldt.runtime.place import Place
-from ldt.runtime.relay import Relay
+from ldt.runtime.relay import MAX_BYTES, Relay
 from ldt.topology import Node
 
 __all__ = ["ControlPlane"]
-
-_MAX_BYTES = 64 << 20
 
 
 class ControlPlane:
@@ -87,8 +85,8 @@ class ControlPlane:
 
 def _encode(message: Any) -> bytes:
     data = json.dumps(message, separators=(",", ":")).encode()
-    if len(data) > _MAX_BYTES:
-        raise LdtError(f"a control message of {len(data)} bytes is too long: at most {_MAX_BYTES}")
+    if len(data) > MAX_BYTES:
+        raise LdtError(f"a control message of {len(data)} bytes is too long: at most {MAX_BYTES}")
     return data
 
 

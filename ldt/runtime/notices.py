@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.calls import Call
 from ldt.runtime.disclosure import InputValueError
-from ldt.runtime.keywords import Keywords, check_taken
+from ldt.runtime.keywords import check_taken
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
 from ldt.runtime.microbatch import Microbatch, Signatures
@@ -37,21 +37,14 @@ class Notice:
 
 
 class Notices:
-    """Those of one pipeline, of which chunks here take ``keywords``, and those on the cloud the metadata ``wanted``."""
+    """Those of one pipeline, of which chunks on the cloud take the metadata ``wanted``."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        shapes: ShapeBook,
-        plans: PlanBook,
-        keywords: Sequence[Keywords],
-        wanted: Sequence[str],
-        audit: Audit | None = None,
+        self, mesh: Mesh, shapes: ShapeBook, plans: PlanBook, wanted: Sequence[str], audit: Audit | None
     ) -> None:
         self._mesh = mesh
         self._shapes = shapes
         self._plans = plans
-        self._keywords = keywords
         self._wanted = wanted
         self._audit = audit
         self._signatures = Signatures()
@@ -100,11 +93,12 @@ class Notices:
         setting = self._shapes.setting()
         described = []
         for index, microbatch in enumerate(microbatches):
-            check_taken(microbatch.kwargs, index, self._keywords, self._wanted)
+            check_taken(microbatch.kwargs, index, self._shapes.keywords.values(), self._wanted)
             head = self._shapes.head_output(microbatch, call.training, setting)
             offered = {name: microbatch.kwargs.get(name) for name in self._wanted}
             tensors = {name: value for name, value in offered.items() if value is not None}
-            self._guard(index, microbatch, tensors)
+            if tensors:
+                self._guard(index, microbatch, tensors)
             # Where chunks on the edge come later, equal numbers say that they return equal shapes.
             number = self._signatures.number(microbatch) if self._mesh.topology.laps > 1 else index
             described.append(MicrobatchMetadata(number, (head,), tensors))

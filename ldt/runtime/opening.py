@@ -10,9 +10,7 @@ import torch
 
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
-from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call, Mode, Refusal
-from ldt.runtime.keywords import keywords_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import StepCalledOff, StepMessage, unpack
 from ldt.runtime.notices import Notice, Notices
@@ -38,23 +36,15 @@ class Agreement:
 
 
 class Opening:
-    """Opens the calls of one pipeline, of which cloud chunks take the metadata ``wanted``."""
+    """Opens the calls of one pipeline. ``notices`` are there on the edge."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        shapes: ShapeBook,
-        plans: PlanBook,
-        wanted: Sequence[str],
-        audit: Audit | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, shapes: ShapeBook, plans: PlanBook, notices: Notices | None) -> None:
         self._mesh = mesh
         self._shapes = shapes
         self._plans = plans
-        on_edge = [keywords_of(module) for module in shapes.chunks.values()]
-        self._notices = Notices(mesh, shapes, plans, on_edge, wanted, audit) if mesh.is_edge else None
-        self._messages: dict[int, StepMessage | StepCalledOff] = {}  # the last of each replica of the edge
-        self._contents: dict[int, bytes] = {}  # the same, as they came
+        self._notices = notices
+        self._contents: dict[int, bytes] = {}  # what came last of each replica of the edge
+        self._messages: dict[int, StepMessage | StepCalledOff] = {}  # the same, made anew for each call
 
     def open(self, call: Call, upcoming: Call | None = None) -> Agreement:
         """Agree on ``call``; the edge also says what ``upcoming`` will be. A collective call of all ranks.
@@ -74,7 +64,7 @@ class Opening:
             raise call.reason
         messages = [self._checked(replica, letter, call) for replica, letter in enumerate(letters)]
         plan = self._agreed_plan(call, messages)
-        keywords = self._keywords(call)
+        keywords = self._keywords(call, messages[mesh.edge_replica])
         hops = [
             self._shapes.hops(message, replica, call.training, keywords)
             for replica, message in enumerate(messages)
@@ -82,19 +72,24 @@ class Opening:
         return Agreement(plan, hops[mesh.edge_replica], keywords)
 
     def _read(self, replica: int, letter: Letter) -> None:
-        if letter.subject is Subject.SAME_STEP:
-            return
-        self._contents[replica] = letter.content
-        self._messages[replica] = unpack(as_tensor(letter.content))
+        """Also where the letter says that nothing changed: chunks may have changed the tensors that they were given."""
+        if letter.subject is Subject.STEP:
+            self._contents[replica] = letter.content
+        if replica in self._contents:
+            self._messages[replica] = self._unpacked(replica, torch.device("cpu"))
 
-    def _keywords(self, call: Call) -> list[Mapping[str, Any]]:
-        """Made anew for each call: a chunk may change what it is given."""
+    def _unpacked(self, replica: int, device: torch.device) -> StepMessage | StepCalledOff:
+        with torch.inference_mode(False):  # so that chunks may change them
+            return unpack(as_tensor(self._contents[replica]), device)
+
+    def _keywords(self, call: Call, message: StepMessage) -> list[Mapping[str, Any]]:
         if isinstance(call.microbatches, list):
             return [microbatch.kwargs for microbatch in call.microbatches]
-        with torch.inference_mode(False):
-            message = unpack(as_tensor(self._contents[self._mesh.edge_replica]), self._mesh.device)
-        assert isinstance(message, StepMessage)
-        return [microbatch.tensors for microbatch in message.microbatches]
+        on_device: StepMessage | StepCalledOff = message
+        if self._mesh.device.type != "cpu":
+            on_device = self._unpacked(self._mesh.edge_replica, self._mesh.device)
+        assert isinstance(on_device, StepMessage)
+        return [microbatch.tensors for microbatch in on_device.microbatches]
 
     def _check_called(self, replica: int, call: Call, notice: Notice | None) -> None:
         """Raise Refusal if a leader of the edge calls the step off."""

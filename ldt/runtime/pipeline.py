@@ -25,6 +25,7 @@ from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
+from ldt.runtime.notices import Notices
 from ldt.runtime.opening import Opening
 from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.record import Recorder
@@ -106,7 +107,8 @@ class Pipeline:
             index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules, all_reads)
-        self._opening = Opening(mesh, self._shapes, self._plans, wanted, self._audit)
+        notices = Notices(mesh, self._shapes, self._plans, wanted, self._audit) if mesh.is_edge else None
+        self._opening = Opening(mesh, self._shapes, self._plans, notices)
         self._guard: Guard | None = None
 
     @property

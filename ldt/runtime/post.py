@@ -20,7 +20,7 @@ from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
 from ldt.runtime.groups import post_name
 from ldt.runtime.place import Place
-from ldt.runtime.relay import Relay, as_bytes, as_tensor
+from ldt.runtime.relay import MAX_BYTES, Relay, as_bytes, as_tensor
 from ldt.topology import Node
 
 __all__ = ["MAX_CONTENT_BYTES", "Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
@@ -29,7 +29,7 @@ _FRAME_BYTES = (
     1 << 18
 )  # posted ahead; gloo takes a shorter one into it, so that a short message is short on the wire
 _HEAD_BYTES = 24  # subject, number and the bytes that follow, in 8 bytes each
-MAX_CONTENT_BYTES = 63 << 20  # as much as goes on within a node
+MAX_CONTENT_BYTES = MAX_BYTES - _HEAD_BYTES  # as much as goes on within a node
 _AHEAD = 2  # frames: the message of the next step, and the number of tokens of this one
 
 

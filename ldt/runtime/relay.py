@@ -18,12 +18,12 @@ from ldt.runtime.failure import FailureWatch
 from ldt.runtime.place import Place
 from ldt.topology import Node
 
-__all__ = ["Relay", "as_bytes", "as_tensor", "wait_or_fail"]
+__all__ = ["MAX_BYTES", "Relay", "as_bytes", "as_tensor", "wait_or_fail"]
 
 _POLL = timedelta(seconds=0.2)
 _INLINE_BYTES = 2048  # a message up to this size takes one round, a longer one two
 _LENGTH_BYTES = 8
-_MAX_BYTES = 64 << 20
+MAX_BYTES = 64 << 20
 _A_SUM = "a sum over all ranks"
 
 
@@ -115,8 +115,8 @@ class Relay:
             frame[: len(inline)] = as_tensor(inline)
         frame = self._scattered(group, root, frame, patient)
         length = int.from_bytes(as_bytes(frame[:_LENGTH_BYTES]), "little")
-        if length > _MAX_BYTES:
-            raise LdtError(f"a message of {length} bytes was announced; at most {_MAX_BYTES} are accepted")
+        if length > MAX_BYTES:
+            raise LdtError(f"a message of {length} bytes was announced; at most {MAX_BYTES} are accepted")
         if length <= _INLINE_BYTES:
             return as_bytes(frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
         whole = as_tensor(data) if mine else torch.empty(length, dtype=torch.uint8, device="cpu")

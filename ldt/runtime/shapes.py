@@ -50,7 +50,7 @@ class ShapeBook:
         self._reads = {int(chunk): names for chunk, names in (reads or {}).items()}
         self._mesh = mesh
         self._topology = mesh.topology
-        self._keywords = {index: keywords_of(module) for index, module in chunks.items()}
+        self.keywords = {index: keywords_of(module) for index, module in chunks.items()}
         if mesh.topology.channels:
             warm_up()
         self._heads: Recent[HopSpecs] = Recent(KEPT_ANSWERS)
@@ -169,7 +169,7 @@ class ShapeBook:
 
     def keywords_for(self, chunk: int, offered: Mapping[str, Any], given: int) -> dict[str, Any]:
         """What ``chunk`` takes by name of what is ``offered``, behind ``given`` tensors of a hop."""
-        kwargs = self._keywords[chunk].pick(offered, given)
+        kwargs = self.keywords[chunk].pick(offered, given)
         if self._mesh.is_edge or hasattr(self.chunks[chunk], "output_spec"):
             return kwargs
         # Metadata, which are read on the CPU here, will be on the device.

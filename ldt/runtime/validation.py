@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +42,12 @@ def validate_chunks(
             logger.info(
                 "chunk %d is not checked: fake tensors cannot stand in for the weights of fully_shard", chunk
             )
-        elif chunk == 0 and microbatches is not None:
-            for index, microbatch in enumerate(microbatches):
-                _validate(
-                    mesh, shapes, _Case(0, index, microbatch.args, microbatch.kwargs, training), agreement
-                )
-        elif mesh.topology.crosses(chunk - 1):
-            for case in _cases(chunk, agreement, training):
-                _validate(mesh, shapes, case, agreement)
+            continue
+        cases = _of_head(microbatches or (), training) if chunk == 0 else ()
+        if mesh.topology.crosses(chunk - 1):
+            cases = _of_chunk(chunk, agreement, training)
+        for case in cases:
+            _validate(mesh, shapes, case, agreement)
 
 
 class _Case(NamedTuple):
@@ -62,14 +60,21 @@ class _Case(NamedTuple):
     training: bool
 
 
-def _cases(chunk: int, agreement: Agreement, training: bool) -> Iterator[_Case]:
+def _of_head(microbatches: Sequence[Microbatch], training: bool) -> Iterable[_Case]:
     """One of each kind."""
-    seen = set()
+    cases: dict[object, _Case] = {}
+    for index, microbatch in enumerate(microbatches):
+        cases.setdefault(microbatch.signature, _Case(0, index, microbatch.args, microbatch.kwargs, training))
+    return cases.values()
+
+
+def _of_chunk(chunk: int, agreement: Agreement, training: bool) -> Iterable[_Case]:
+    """One of each kind."""
+    cases: dict[object, _Case] = {}
     for index, (carried, offered) in enumerate(zip(agreement.hops, agreement.keywords, strict=True)):
         kind = (tuple(carried), _shapes_of(offered))
-        if kind not in seen:
-            seen.add(kind)
-            yield _Case(chunk, index, carried[chunk - 1], offered, training)
+        cases.setdefault(kind, _Case(chunk, index, carried[chunk - 1], offered, training))
+    return cases.values()
 
 
 def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) -> None:

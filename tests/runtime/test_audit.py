@@ -273,6 +273,25 @@ def test_memory_is_known_however_it_is_held() -> None:
     guard.check([held], "something")
 
 
+def test_what_lies_beside_a_sample_is_none() -> None:
+    """Of one buffer a part is the sample: all of it may not leave, the other parts may."""
+    buffer = torch.arange(12.0)
+    guard = Guard([Microbatch((buffer[4:8],), {}, None)])
+    guard.check([buffer[:4], buffer[8:]], "something")
+    for tensor in (buffer, buffer[6:], buffer[7:8], buffer[::3]):
+        with pytest.raises(ValueError, match="would send the inputs of microbatch 0"):
+            guard.check([tensor], "something")
+
+
+def test_complex_samples_are_guarded() -> None:
+    sample = torch.randn(6, dtype=torch.complex64)
+    guard = Guard([Microbatch((sample,), {}, None)], copies=True)
+    for tensor in (sample, torch.view_as_real(sample), sample.clone(), sample.to(torch.complex128)):
+        with pytest.raises(ValueError, match="the inputs of microbatch 0"):
+            guard.check([tensor], "something")
+    guard.check([sample * 2], "something")
+
+
 def test_equal_constants_are_no_copies() -> None:
     guard = Guard([Microbatch((), {}, torch.zeros(4))], copies=True)
     guard.check([torch.zeros(4)], "something")
