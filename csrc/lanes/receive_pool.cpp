@@ -39,8 +39,11 @@ int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   return static_cast<int64_t>(bytes);
 }
 
-ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream)
-    : device_(device), stream_(stream), events_(std::make_shared<EventPool>(device)) {}
+ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream, Allocate allocate)
+    : device_(device),
+      stream_(stream),
+      allocate_(std::move(allocate)),
+      events_(std::make_shared<EventPool>(device)) {}
 
 at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   if (c10::isQIntType(dtype)) {
@@ -80,13 +83,24 @@ ReceivePool::Block ReceivePool::take(int64_t bytes) {
     }
     make_room(1);
   }
+  return new_block(bytes);
+}
+
+ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
   c10::InferenceMode off(false);  // the block will serve training, too
   c10::OptionalStreamGuard on_lane_stream(stream_);
-  return Block{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)), nullptr};
+  Block block;
+  if (allocate_) {
+    block.memory = allocate_(bytes);
+    block.last_use = events_->record(*stream_);
+  } else {
+    block.memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  }
+  return block;
 }
 
 void ReceivePool::give_back(void* address) noexcept {
-  std::shared_ptr<c10::Event> last_use;
+  std::shared_ptr<const c10::Event> last_use;
   if (stream_) {
     try {
       const c10::impl::VirtualGuardImpl backend(device_.type());
@@ -122,17 +136,25 @@ void ReceivePool::make_room(size_t blocks) {
   }
 }
 
-bool ReceivePool::claim(const at::Tensor& tensor) {
+ReceivePool::Claim ReceivePool::claim(const at::Tensor& tensor) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found == in_use_.end() || found->second.claimed) {
-    return false;
+  if (found == in_use_.end() || found->second.claimed) return Claim::kForeign;
+  auto& block = found->second;
+  block.claimed = true;
+  auto claim = Claim::kFree;
+  for (const auto& event : {block.last_receive, block.last_use}) {
+    if (!event || event->query()) continue;
+    event->block(*stream_);
+    claim = Claim::kPending;
   }
-  found->second.claimed = true;
-  if (found->second.last_use) {
-    found->second.last_use->block(*stream_);
-  }
-  return true;
+  return claim;
+}
+
+void ReceivePool::note_end(const at::Tensor& tensor, std::shared_ptr<const c10::Event> end) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = in_use_.find(tensor.storage().mutable_data());
+  if (found != in_use_.end()) found->second.last_receive = std::move(end);
 }
 
 int64_t ReceivePool::bytes() const {

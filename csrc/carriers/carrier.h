@@ -1,0 +1,36 @@
+// How the payload of a stream lane moves: the interface that stream lanes are written against.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <vector>
+
+#include "common/wire_tensors.h"
+#include "lanes/receive_pool.h"
+
+namespace ldt {
+
+/// Everything is enqueued on `stream`, which is the current one, or in an order with it: what is on
+/// it before happens before, and what comes after finds the transfer done. Nothing waits on the
+/// host.
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+
+  virtual void send(const c10::Stream& stream, const WireTensors& wire, int peer) = 0;
+  /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
+  /// the stage while it receives. `claims` has one for each tensor of `wire`.
+  virtual void receive(const c10::Stream& stream, const WireTensors& wire,
+                       const std::vector<ReceivePool::Claim>& claims, int peer,
+                       bool broadcasts) = 0;
+  /// Ends what is under way, as far as that can be. Of no use after.
+  virtual void abort() = 0;
+  /// Memory for the lane's receive pool that this carrier serves best; by default any of the
+  /// device.
+  virtual ReceivePool::Allocate allocator() { return nullptr; }
+  /// Whether something else ends a transfer that takes too long.
+  virtual bool has_own_timeout() const = 0;
+};
+
+}  // namespace ldt
