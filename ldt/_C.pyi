@@ -89,9 +89,12 @@ class PeerReceiver:
         """What the PeerSender of the other process needs, in one line."""
 
 class PeerSender:
-    """The sending end of an edge. Raises LaneError if ``offer`` cannot be used: other host, no access."""
+    """The sending end of an edge. Raises LaneError if ``offer`` cannot be used: other host, no access.
 
-    def __init__(self, device: torch.device, offer: str) -> None: ...
+    Of what lies in ``memory``, the other end may read by itself.
+    """
+
+    def __init__(self, device: torch.device, offer: str, memory: PeerMemory | None = None) -> None: ...
 
 class PeerEdges:
     """The payload goes by the copy engine: a lane's ends of edges on this rank, ``senders`` and ``receivers`` by peer.

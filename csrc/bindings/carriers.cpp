@@ -29,7 +29,8 @@ void bind_carriers(py::module_& module) {
       .def(py::init<std::shared_ptr<PeerMemory>>(), py::arg("memory"))
       .def("offer", &PeerReceiver::offer);
   py::class_<PeerSender, std::shared_ptr<PeerSender>>(module, "PeerSender")
-      .def(py::init<c10::Device, const std::string&>(), py::arg("device"), py::arg("offer"));
+      .def(py::init<c10::Device, const std::string&, std::shared_ptr<PeerMemory>>(),
+           py::arg("device"), py::arg("offer"), py::arg("memory") = py::none());
   py::class_<PeerEdges>(module, "PeerEdges")
       .def(py::init([](std::shared_ptr<PeerMemory> memory,
                        std::map<int, std::shared_ptr<PeerSender>> senders,

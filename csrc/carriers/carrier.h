@@ -6,22 +6,29 @@
 #include <memory>
 #include <vector>
 
+#include "common/end.h"
 #include "common/wire_tensors.h"
 #include "lanes/receive_pool.h"
 
 namespace ldt {
 
-/// Everything is enqueued on `stream`, which is the current one, or in an order with it: what is on
-/// it before happens before, and what comes after finds the transfer done. Nothing waits on the
-/// host.
+/// When a receive is over.
+struct Ends {
+  std::shared_ptr<const End> data;  // what was received is there; empty: in the order of the stream
+  std::shared_ptr<const End> reading;  // another process has read it from here; empty: none does
+};
+
+/// What has to be enqueued is on `stream`, which is the current one, or in an order with it: what
+/// is on it before happens before. Nothing waits on the host.
 class Carrier {
  public:
   virtual ~Carrier() = default;
 
+  /// Done in the order of `stream`.
   virtual void send(const c10::Stream& stream, const WireTensors& wire, int peer) = 0;
   /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
   /// the stage while it receives. `claims` has one for each tensor of `wire`.
-  virtual void receive(const c10::Stream& stream, const WireTensors& wire,
+  virtual Ends receive(const c10::Stream& stream, const WireTensors& wire,
                        const std::vector<ReceivePool::Claim>& claims, int peer,
                        bool broadcasts) = 0;
   /// Ends what is under way, as far as that can be. Of no use after.

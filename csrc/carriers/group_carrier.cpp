@@ -16,7 +16,7 @@ void GroupCarrier::send(const c10::Stream& /*stream*/, const WireTensors& wire, 
 // A backend starts a transfer when the current stream gets there. So the next receive is issued
 // before the lane's stream waits for the broadcast of the piece before it: the two run side by
 // side.
-void GroupCarrier::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
+Ends GroupCarrier::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
                            const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                            bool broadcasts) {
   std::vector<Transport::Work> broadcast;
@@ -25,6 +25,7 @@ void GroupCarrier::receive(const c10::Stream& /*stream*/, const WireTensors& wir
     if (broadcasts) broadcast.push_back(in_stage([&] { return transport_->broadcast(piece); }));
   }
   for (const auto& collective : broadcast) collective->wait();
+  return {};
 }
 
 }  // namespace ldt

@@ -14,7 +14,7 @@ class GroupCarrier final : public Carrier {
       : transport_(std::move(transport)), chunk_bytes_(chunk_bytes) {}
 
   void send(const c10::Stream& stream, const WireTensors& wire, int peer) override;
-  void receive(const c10::Stream& stream, const WireTensors& wire,
+  Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override { transport_->abort(); }
   bool has_own_timeout() const override { return true; }

@@ -47,12 +47,12 @@ void NcclCarrier::send(const c10::Stream& stream, const WireTensors& wire, int p
   }
 }
 
-void NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
+Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
                           const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                           bool broadcasts) {
   if (!groups_->is_leader()) {
     for (const auto& piece : wire.pieces(chunk_bytes_)) broadcast(piece, stream);
-    return;
+    return {};
   }
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     nccl_.check(nccl_.receive(piece.mutable_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
@@ -63,6 +63,7 @@ void NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
     broadcast(piece, stage_stream_);
   }
   if (broadcasts) events_->record(stage_stream_)->block(stream);
+  return {};
 }
 
 void NcclCarrier::broadcast(const at::Tensor& piece, const c10::Stream& stream) {

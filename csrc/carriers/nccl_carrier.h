@@ -26,7 +26,7 @@ class NcclCarrier final : public Carrier {
               int64_t chunk_bytes);
 
   void send(const c10::Stream& stream, const WireTensors& wire, int peer) override;
-  void receive(const c10::Stream& stream, const WireTensors& wire,
+  Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override { groups_->abort(); }
   bool has_own_timeout() const override { return false; }

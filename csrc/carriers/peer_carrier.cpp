@@ -8,7 +8,7 @@ namespace {
 
 // A piece more adds its own time to the first byte's way through a stage, a piece less the time of
 // a few stream operations. Measured with benchmarks/recv_broadcast.py; see docs/performance.md.
-constexpr int64_t kPieces = 16;
+constexpr int64_t kPieces = 8;
 constexpr int64_t kSmallestPiece = int64_t{1} << 20;
 
 template <typename End>
@@ -28,36 +28,46 @@ void PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire, int p
   for (const auto& tensor : wire.contiguous()) {
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     if (bytes == 0) continue;
-    to.begin(stream, bytes, patience_);
-    to.push(stream, static_cast<const char*>(tensor.const_data_ptr()), bytes);
+    to.begin(stream, {static_cast<const char*>(tensor.const_data_ptr()), bytes, bytes}, patience_);
+    to.push(stream, bytes);
   }
 }
 
-void PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
+Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
                           const std::vector<ReceivePool::Claim>& claims, int peer,
                           bool broadcasts) {
   auto& from = edges_.from_stage ? *edges_.from_stage : end_for(edges_.receivers, peer, "from");
   auto* const to = broadcasts ? edges_.to_stage.get() : nullptr;
   const auto& tensors = wire.contiguous();
+  bool by_itself = to == nullptr;
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (tensors[i].numel() == 0) continue;
     const PeerReceiver::Target target{static_cast<char*>(tensors[i].mutable_data_ptr()),
                                       static_cast<int64_t>(tensors[i].nbytes()),
-                                      claims[i] == ReceivePool::Claim::kFree,
-                                      claims[i] != ReceivePool::Claim::kForeign};
-    receive_one(stream, target, from, to);
+                                      claims[i] != ReceivePool::Claim::kForeign,
+                                      claims[i] == ReceivePool::Claim::kFree};
+    if (to != nullptr) {
+      pass_on(stream, target, from, *to);
+      continue;
+    }
+    from.begin(stream, target, target.bytes, patience_);
+    if (!from.comes_by_itself()) from.await(stream, target.bytes);
+    by_itself = by_itself && from.comes_by_itself();
   }
+  if (by_itself) return {from.end(), nullptr};
+  from.end()->block(stream);  // those that came by themselves among others
+  return {nullptr, to == nullptr ? nullptr : to->taken()};
 }
 
-void PeerCarrier::receive_one(const c10::Stream& stream, const PeerReceiver::Target& target,
-                              PeerReceiver& from, PeerSender* to) {
-  const auto piece = to == nullptr ? target.bytes : piece_bytes(target.bytes);
+void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target& target,
+                          PeerReceiver& from, PeerSender& to) {
+  const auto piece = piece_bytes(target.bytes);
   from.begin(stream, target, piece, patience_);
-  if (to != nullptr) to->begin(stream, target.bytes, patience_);
+  // A block of the pool is not written to again before the end that receive() returns.
+  to.begin(stream, {target.address, target.bytes, piece, target.may_post}, patience_);
   for (int64_t done = 0; done < target.bytes; done += piece) {
-    const auto bytes = std::min(piece, target.bytes - done);
-    from.await(stream, bytes);
-    if (to != nullptr) to->push(stream, target.address + done, bytes);
+    from.await(stream, piece);
+    to.push(stream, piece);
   }
 }
 

@@ -27,15 +27,15 @@ class PeerCarrier final : public Carrier {
       : edges_(std::move(edges)), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
   void send(const c10::Stream& stream, const WireTensors& wire, int peer) override;
-  void receive(const c10::Stream& stream, const WireTensors& wire,
+  Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override;
   ReceivePool::Allocate allocator() override;
   bool has_own_timeout() const override { return false; }
 
  private:
-  void receive_one(const c10::Stream& stream, const PeerReceiver::Target& target,
-                   PeerReceiver& from, PeerSender* to);
+  void pass_on(const c10::Stream& stream, const PeerReceiver::Target& target, PeerReceiver& from,
+               PeerSender& to);
   int64_t piece_bytes(int64_t message_bytes) const;
 
   const PeerEdges edges_;

@@ -100,7 +100,7 @@ ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
 }
 
 void ReceivePool::give_back(void* address) noexcept {
-  std::shared_ptr<const c10::Event> last_use;
+  std::shared_ptr<const End> last_use;
   if (stream_) {
     try {
       const c10::impl::VirtualGuardImpl backend(device_.type());
@@ -128,9 +128,9 @@ void ReceivePool::make_room(size_t blocks) {
   const auto most = std::max(peak_in_use_, in_use_.size() + blocks);
   while (!idle_.empty() && in_use_.size() + idle_.size() + blocks > most) {
     const auto oldest = idle_.begin();
-    if (oldest->last_use) {
+    for (const auto& event : {oldest->last_receive, oldest->last_read, oldest->last_use}) {
       // The memory goes back to the lane's stream, whose next allocation may be the same memory.
-      oldest->last_use->block(*stream_);
+      if (event) event->block(*stream_);
     }
     idle_.erase(oldest);
   }
@@ -143,18 +143,21 @@ ReceivePool::Claim ReceivePool::claim(const at::Tensor& tensor) {
   auto& block = found->second;
   block.claimed = true;
   auto claim = Claim::kFree;
-  for (const auto& event : {block.last_receive, block.last_use}) {
-    if (!event || event->query()) continue;
+  for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {
+    if (!event || event->is_reached()) continue;
     event->block(*stream_);
     claim = Claim::kPending;
   }
   return claim;
 }
 
-void ReceivePool::note_end(const at::Tensor& tensor, std::shared_ptr<const c10::Event> end) {
+void ReceivePool::note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
+                            std::shared_ptr<const End> read) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found != in_use_.end()) found->second.last_receive = std::move(end);
+  if (found == in_use_.end()) return;
+  found->second.last_receive = std::move(received);
+  found->second.last_read = std::move(read);
 }
 
 int64_t ReceivePool::bytes() const {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <functional>
@@ -47,17 +46,21 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   /// Whether nothing but the last user of its memory has to be waited for, before `tensor` is
   /// received into. Makes the lane's stream wait for that one.
   Claim claim(const at::Tensor& tensor);
-  /// That the receive into a claimed tensor ends with `end`: its memory may come back before that.
-  void note_end(const at::Tensor& tensor, std::shared_ptr<const c10::Event> end);
+  /// That a claimed tensor is received into until `received`, and its memory read by others until
+  /// `read` (empty: by none): it may come back before that.
+  void note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
+                 std::shared_ptr<const End> read);
   /// All memory the pool holds, in use or idle.
   int64_t bytes() const;
 
  private:
   struct Block {
-    at::Tensor memory;                               // uint8
-    std::shared_ptr<const c10::Event> last_use;      // empty: never used, or on the CPU
-    std::shared_ptr<const c10::Event> last_receive;  // empty: as above
-    bool claimed = false;                            // received into since it was handed out
+    at::Tensor memory;  // uint8
+    // What the next receive into it has to wait for. Empty: nothing.
+    std::shared_ptr<const End> last_use;
+    std::shared_ptr<const End> last_receive;
+    std::shared_ptr<const End> last_read;
+    bool claimed = false;  // received into since it was handed out
   };
 
   Block take(int64_t bytes);

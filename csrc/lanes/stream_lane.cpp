@@ -71,7 +71,7 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
   carrier_->send(stream_, wire, peer);
   stats_->sent_bytes += wire.bytes();
   stats_->sent_messages += 1;
-  return finish(c10d::OpType::SEND, std::move(wire), title.label());
+  return finish(c10d::OpType::SEND, events_->record(stream_), std::move(wire), title.label());
 }
 
 Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
@@ -87,10 +87,10 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   auto wire = WireTensors::for_receive(tensors, options_.device, title);
   const bool agreed = !options_.announce || agree(wire, peer, title);
   const bool broadcasts = transport_->has_stage();
-  carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
+  const auto ends = carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
   if (!agreed) {
     const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
-    finish(c10d::OpType::RECV, std::move(wire), title.label());
+    finish(c10d::OpType::RECV, events_->record(stream_), std::move(wire), title.label());
     throw_disagreement(title.text(), own);
   }
   wire.unstage();
@@ -99,9 +99,9 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   // hold it until the device is done, so a host that runs far ahead takes no more memory than one
   // that does not.
   if (pooled) wire.release();
-  auto work = finish(c10d::OpType::RECV, std::move(wire), title.label());
-  for (const auto& tensor : tensors) pool_->note_end(tensor, in_flight_.back().end);
-  return work;
+  const auto end = ends.data ? ends.data : events_->record(stream_);
+  for (const auto& tensor : tensors) pool_->note_ends(tensor, end, ends.reading);
+  return finish(c10d::OpType::RECV, end, std::move(wire), title.label());
 }
 
 std::vector<ReceivePool::Claim> StreamLane::claim(const std::vector<at::Tensor>& tensors) {
@@ -154,20 +154,20 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*transport_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire, const std::string& label) {
-  const std::shared_ptr<const c10::Event> end = events_->record(stream_);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
-    in_flight_.push_back({end, std::move(wire), verb, label, std::chrono::steady_clock::now()});
-  }
-  return c10::make_intrusive<StreamWork>(type, end, failure_);
+Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
+                              const std::string& label) {
+  auto work = c10::make_intrusive<StreamWork>(type, options_.device, end, failure_);
+  const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  in_flight_.push_back(
+      {std::move(end), std::move(wire), verb, label, std::chrono::steady_clock::now()});
+  return work;
 }
 
 bool StreamLane::retire() {
   std::deque<InFlight> done;  // freed after the lock: a tensor's deleter may come back to the lane
   std::lock_guard<std::mutex> lock(mutex_);
-  while (!in_flight_.empty() && in_flight_.front().end->query()) {
+  while (!in_flight_.empty() && in_flight_.front().end->is_reached()) {
     done.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
   }

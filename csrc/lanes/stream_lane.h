@@ -34,7 +34,7 @@ class StreamLane final : public Lane {
  private:
   /// A message that the device may still be reading or writing.
   struct InFlight {
-    std::shared_ptr<const c10::Event> end;
+    std::shared_ptr<const End> end;
     WireTensors wire;
     const char* verb;
     std::string label;
@@ -52,7 +52,8 @@ class StreamLane final : public Lane {
   void count_received(int64_t bytes, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
-  Work finish(c10d::OpType type, WireTensors wire, const std::string& label);
+  Work finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
+              const std::string& label);
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
   /// left.
   bool retire();

@@ -35,23 +35,23 @@ SharedLedger::~SharedLedger() {
   if (auto* driver = peer_device(device_.type())) driver->dismiss(device_, pages_.data());
 }
 
-Ledger::Course meet_in(const std::function<Ledger::Outcome()>& meet, uint64_t bytes,
-                       std::chrono::milliseconds patience) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
-  auto outcome = meet();
+Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Side side,
+                        const Proposal& mine, std::chrono::milliseconds patience) {
+  auto outcome = ledger->meet(number, side, mine);
+  const auto start = std::chrono::steady_clock::now();
   while (outcome.course == Ledger::Course::kTooFar) {
-    if (std::chrono::steady_clock::now() >= deadline) {
-      throw_lane_error("the other end is more than ", Ledger::kEntries, " tensors behind for ",
-                       patience.count(), " ms: does it still receive?");
+    if (std::chrono::steady_clock::now() - start >= patience) {
+      throw_lane_error("the other end has been more than ", Ledger::kEntries,
+                       " tensors behind for ", patience.count(), " ms: does it still take part?");
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    outcome = meet();
+    outcome = ledger->meet(number, side, mine);
   }
-  if (outcome.bytes_of_other != 0 && outcome.bytes_of_other != bytes) {
-    throw_lane_error("the two ends differ: here a tensor of ", bytes, " bytes, there one of ",
+  if (outcome.bytes_of_other != 0 && outcome.bytes_of_other != mine.bytes) {
+    throw_lane_error("the two ends differ: here a tensor of ", mine.bytes, " bytes, there one of ",
                      outcome.bytes_of_other, " bytes");
   }
-  return outcome.course;
+  return outcome;
 }
 
 }  // namespace ldt

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <string>
 
@@ -37,9 +36,10 @@ class SharedLedger {
   Ledger* ledger_;
 };
 
-/// Calls `meet` until the other end is no longer a whole ledger behind. Throws LaneError if that
-/// takes longer than `patience`, or if `bytes` is not what the other end has.
-Ledger::Course meet_in(const std::function<Ledger::Outcome()>& meet, uint64_t bytes,
-                       std::chrono::milliseconds patience);
+/// Decides on message `number` (Ledger::meet), when the other end is no longer a whole ledger
+/// behind. Throws LaneError if that takes longer than `patience`, or if the two ends have different
+/// bytes.
+Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Side side,
+                        const Proposal& mine, std::chrono::milliseconds patience);
 
 }  // namespace ldt

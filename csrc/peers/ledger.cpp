@@ -1,67 +1,50 @@
-// Each entry goes around: open for message n, decided by who comes first, opened for message n +
-// kEntries by the other.
+// Each entry goes around: open for a message, taken by the end that comes first, opened by the
+// other one for the message that is kEntries later.
 #include "peers/ledger.h"
 
 namespace ldt {
 namespace {
 
-// The state of an entry: the number of its message and what is known of it.
-constexpr uint64_t kOpen = 0;
-constexpr uint64_t kHasPosting = 1;
-constexpr uint64_t kSenderBounced = 2;
-constexpr uint64_t kReceiverBounced = 3;
+enum class Phase : uint64_t { kOpen, kReceiverFirst, kSenderFirst };
 
-constexpr uint64_t state_of(uint64_t number, uint64_t verdict) { return number << 2 | verdict; }
+constexpr uint64_t state_of(uint64_t number, Phase phase) {
+  return number << 2 | static_cast<uint64_t>(phase);
+}
+
+constexpr Phase first_is(Ledger::Side side) {
+  return side == Ledger::Side::kReceiver ? Phase::kReceiverFirst : Phase::kSenderFirst;
+}
+
+constexpr Ledger::Side other(Ledger::Side side) {
+  return side == Ledger::Side::kReceiver ? Ledger::Side::kSender : Ledger::Side::kReceiver;
+}
+
+Ledger::Course course_of(Ledger::Side first, const Proposal& decided) {
+  if (!decided.has_memory) return Ledger::Course::kBounced;
+  return first == Ledger::Side::kReceiver ? Ledger::Course::kPosted : Ledger::Course::kOffered;
+}
 
 }  // namespace
 
 Ledger::Ledger() {
   for (uint64_t number = 0; number < kEntries; ++number) {
-    entries_[number].state.store(state_of(number, kOpen));
+    entries_[number].state.store(state_of(number, Phase::kOpen));
   }
 }
 
-bool Ledger::come_first(Entry& entry, uint64_t number, uint64_t verdict) {
-  auto open = state_of(number, kOpen);
-  return entry.state.compare_exchange_strong(open, state_of(number, verdict));
-}
-
-Ledger::Outcome Ledger::receive(uint64_t number, const Posting& posting, uint64_t verdict) {
+Ledger::Outcome Ledger::meet(uint64_t number, Side side, const Proposal& mine) {
   auto& entry = entries_[number % kEntries];
-  if (entry.state.load() == state_of(number, kOpen)) {
-    entry.posting = posting;
-    if (come_first(entry, number, verdict)) {
-      return {verdict == kHasPosting ? Course::kPosted : Course::kBounced};
+  auto open = state_of(number, Phase::kOpen);
+  if (entry.state.load() == open) {
+    entry.proposals[static_cast<size_t>(side)] = mine;
+    if (entry.state.compare_exchange_strong(open, state_of(number, first_is(side)))) {
+      return {course_of(side, mine), mine, 0};
     }
   }
-  if (entry.state.load() != state_of(number, kSenderBounced)) return {Course::kTooFar};
-  const Outcome outcome{Course::kBounced, entry.sender_bytes};
-  entry.state.store(state_of(number + kEntries, kOpen));
-  return outcome;
-}
-
-Ledger::Outcome Ledger::receiver_post(uint64_t number, const Posting& posting) {
-  return receive(number, posting, kHasPosting);
-}
-
-Ledger::Outcome Ledger::receiver_bounce(uint64_t number, uint64_t bytes) {
-  Posting nowhere;
-  nowhere.bytes = bytes;
-  return receive(number, nowhere, kReceiverBounced);
-}
-
-Ledger::Outcome Ledger::sender_take(uint64_t number, uint64_t bytes, Posting& posting) {
-  auto& entry = entries_[number % kEntries];
-  if (entry.state.load() == state_of(number, kOpen)) {
-    entry.sender_bytes = bytes;
-    if (come_first(entry, number, kSenderBounced)) return {Course::kBounced};
-  }
-  const auto state = entry.state.load();
-  const bool posted = state == state_of(number, kHasPosting);
-  if (!posted && state != state_of(number, kReceiverBounced)) return {Course::kTooFar};
-  posting = entry.posting;
-  entry.state.store(state_of(number + kEntries, kOpen));
-  return {posted ? Course::kPosted : Course::kBounced, posting.bytes};
+  if (entry.state.load() != state_of(number, first_is(other(side)))) return {};
+  const auto theirs = entry.proposals[static_cast<size_t>(other(side))];
+  entry.state.store(state_of(number + kEntries, Phase::kOpen));
+  return {course_of(other(side), theirs), theirs, theirs.bytes};
 }
 
 }  // namespace ldt

@@ -15,9 +15,14 @@ using MemoryHandle = std::array<unsigned char, 64>;
 /// other end. Waits are for the whole word, as a signed number, so whoever sets the upper half
 /// decides over them all, whatever count is written after that.
 struct alignas(128) Flag {
-  uint32_t count = 0;  // the host never looks
+  std::atomic<uint32_t> count{0};
   std::atomic<uint32_t> upper{0};
 
+  /// What a device waits for, as the host sees it.
+  bool has_reached(uint64_t wanted) const {
+    const auto word = uint64_t{upper.load()} << 32 | count.load();
+    return static_cast<int64_t>(word - wanted) >= 0;
+  }
   /// All waits end, for good.
   void release() { upper.store(kReleased); }
   /// No wait ends any more, unless the flag was or will be released.
@@ -34,71 +39,71 @@ struct alignas(128) Flag {
 };
 static_assert(std::endian::native == std::endian::little && sizeof(Flag) == 128);
 
-/// Where the receiver wants a message: `offset` into an exported block.
-struct Posting {
+/// What one end has for a message. With memory: `offset` into a block that it has exported.
+struct Proposal {
   uint64_t bytes = 0;
-  uint64_t offset = 0;
   uint64_t grain = 0;  // `arrived` counts once for so many bytes, and once for the rest
-  uint64_t ready = 0;  // the memory is free when Ledger::ready has this count; 0: it is free
+  bool has_memory = false;
   uint32_t block = 0;
+  uint64_t offset = 0;
+  uint64_t ready = 0;  // the receiver's memory is free when Ledger::ready has this count; 0: it is
 };
 
 /// Lies in pages that both processes map. Of the two ends, who comes first to a message decides for
-/// both: the receiver that it has posted memory for it, which the sender then writes to, or the
-/// sender that it bounces: it goes through a few slots of the receiver's, which copies it from
-/// there. So no end ever waits for the other's host, and each end knows, when it enqueues its part,
-/// what the other does.
-///
-/// Methods named `sender_` and `receiver_` are called by that end's one thread.
+/// both how its bytes move, so no end ever waits for the other's host, and each knows, when it
+/// enqueues its part, what the other does.
 class Ledger {
  public:
-  static constexpr uint64_t kEntries = 1024;  // how far one end's host may run ahead of the other's
+  static constexpr uint64_t kEntries = 1024;  // how far one host may run ahead of the other
   static constexpr uint32_t kMaxBlocks = 256;
-  static constexpr uint64_t kBounceSlots = 2;
+  static constexpr uint64_t kBounceSlots = 4;
   static constexpr int64_t kBounceSlotBytes = int64_t{4} << 20;
 
-  enum class Course { kPosted, kBounced, kTooFar };
-  /// What became of a message, and how many bytes the other end has in it if that came first; else
-  /// 0.
+  enum class Side : uint8_t { kReceiver, kSender };
+  enum class Course : uint8_t {
+    kPosted,   // the receiver came first: the sender writes into its memory
+    kOffered,  // the sender came first: the receiver reads from its memory
+    kBounced,  // who came first had no memory: through a few slots of the receiver's, which copies
+               // from there
+    kTooFar,   // nothing is decided: the other end has still to get to message `number - kEntries`
+  };
   struct Outcome {
-    Course course;
-    uint64_t bytes_of_other = 0;
+    Course course = Course::kTooFar;
+    Proposal decided;             // of the end that came first
+    uint64_t bytes_of_other = 0;  // 0: it has not come yet
   };
 
   Ledger();
 
-  /// Message `number` goes to `posting` unless it bounces already. kTooFar: the other end has still
-  /// to get to message `number - kEntries`; try again.
-  Outcome receiver_post(uint64_t number, const Posting& posting);
-  /// It bounces, as there is no memory to post.
-  Outcome receiver_bounce(uint64_t number, uint64_t bytes);
-  /// kPosted fills `posting`.
-  Outcome sender_take(uint64_t number, uint64_t bytes, Posting& posting);
+  /// Decides on message `number`. Each end calls it once for each, in their order, from one thread
+  /// at a time; again after kTooFar.
+  Outcome meet(uint64_t number, Side side, const Proposal& mine);
 
   struct Block {
     uint64_t bytes = 0;
     MemoryHandle handle{};
   };
-  std::array<Block, kMaxBlocks>
-      blocks;  // the first has the bounce slots; written before they are posted
-  std::atomic<bool> is_mapped{false};  // the sender has mapped blocks, which must not be freed
+  using Blocks = std::array<Block, kMaxBlocks>;
+  /// Exported by each side; an entry is written before it is proposed. The receiver's first one has
+  /// the bounce slots.
+  Blocks& blocks_of(Side side) { return blocks_[static_cast<size_t>(side)]; }
+  /// Whether the other side has mapped blocks of `side`, which must then not be freed.
+  std::atomic<bool>& is_mapped(Side side) { return is_mapped_[static_cast<size_t>(side)]; }
 
-  Flag arrived;  // pieces that are there: written by the sender's device
+  Flag arrived;  // grains that are there: written by the sender's device
   Flag freed;    // bounce slots that were copied from: written by the receiver's
   Flag ready;    // postings whose memory became free: written by the receiver's
+  Flag taken;    // offers that were copied: written by the receiver's
 
  private:
   struct Entry {
     std::atomic<uint64_t> state{0};
-    uint64_t sender_bytes = 0;  // of the end that came first
-    Posting posting;
+    std::array<Proposal, 2> proposals;
   };
 
-  /// Tries to be the first at message `number`; false if the other end was, or is not there yet.
-  bool come_first(Entry& entry, uint64_t number, uint64_t verdict);
-  Outcome receive(uint64_t number, const Posting& posting, uint64_t verdict);
-
   std::array<Entry, kEntries> entries_;
+  std::array<Blocks, 2> blocks_;
+  std::array<std::atomic<bool>, 2> is_mapped_{};
 };
 
 }  // namespace ldt

@@ -1,106 +1,101 @@
-// Posting memory, and waiting for what comes into it or through the bounce slots.
+// Memory to write to, memory to read from, or the bounce slots.
 #include "peers/peer_receiver.h"
 
 #include <algorithm>
-#include <list>
-#include <mutex>
-#include <sstream>
+
+#include "peers/flag_end.h"
 
 namespace ldt {
 namespace {
 
-// Memory that the other process still has mapped after this end was done with it.
-class Leftovers {
- public:
-  void keep(std::shared_ptr<SharedLedger> ledger, std::shared_ptr<PeerMemory> memory) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    kept_.remove_if([](const auto& one) { return !(*one.first)->is_mapped.load(); });
-    if ((*ledger)->is_mapped.load()) kept_.emplace_back(std::move(ledger), std::move(memory));
-  }
-
- private:
-  std::mutex mutex_;
-  std::list<std::pair<std::shared_ptr<SharedLedger>, std::shared_ptr<PeerMemory>>> kept_;
-};
-
-Leftovers& leftovers() {
-  static auto* const made = new Leftovers;  // what is left at exit goes with the process
-  return *made;
+uint64_t grains_in(int64_t bytes, uint64_t grain) {
+  return (static_cast<uint64_t>(bytes) + grain - 1) / grain;
 }
 
 }  // namespace
 
 PeerReceiver::PeerReceiver(std::shared_ptr<PeerMemory> memory)
-    : memory_(std::move(memory)),
-      driver_(require_peer_device(memory_->device())),
-      ledger_(std::make_shared<SharedLedger>(memory_->device())),
-      bounce_(memory_->lend(Ledger::kBounceSlots * Ledger::kBounceSlotBytes)) {
-  number_of(memory_->place_of(bounce_.data_ptr())->block);
+    : driver_(require_peer_device(memory->device())),
+      ledger_(std::make_shared<SharedLedger>(memory->device())),
+      exports_(memory, ledger_, Ledger::Side::kReceiver),
+      imports_(memory->device(), ledger_, Ledger::Side::kSender),
+      bounce_(memory->lend(Ledger::kBounceSlots * Ledger::kBounceSlotBytes)) {
+  Proposal first;
+  exports_.locate(bounce_.const_data_ptr(), first);
 }
-
-PeerReceiver::~PeerReceiver() { leftovers().keep(std::move(ledger_), std::move(memory_)); }
 
 std::string PeerReceiver::offer() const { return c10::str(host_id(), " ", ledger_->ticket()); }
 
-std::optional<uint32_t> PeerReceiver::number_of(size_t block) {
-  const auto found = std::find(listed_.begin(), listed_.end(), block);
-  const auto number = static_cast<uint32_t>(found - listed_.begin());
-  if (found == listed_.end()) {
-    if (number == Ledger::kMaxBlocks) return std::nullopt;
-    (*ledger_)->blocks[number] = memory_->exported(block);
-    listed_.push_back(block);
-  }
-  return number;
-}
-
 void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_t grain,
                          std::chrono::milliseconds patience) {
-  const auto bytes = static_cast<uint64_t>(target.bytes);
-  Posting posting;
-  const auto place = target.may_post ? memory_->place_of(target.address) : std::nullopt;
-  const auto block = place ? number_of(place->block) : std::nullopt;
-  if (block) {
-    posting = {bytes, static_cast<uint64_t>(place->offset), static_cast<uint64_t>(grain),
-               target.is_free ? 0 : readied_ + 1, *block};
+  Proposal mine;
+  mine.bytes = static_cast<uint64_t>(target.bytes);
+  mine.grain = static_cast<uint64_t>(grain);
+  if (target.may_post && exports_.locate(target.address, mine) && !target.is_free) {
+    mine.ready = readied_ + 1;
   }
-  const auto meet = [&] {
-    return block ? (*ledger_)->receiver_post(number_, posting)
-                 : (*ledger_)->receiver_bounce(number_, bytes);
-  };
-  now_ = {target, meet_in(meet, bytes, patience) == Ledger::Course::kPosted, grain, 0, arrived_};
+  const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kReceiver, mine, patience);
   ++number_;
-  if (!now_.is_posted) return;
-  arrived_ += (bytes + grain - 1) / grain;
-  if (posting.ready != 0) driver_.write(stream, (*ledger_)->ready, ++readied_);
+  course_ = outcome.course;
+  decided_ = outcome.decided;
+  if (course_ == Ledger::Course::kBounced) decided_.grain = Ledger::kBounceSlotBytes;
+  target_ = target;
+  done_ = 0;
+  arrived_before_ = arrived_;
+  arrived_ += grains_in(target.bytes, decided_.grain);
+  if (course_ == Ledger::Course::kPosted && mine.ready != 0) {
+    driver_.write(stream, (*ledger_)->ready, ++readied_);
+  }
 }
 
 void PeerReceiver::await(const c10::Stream& stream, int64_t bytes) {
-  const auto wanted = std::min(now_.done + bytes, now_.target.bytes);
-  now_.is_posted ? await_posted(stream, wanted) : await_bounced(stream, wanted);
+  const auto wanted = std::min(done_ + bytes, target_.bytes);
+  switch (course_) {
+    case Ledger::Course::kPosted: return await_posted(stream, wanted);
+    case Ledger::Course::kOffered: return take_offered(stream, wanted);
+    default: return await_bounced(stream, wanted);
+  }
 }
 
 void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
-  const auto grains = static_cast<uint64_t>((wanted + now_.grain - 1) / now_.grain);
-  driver_.wait_for(stream, (*ledger_)->arrived, now_.arrived_before + grains);
-  now_.done = std::min(now_.target.bytes, static_cast<int64_t>(grains) * now_.grain);
+  const auto grains = grains_in(wanted, decided_.grain);
+  driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+  done_ = std::min(target_.bytes, static_cast<int64_t>(grains * decided_.grain));
+}
+
+void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
+  const auto* source = imports_.address_of(decided_.block, decided_.offset);
+  while (done_ < wanted) {
+    const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
+    const auto grains = grains_in(done_ + bytes, decided_.grain);
+    driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+    driver_.copy(stream, target_.address + done_, source + done_, static_cast<size_t>(bytes));
+    done_ += bytes;
+  }
+  if (done_ == target_.bytes) driver_.write(stream, (*ledger_)->taken, ++taken_);
 }
 
 void PeerReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
-  while (now_.done < wanted) {
-    const auto bytes = std::min(Ledger::kBounceSlotBytes, now_.target.bytes - now_.done);
+  const auto* slots = static_cast<const char*>(bounce_.const_data_ptr());
+  while (done_ < wanted) {
+    const auto bytes = std::min(Ledger::kBounceSlotBytes, target_.bytes - done_);
     const auto slot = static_cast<int64_t>(freed_ % Ledger::kBounceSlots);
-    const auto* source = static_cast<char*>(bounce_.data_ptr()) + slot * Ledger::kBounceSlotBytes;
-    driver_.wait_for(stream, (*ledger_)->arrived, ++arrived_);
-    driver_.copy(stream, now_.target.address + now_.done, source, static_cast<size_t>(bytes));
+    const auto grains = grains_in(done_ + bytes, decided_.grain);
+    driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+    driver_.copy(stream, target_.address + done_, slots + slot * Ledger::kBounceSlotBytes,
+                 static_cast<size_t>(bytes));
     driver_.write(stream, (*ledger_)->freed, ++freed_);
-    now_.done += bytes;
+    done_ += bytes;
   }
+}
+
+std::shared_ptr<const End> PeerReceiver::end() const {
+  return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->arrived, arrived_);
 }
 
 void PeerReceiver::abort() {
   (*ledger_)->arrived.release();
-  (*ledger_)->freed.hold();
-  (*ledger_)->ready.hold();
+  for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->hold();
 }
 
 }  // namespace ldt

@@ -1,7 +1,9 @@
-// Copying to where the receiver posted memory, or to the bounce slots.
+// Writing to where the receiver posted memory or to the bounce slots, or letting it read.
 #include "peers/peer_sender.h"
 
 #include <algorithm>
+
+#include "peers/flag_end.h"
 
 namespace ldt {
 namespace {
@@ -15,79 +17,71 @@ std::string ticket_of(const std::string& offer) {
 
 }  // namespace
 
-PeerSender::PeerSender(c10::Device device, const std::string& offer)
-    : device_(device),
-      driver_(require_peer_device(device)),
-      ledger_(std::make_unique<SharedLedger>(device, ticket_of(offer))) {
-  map(0);  // now, as this is where a refusal must show
+PeerSender::PeerSender(c10::Device device, const std::string& offer,
+                       std::shared_ptr<PeerMemory> memory)
+    : driver_(require_peer_device(device)),
+      ledger_(std::make_shared<SharedLedger>(device, ticket_of(offer))),
+      imports_(device, ledger_, Ledger::Side::kReceiver) {
+  if (memory) exports_.emplace(std::move(memory), ledger_, Ledger::Side::kSender);
+  imports_.address_of(0, 0);  // the bounce slots: this is where a refusal must show
 }
 
-PeerSender::~PeerSender() {
-  for (auto* address : mapped_) {
-    if (address != nullptr) driver_.unmap(device_, address);
-  }
-  (*ledger_)->is_mapped.store(false);
-}
-
-char* PeerSender::map(uint32_t block) {
-  auto*& address = mapped_.at(block);
-  if (address == nullptr) {
-    const auto& exported = (*ledger_)->blocks[block];
-    address = static_cast<char*>(driver_.map(device_, exported.handle, exported.bytes));
-    (*ledger_)->is_mapped.store(true);
-  }
-  return address;
-}
-
-void PeerSender::begin(const c10::Stream& stream, int64_t bytes,
+void PeerSender::begin(const c10::Stream& stream, const Source& source,
                        std::chrono::milliseconds patience) {
-  Posting posting;
-  const auto size = static_cast<uint64_t>(bytes);
-  const auto meet = [&] { return (*ledger_)->sender_take(number_, size, posting); };
-  const bool is_posted = meet_in(meet, size, patience) == Ledger::Course::kPosted;
+  Proposal mine;
+  mine.bytes = static_cast<uint64_t>(source.bytes);
+  mine.grain = static_cast<uint64_t>(source.grain);
+  if (source.may_offer && exports_) exports_->locate(source.address, mine);
+  const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kSender, mine, patience);
   ++number_;
-  now_ = {nullptr, bytes, Ledger::kBounceSlotBytes, 0};
-  if (!is_posted) return;
-  now_.target = map(posting.block) + posting.offset;
-  now_.grain = static_cast<int64_t>(posting.grain);
-  if (posting.ready != 0) driver_.wait_for(stream, (*ledger_)->ready, posting.ready);
-}
-
-void PeerSender::push(const c10::Stream& stream, const char* source, int64_t bytes) {
-  // A flag is written behind each whole grain, and behind the end of the message.
-  while (bytes > 0) {
-    const auto filled = now_.done % now_.grain;
-    const auto size = std::min(bytes, now_.grain - filled);
-    now_.target != nullptr ? copy_posted(stream, source, size)
-                           : copy_bounced(stream, source, size, filled);
-    now_.done += size;
-    source += size;
-    bytes -= size;
-    if (now_.done % now_.grain == 0 || now_.done == now_.bytes) {
-      driver_.write(stream, (*ledger_)->arrived, ++arrived_);
-      bounced_ += now_.target == nullptr ? 1 : 0;
+  course_ = outcome.course;
+  source_ = source;
+  done_ = 0;
+  const bool is_bounced = course_ == Ledger::Course::kBounced;
+  grain_ = is_bounced ? Ledger::kBounceSlotBytes : static_cast<int64_t>(outcome.decided.grain);
+  if (course_ == Ledger::Course::kPosted) {
+    target_ = imports_.address_of(outcome.decided.block, outcome.decided.offset);
+    if (outcome.decided.ready != 0) {
+      driver_.wait_for(stream, (*ledger_)->ready, outcome.decided.ready);
     }
   }
+  if (course_ == Ledger::Course::kOffered) ++offered_;
 }
 
-void PeerSender::copy_posted(const c10::Stream& stream, const char* source, int64_t bytes) {
-  driver_.copy(stream, now_.target + now_.done, source, static_cast<size_t>(bytes));
-}
-
-void PeerSender::copy_bounced(const c10::Stream& stream, const char* source, int64_t bytes,
-                              int64_t filled) {
-  if (filled == 0 && bounced_ >= Ledger::kBounceSlots) {
-    driver_.wait_for(stream, (*ledger_)->freed, bounced_ - Ledger::kBounceSlots + 1);
+void PeerSender::push(const c10::Stream& stream, int64_t bytes) {
+  // The flag is written behind each whole grain, and behind the end of the message.
+  const auto until = std::min(done_ + bytes, source_.bytes);
+  while (done_ < until) {
+    const auto piece = std::min(until - done_, grain_ - done_ % grain_);
+    if (course_ != Ledger::Course::kOffered) copy(stream, piece);
+    done_ += piece;
+    if (done_ % grain_ != 0 && done_ != source_.bytes) continue;
+    driver_.write(stream, (*ledger_)->arrived, ++arrived_);
+    if (course_ == Ledger::Course::kBounced) ++bounced_;
   }
-  const auto slot = static_cast<int64_t>(bounced_ % Ledger::kBounceSlots);
-  auto* target = map(0) + slot * Ledger::kBounceSlotBytes + filled;
-  driver_.copy(stream, target, source, static_cast<size_t>(bytes));
+}
+
+void PeerSender::copy(const c10::Stream& stream, int64_t bytes) {
+  auto* target = target_ + done_;
+  if (course_ == Ledger::Course::kBounced) {
+    const auto filled = done_ % grain_;
+    if (filled == 0 && bounced_ >= Ledger::kBounceSlots) {
+      driver_.wait_for(stream, (*ledger_)->freed, bounced_ - Ledger::kBounceSlots + 1);
+    }
+    const auto slot = static_cast<int64_t>(bounced_ % Ledger::kBounceSlots);
+    target = imports_.address_of(0, static_cast<uint64_t>(slot * grain_ + filled));
+  }
+  driver_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));
+}
+
+std::shared_ptr<const End> PeerSender::taken() const {
+  if (offered_ == 0) return nullptr;
+  return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->taken, offered_);
 }
 
 void PeerSender::abort() {
   (*ledger_)->arrived.hold();
-  (*ledger_)->freed.release();
-  (*ledger_)->ready.release();
+  for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->release();
 }
 
 }  // namespace ldt

@@ -1,51 +1,60 @@
-// The sending end of an edge: writes into another process's memory.
+// The sending end of an edge.
 #pragma once
 
-#include <array>
-#include <memory>
+#include <optional>
 #include <string>
 
-#include "peers/edge.h"
+#include "common/end.h"
+#include "peers/exports.h"
 
 namespace ldt {
 
-/// Messages go in the order of begin(); every step is enqueued on the stream that is given.
+/// Messages, each of one tensor, go in the order of begin(). What has to be enqueued is on the
+/// stream that is given.
 class PeerSender {
  public:
-  /// `offer` is that of the PeerReceiver. Throws LaneError, saying why, if its memory cannot be
-  /// used.
-  PeerSender(c10::Device device, const std::string& offer);
-  ~PeerSender();
+  /// `offer` is that of the PeerReceiver. Sources in `memory`, if there is one, need not be copied
+  /// to the other end: it may read them. Throws LaneError, saying why, if the other end's memory
+  /// cannot be used.
+  PeerSender(c10::Device device, const std::string& offer, std::shared_ptr<PeerMemory> memory);
 
-  /// The next message, of one tensor.
-  void begin(const c10::Stream& stream, int64_t bytes, std::chrono::milliseconds patience);
-  /// Its next bytes, from `source`.
-  void push(const c10::Stream& stream, const char* source, int64_t bytes);
+  struct Source {
+    const char* address = nullptr;
+    int64_t bytes = 0;
+    int64_t grain = 0;       // pieces in which push() will be called
+    bool may_offer = false;  // until taken(), nothing writes to it that does not wait for that
+  };
+  /// The next message.
+  void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds patience);
+  /// The next `bytes` of the message are there for what is on `stream` now, and may go.
+  void push(const c10::Stream& stream, int64_t bytes);
+  /// When the other end has read the message from here. Null if that does not happen, and all is in
+  /// the order of the stream.
+  std::shared_ptr<const End> taken() const;
 
   /// Ends all waits of this end, for good, and none of the other's any more: what was to be sent
   /// after a failure is not to be used.
   void abort();
 
  private:
-  char* map(uint32_t block);
-  void copy_posted(const c10::Stream& stream, const char* source, int64_t bytes);
-  void copy_bounced(const c10::Stream& stream, const char* source, int64_t bytes, int64_t filled);
+  void copy(const c10::Stream& stream, int64_t bytes);
 
-  const c10::Device device_;
   PeerDevice& driver_;
-  std::unique_ptr<SharedLedger> ledger_;
-  std::array<char*, Ledger::kMaxBlocks> mapped_{};
+  std::shared_ptr<SharedLedger> ledger_;
+  std::optional<Exports> exports_;
+  Imports imports_;
 
   uint64_t number_ = 0;   // of the next message
   uint64_t arrived_ = 0;  // what Ledger::arrived was set to
   uint64_t bounced_ = 0;  // slots that were filled
+  uint64_t offered_ = 0;  // messages that the other end reads
 
-  struct Message {
-    char* target = nullptr;  // null: it bounces
-    int64_t bytes = 0;
-    int64_t grain = 0;
-    int64_t done = 0;  // bytes that are sent
-  } now_;
+  // The message that has begun.
+  Ledger::Course course_ = Ledger::Course::kBounced;
+  Source source_;
+  int64_t grain_ = 0;
+  char* target_ = nullptr;  // where it was posted
+  int64_t done_ = 0;        // bytes that are sent
 };
 
 }  // namespace ldt

@@ -71,7 +71,7 @@ class LaneEnds:
 
     def accept(self, edge: Edge, device: torch.device, offer: str) -> None:
         """Makes this rank's end of an edge that it is the source of."""
-        sender = PeerSender(device, offer)
+        sender = PeerSender(device, offer, self.memory if edge.in_stage else None)
         if edge.in_stage:
             self.to_stage = sender
         else:

@@ -75,11 +75,17 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
     offers: list[str] = [""] * 2
     exchange = dist.new_group([SENDER, LEADER], backend="gloo")
     dist.all_gather_object(offers, receiver.offer(), group=exchange)
-    sender = PeerSender(device, offers[1 - me])
+    sender = PeerSender(device, offers[1 - me], memory if me == LEADER else None)
     dist.barrier(exchange)
 
     def edges(**ends: Any) -> PeerEdges:
-        none = {"memory": None, "senders": {}, "receivers": {}, "from_stage": None, "to_stage": None}
+        none: dict[str, Any] = {
+            "memory": None,
+            "senders": {},
+            "receivers": {},
+            "from_stage": None,
+            "to_stage": None,
+        }
         return PeerEdges(**{**none, **ends})
 
     if me == SENDER:

@@ -118,7 +118,8 @@ def _large_both_ways(transport: TransportChoice) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     with ldt.connect(ldt.Topology([1, 1]), "nccl", transport=transport, device=device) as mesh:
-        outgoing, incoming = sorted(mesh.endpoints.values(), key=lambda end: not end.sends)
+        forward = [end for channel, end in mesh.endpoints.items() if channel.direction == "F"]
+        outgoing, incoming = sorted(forward, key=lambda end: not end.sends)
         for first in range(0, 8, 4):
             works, targets = [], []
             for microbatch in range(first, first + 4):
