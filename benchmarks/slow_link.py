@@ -1,4 +1,4 @@
-"""How long does a step take in the fixed order, in one fitted to the link, and as simulated?
+"""Over a slow link: how long does a step take in the fixed order, in one fitted to the link, and as simulated?
 
 Processes on this machine, gloo, a link that delays every message. Compute is a sleep, so that processes do not
 compete for cores. Costs are measured once per topology and latency; both plans are simulated with them.
@@ -11,14 +11,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from delayed_lane import delay
-from harness import parser, run
+from harness import Row, column, parse, parser, run
+from picture import Picture
 from torch import nn
 
 import ldt
@@ -34,37 +35,27 @@ EDGE_SHARE = 0.25  # compute of head and tail, of a chunk in the middle
 class StepRow:
     """One plan on one topology at one latency."""
 
-    COLUMNS: ClassVar[Mapping[str, str]] = {
-        "topology": "<34",
-        "latency ms": ">10.0f",
-        "plan": "<18",
-        "simulated ms": ">12.1f",
-        "measured ms": ">12.1f",
-        "off by": ">7.1%",
-        "wrong": ">6",
-    }
-    topology: str
-    latency: float
-    plan: str
-    simulated: float
-    measured: float
-    error: float
-    wrong: int
+    PICTURE: ClassVar[Picture] = Picture("latency", ("simulated", "measured"), ("topology", "plan"))
+    topology: str = column("topology", "<34")
+    latency: float = column("latency ms", ">10.0f")
+    plan: str = column("plan", "<18")
+    simulated: float = column("simulated ms", ">12.1f")
+    measured: float = column("measured ms", ">12.1f")
+    error: float = column("off by", ">7.1%")
+    wrong: int = column("#wrong", ">7")
 
 
-def measure(arguments: argparse.Namespace) -> list[StepRow]:
-    rows = []
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     for stages in arguments.stages:
         for laps in arguments.laps:
             for latency in arguments.latency:
                 topology = ldt.Topology([1] * stages, laps=laps)
                 if dist.get_rank() < stages:
-                    rows += measure_topology(topology, latency, arguments)
+                    yield from measure_topology(topology, latency, arguments)
                 dist.barrier()
-    return rows
 
 
-def measure_topology(topology: ldt.Topology, latency: float, arguments: argparse.Namespace) -> list[StepRow]:
+def measure_topology(topology: ldt.Topology, latency: float, arguments: argparse.Namespace) -> Iterator[Row]:
     chunks = make_chunks(topology, arguments.forward)
     batch = toy_microbatches(arguments.microbatches, WIDTH)
     _, reference = unsplit_step(make_chunks(topology, 0.0), batch, toy_loss)
@@ -77,7 +68,6 @@ def measure_topology(topology: ldt.Topology, latency: float, arguments: argparse
             "optimize": optimize(topology, len(batch), costs),
             "optimize, split": optimize(topology, len(batch), costs, split_backward=True),
         }
-        rows = []
         for name, plan in plans.items():
             times, wrong = run_steps(
                 ldt.Pipeline(mine, mesh, plan, toy_loss), batch, reference, arguments.steps
@@ -86,8 +76,7 @@ def measure_topology(topology: ldt.Topology, latency: float, arguments: argparse
             took = statistics.median(times)
             error = took / expected - 1
             text = topology.to_text()
-            rows.append(StepRow(text, latency * 1e3, name, expected * 1e3, took * 1e3, error, wrong))
-        return rows
+            yield StepRow(text, latency * 1e3, name, expected * 1e3, took * 1e3, error, wrong)
 
 
 def make_chunks(topology: ldt.Topology, forward: float) -> list[nn.Module]:
@@ -118,7 +107,7 @@ def run_steps(
 
 
 if __name__ == "__main__":
-    options = parser(__doc__.splitlines()[0])
+    options = parser(__doc__.splitlines()[0], transports=False)
     options.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4], help="numbers of stages")
     options.add_argument("--laps", type=int, nargs="+", default=[1, 2])
     options.add_argument("--latency", type=seconds, nargs="+", default=[0.0, 0.02, 0.04], help="0 20ms 40ms")
@@ -127,14 +116,12 @@ if __name__ == "__main__":
     )
     options.add_argument("--microbatches", type=int, default=16)
     options.add_argument("--steps", type=int, default=3, help="counted steps of each plan")
-    given = options.parse_args()
-    sys.exit(
-        run(
-            max(given.stages),
-            measure,
-            StepRow,
-            given,
-            f"{given.microbatches} microbatches, forward {given.forward * 1e3:g} ms, backward twice that, edge chunks "
-            f"{EDGE_SHARE} of it",
-        )
+    options.set_defaults(device="cpu")
+    given = parse(options, lambda given: max(given.stages))
+    if given.device != "cpu":
+        options.error("the delayed link is one of the host: expected --device cpu, got --device cuda")
+    context = (
+        f"{given.microbatches} microbatches, forward {given.forward * 1e3:g} ms, backward twice that, edge chunks "
+        f"{EDGE_SHARE} of it"
     )
+    sys.exit(run(measure, given, context))
