@@ -1,0 +1,222 @@
+"""How long does a U-shaped training step take, against its own simulation and torch.distributed.pipelining?
+
+A transformer over stages of ``--tp`` ranks: stage 0 has the first and the last layers. Paths:
+
+- ``ldt ushape``, ``ldt optimize``  over lanes of each transport: the fixed order, and the one planned from the costs
+- ``torch ushape``, ``torch optimize``  the same compute orders and chunks in torch's own runtime
+- ``torch 1F1B, no U``  torch's one-forward-one-backward with as many layers on each stage, in a row: what a step takes
+  without the U
+
+Costs are measured once, over the first transport, and every plan is simulated with them. ``measured`` is the median of
+the host's time for a step, from a barrier on the host until the current stream is done, of the slowest rank; paths take
+turns. Gradients of the first and the last step of each path are compared with the unsplit model's, which every rank
+computes. With as many microbatches as a power of two all ways add the same sums in the same order; ``#unequal`` counts
+elements that differ all the same (attention on a GPU may add in any order), ``#wrong`` those that differ by more than
+1e-5 (bf16: 1/64) of the largest of their tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar
+
+import torch
+from clock import settle, slowest, total
+from harness import Row, column, parse, parser, run
+from picture import Picture
+from torch import nn
+from torch_pipelines import Step, step_in_a_row, step_of_plan
+from transformer import PRESETS, Setting, cut, make_layers, make_microbatches, mean_squared_error
+from transports import connect_each, device_of, note
+
+import ldt
+from ldt.plan import Costs, Plan, optimize, simulate, ushape
+from ldt.runtime.device import synchronize_current_stream
+
+WARM_UP = 2
+Grads = list[list[torch.Tensor]]  # of each layer
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One path in one setting."""
+
+    PICTURE: ClassVar[Picture] = Picture("path", ("measured", "ratio"), ("setting",))
+    setting: str = column("setting", "<30")
+    count: int = column("count", ">6")
+    path: str = column("path", "<28")
+    simulated: float | None = column("simulated ms", ">12.2f")
+    measured: float = column("measured ms", ">12.2f")
+    ratio: float | None = column("ratio", ">7.3f")
+    unequal: int = column("#unequal", ">9")
+    wrong: int = column("#wrong", ">7")
+
+
+@dataclass
+class StepPath:
+    """One way to do a step on this rank, and the modules whose gradients it leaves."""
+
+    name: str
+    step: Step
+    simulated: float | None
+    modules: Sequence[nn.Module]
+
+
+class Model:
+    """The layers, a step's microbatches, and the gradients that a step must leave."""
+
+    def __init__(self, setting: Setting, topology: ldt.Topology, device: torch.device) -> None:
+        self.topology = topology
+        self.layers = make_layers(setting, topology, device)
+        self.chunks = cut(self.layers, setting.chunk_layers(topology))
+        self.stages = cut(self.layers, setting.stage_layers(topology))
+        self.microbatches = make_microbatches(setting, device)
+        self._tolerance = 1 / 64 if setting.dtype == torch.bfloat16 else 1e-5
+        self._truth = self._unsplit()
+
+    def chunks_of(self, stage: int) -> dict[int, nn.Module]:
+        return {index: self.chunks[index] for index in self.topology.chunks_of(stage)}
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        for layer in self.layers:
+            layer.zero_grad()
+
+    def compare(self, modules: Sequence[nn.Module]) -> tuple[int, int]:
+        """Elements of this rank's gradients that are not equal to the unsplit model's, and those that are wrong."""
+        mine = {id(layer) for module in modules for layer in module.children()}
+        unequal = wrong = 0
+        for layer, truth in zip(self.layers, self._truth, strict=True):
+            if id(layer) in mine:
+                for parameter, expected in zip(layer.parameters(), truth, strict=True):
+                    if parameter.grad is None:
+                        unequal, wrong = unequal + expected.numel(), wrong + expected.numel()
+                        continue
+                    off = (parameter.grad - expected).abs()
+                    unequal += int((off != 0).sum())
+                    wrong += int(
+                        (~(off <= self._tolerance * expected.abs().max())).sum()
+                    )  # also what is no number
+        return unequal, wrong
+
+    def _unsplit(self) -> Grads:
+        for inputs, target in self.microbatches:
+            output = inputs
+            for layer in self.layers:
+                output = layer(output)
+            torch.autograd.backward(mean_squared_error(output, target) / len(self.microbatches))
+        grads = [[parameter.grad for parameter in layer.parameters()] for layer in self.layers]
+        self.forget()
+        return grads  # type: ignore[return-value]
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    device, topology = device_of(arguments), ldt.Topology(arguments.tp)
+    for name in arguments.preset:
+        setting = setting_of(name, arguments)
+        text = f"{name} h{setting.hidden} s{setting.sequence} M{setting.microbatches}"
+        model = Model(setting, topology, device)
+        with ExitStack() as stack:
+            paths = paths_of(model, arguments, stack)
+            yield from rows_of(text, model, paths, arguments.steps, device)
+        del model, paths
+
+
+def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
+    """The preset with what was given in its place."""
+    options = {field.name: getattr(arguments, field.name) for field in fields(Setting)}
+    return replace(PRESETS[name], **{option: value for option, value in options.items() if value is not None})
+
+
+def paths_of(model: Model, arguments: argparse.Namespace, stack: ExitStack) -> list[StepPath]:
+    """All of them, ready to run. ``stack`` closes their meshes."""
+    topology, number = model.topology, len(model.microbatches)
+    meshes = connect_each(topology, arguments)
+    for mesh in meshes.values():
+        stack.enter_context(mesh)
+    mesh = next(iter(meshes.values()))
+    chunks = model.chunks_of(mesh.stage)
+    batch = model.microbatches if mesh.is_edge else None
+    costs = measured_costs(ldt.Pipeline(list(chunks.values()), mesh, loss_fn=mean_squared_error), batch)
+    plans = {"ushape": ushape(topology, number), "optimize": optimize(topology, number, costs)}
+    makespans = {name: simulate(plan, costs).makespan for name, plan in plans.items()}
+    paths = [
+        StepPath(
+            f"ldt {name}, {transport}", ldt_step(model, mesh, plan), makespans[name], list(chunks.values())
+        )
+        for transport, mesh in meshes.items()
+        for name, plan in plans.items()
+    ]
+    if set(topology.tp) != {1}:
+        note(
+            f"torch.distributed.pipelining is left out: it has no stages of several ranks, as in {topology.to_text()}"
+        )
+        return paths
+    for name, plan in plans.items():
+        step = step_of_plan(plan, chunks, model.microbatches, mean_squared_error)
+        paths.append(StepPath(f"torch {name}", step, makespans[name], list(chunks.values())))
+    stage = model.stages[mesh.stage]
+    step = step_in_a_row(stage, model.microbatches, mean_squared_error)
+    return [*paths, StepPath("torch 1F1B, no U", step, None, [stage])]
+
+
+def measured_costs(pipeline: ldt.Pipeline, batch: object) -> Costs:
+    """Told in a note."""
+    costs = Costs.measure(pipeline, batch)
+    figures = {"forward": costs.forward, "backward": costs.backward}
+    for name, seconds in figures.items():
+        assert isinstance(seconds, Sequence)
+        note(f"{name} of each chunk: {', '.join(f'{value * 1e3:.2f}' for value in seconds)} ms")
+    return costs
+
+
+def ldt_step(model: Model, mesh: ldt.Mesh, plan: Plan) -> Step:
+    modules = list(model.chunks_of(mesh.stage).values())
+    pipeline = ldt.Pipeline(modules, mesh, plan, mean_squared_error)
+    batch = model.microbatches if mesh.is_edge else None
+    return lambda: pipeline.step(batch)
+
+
+def rows_of(
+    text: str, model: Model, paths: Sequence[StepPath], steps: int, device: torch.device
+) -> Iterator[StepRow]:
+    times: list[list[float]] = [[] for _ in paths]
+    differ = [[0, 0] for _ in paths]
+    last = WARM_UP + steps - 1
+    for turn in range(last + 1):  # paths take turns
+        for path, taken, counts in zip(paths, times, differ, strict=True):
+            model.forget()
+            settle(device)
+            start = time.perf_counter()
+            path.step()
+            synchronize_current_stream(device)
+            taken.append(time.perf_counter() - start)
+            if turn in (0, last):
+                counts[:] = map(sum, zip(counts, model.compare(path.modules), strict=True))
+    for path, taken, counts in zip(paths, times, differ, strict=True):
+        seconds = statistics.median(slowest(taken[WARM_UP:]))
+        simulated = None if path.simulated is None else path.simulated * 1e3
+        ratio = None if path.simulated is None else seconds / path.simulated
+        unequal, wrong = map(total, counts)
+        yield StepRow(text, steps, path.name, simulated, seconds * 1e3, ratio, unequal, wrong)
+
+
+if __name__ == "__main__":
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--tp", type=int, nargs="+", default=[1, 1], help="ranks of each stage")
+    options.add_argument(
+        "--preset", nargs="+", choices=PRESETS, help="default: large medium small on GPUs, tiny on the CPU"
+    )
+    for field in fields(Setting):
+        options.add_argument(f"--{field.name.replace('_', '-')}", type=int, help="instead of the preset's")
+    options.add_argument("--steps", type=int, default=7, help="counted steps of each path")
+    given = parse(options, lambda given: sum(given.tp))
+    given.preset = given.preset or (["tiny"] if given.device == "cpu" else ["large", "medium", "small"])
+    context = f"stages of {', '.join(map(str, given.tp))} ranks, first and last layers on stage 0"
+    sys.exit(run(measure, given, context))
