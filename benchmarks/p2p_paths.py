@@ -58,7 +58,9 @@ class P2pPaths:
     def __enter__(self) -> list[BothWays]:
         return self.paths
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return  # what hangs on a device would hide the error
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         for mesh in self._meshes.values():

@@ -166,6 +166,13 @@ def exposed_on_host(courier: Courier, compute: Compute, device: torch.device) ->
     return seconds
 
 
+def ranks_of(given: argparse.Namespace) -> int:
+    """One more than the stage has; on two GPUs a stage of two makes do with two."""
+    if given.device != "cpu" and given.stage == 2 and torch.cuda.device_count() == 2:
+        given.two_ranks = True
+    return 2 if given.two_ranks else 1 + given.stage
+
+
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--sizes", type=nbytes, nargs="+", help="per message: 64KiB, 256MiB")
@@ -175,9 +182,7 @@ if __name__ == "__main__":
     options.add_argument(
         "--chunk-bytes", type=nbytes, nargs="+", help="pieces of lanes to compare: 1MiB, 4MiB"
     )
-    if torch.cuda.device_count() == 2:
-        options.set_defaults(two_ranks=True)
-    given = parse(options, lambda given: 2 if given.two_ranks else 1 + given.stage)
+    given = parse(options, ranks_of)
     if given.two_ranks and given.stage != 2:
         options.error(f"--two-ranks: expected a stage of 2, got --stage {given.stage}")
     members = "0 and 1" if given.two_ranks else f"1 to {given.stage}"

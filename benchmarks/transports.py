@@ -66,5 +66,6 @@ def connect_each(
             continue
         if error is None:
             mesh.close()  # it is others that could not
-        note(f"{transport} is left out: {str(error or 'another rank could not connect').splitlines()[0]}")
+        why = f"{type(error).__name__}: {error}" if error is not None else "another rank could not connect"
+        note(f"{transport} is left out: {why.splitlines()[0]}")
     return meshes
