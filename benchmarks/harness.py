@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -92,7 +93,8 @@ def run(measure: Callable[[Any], Iterable[Row]], arguments: argparse.Namespace, 
     """
     with tempfile.TemporaryDirectory() as folder:
         inputs = (folder, measure, arguments, context)
-        mp.start_processes(_rank, inputs, nprocs=arguments.ranks, start_method="spawn")  # type: ignore
+        multiprocessing.set_forkserver_preload(["ldt.runtime"])  # once, not in each rank
+        mp.start_processes(_rank, inputs, nprocs=arguments.ranks, start_method="forkserver")  # type: ignore
         return 1 if int((Path(folder) / "wrong").read_text()) else 0
 
 
