@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from clock import total
+from clock import settle, total
+
+from ldt.runtime.device import synchronize_current_stream
 
 __all__ = ["Courier", "Path", "Wait"]
 
@@ -33,6 +36,7 @@ class Courier:
 
     def __init__(self, path: Path, nbytes: int, device: torch.device) -> None:
         self.path = path
+        self._device = device
         self._plain = torch.arange(max(1, nbytes // 4), dtype=torch.int32, device=device)
         self._number = 0
         self._wrong = 0
@@ -55,6 +59,17 @@ class Courier:
         if self.path.receives:
             self._wrong += int((self._target != self._plain + self._number).sum())
         self._source = self._target = torch.empty(0)
+
+    def carry(self) -> float:
+        """One message from idle devices: this rank's seconds from launch to end, on the host."""
+        self.pack()
+        settle(self._device)
+        start = time.perf_counter()
+        self.start()()
+        synchronize_current_stream(self._device)
+        seconds = time.perf_counter() - start
+        self.check()
+        return seconds
 
     def wrong(self) -> int:
         """Of all messages, over all ranks, which all ask."""

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from clock import settle
 from courier import Courier, Path, Wait
 from transports import connect_each, device_of
 
@@ -53,7 +52,8 @@ class P2pPaths:
             *(self._of_mesh(f"lane, {name}", mesh) for name, mesh in self._meshes.items()),
         ]
         for way in (way for path in self.paths for way in path):
-            self._connect(way)
+            # NCCL connects at first use and blocks the host, so all ranks begin with one direction.
+            Courier(way, 4, self._device).carry()
 
     def __enter__(self) -> list[BothWays]:
         return self.paths
@@ -65,13 +65,6 @@ class P2pPaths:
             torch.cuda.synchronize()
         for mesh in self._meshes.values():
             mesh.close()
-
-    def _connect(self, way: Path) -> None:
-        """One message: NCCL connects at first use and blocks the host, so all ranks begin with the same direction."""
-        courier = Courier(way, 4, self._device)
-        courier.pack()
-        courier.start()()
-        settle(self._device)
 
     def _of_torch(self, name: str, send: Call, receive: Call) -> BothWays:
         pairs, rank = dist.get_world_size() // 2, dist.get_rank()

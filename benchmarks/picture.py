@@ -41,12 +41,19 @@ def _panel(axes: Any, rows: Sequence[Any], y: str) -> None:
             lines.setdefault(name, {})[getattr(row, picture.x)] = getattr(row, y)
     if isinstance(getattr(rows[0], picture.x), str):
         _bars(axes, lines)
+        axes.set_xlabel(_title(rows[0], y))
     else:
-        for name, points in lines.items():
-            axes.plot(list(points), list(points.values()), "o-", label=name)
-        axes.set_xscale("log", base=2)
-    axes.set(xlabel=picture.x, ylabel=_title(rows[0], y))
+        _curves(axes, lines)
+        axes.set(xlabel=_title(rows[0], picture.x), ylabel=_title(rows[0], y))
     axes.legend(fontsize=7)
+
+
+def _curves(axes: Any, lines: dict[str, dict[Any, float]]) -> None:
+    for name, points in lines.items():
+        axes.plot(list(points), list(points.values()), "o-", label=name)
+    if all(min(points) > 0 and min(points.values()) > 0 for points in lines.values()):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
 
 
 def _bars(axes: Any, lines: dict[str, dict[Any, float]]) -> None:

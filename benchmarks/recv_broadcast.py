@@ -35,7 +35,6 @@ from stage_paths import stage_paths
 from transports import device_of
 
 from ldt.cli.units import nbytes
-from ldt.runtime.device import synchronize_current_stream
 
 SIZES = {
     "cuda": [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20],
@@ -69,7 +68,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         gemm = slowest([gemms.time_of_one()])[0] if gemms else 0.0
         for size in arguments.sizes or SIZES[arguments.device]:
             couriers = [Courier(path, size, device) for path in paths]
-            direct = [slowest([bare(courier, device) for _ in range(5)]) for courier in couriers]
+            direct = [slowest([courier.carry() for _ in range(5)]) for courier in couriers]
             compute: Compute
             if gemms is not None:
                 gemms.kind = replace(gemms.kind, count=max(2, round(2 * min(direct[0]) / gemm)))
@@ -102,7 +101,7 @@ def rows_of(
     exposed = exposed_on_stream if device.type == "cuda" else exposed_on_host
     for _ in range(arguments.count):
         for courier, took, showed in zip(couriers, times, exposures, strict=True):
-            took.append(bare(courier, device))
+            took.append(courier.carry())
             showed.append(exposed(courier, compute, device))
     receive = statistics.median(slowest(times[0]))
     for courier, mine, showed in zip(couriers, times, exposures, strict=True):
@@ -121,18 +120,6 @@ def rows_of(
             gigabytes_per_second=size / median / 1e9,
             wrong=courier.wrong(),
         )
-
-
-def bare(courier: Courier, device: torch.device) -> float:
-    """Seconds from launch to end."""
-    courier.pack()
-    settle(device)
-    start = time.perf_counter()
-    courier.start()()
-    synchronize_current_stream(device)
-    seconds = time.perf_counter() - start
-    courier.check()
-    return seconds
 
 
 def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) -> float:

@@ -102,9 +102,10 @@ def run_jobs(jobs: list[Job], device: str, gpus: int, folder: Path, seconds: flo
         else:
             outcome = run_job(job, device, folder, min(left, job.seconds), environment)
         print(line_of(outcome), flush=True)
-        if outcome.problem and outcome.seconds:
-            text = (folder / f"{job.name}.txt").read_text(encoding="utf-8", errors="replace")
-            print("\n".join(f"    {line}" for line in text.splitlines()[-TAIL:]), flush=True)
+        if outcome.seconds:
+            text = (folder / f"{job.name}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
+            shown = text[-TAIL:] if outcome.problem else [line for line in text if " is left out: " in line]
+            print("".join(f"    {line}\n" for line in shown), end="", flush=True)
         outcomes.append(outcome)
     return outcomes
 

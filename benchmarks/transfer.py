@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 import torch
-from clock import high, settle, slowest
+from clock import high, slowest
 from courier import Courier, Path, Wait
 from harness import Row, column, parse, parser, run
 from picture import Picture
@@ -23,7 +22,6 @@ from transports import connect_each, device_of
 
 import ldt
 from ldt.cli.units import nbytes
-from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.specs import TensorSpec
 from ldt.runtime.strands import Transfer
 
@@ -61,7 +59,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         times: dict[tuple[str, str], list[float]] = {name: [] for name in couriers}
         for _ in range(arguments.count + 1):  # ways take turns
             for name, courier in couriers.items():
-                times[name].append(one(courier, device))
+                times[name].append(courier.carry())
         took = {name: slowest(values[1:]) for name, values in times.items()}
         for (transport, way), courier in couriers.items():
             median = statistics.median(took[transport, way])
@@ -98,18 +96,6 @@ def path_over(mesh: ldt.Mesh) -> Path:
         return end.buffers([TensorSpec((number,), torch.int32, False)], [(number,)], mesh.device)[0]
 
     return Path("", sends, not sends, start, empty)
-
-
-def one(courier: Courier, device: torch.device) -> float:
-    """Seconds on this rank."""
-    courier.pack()
-    settle(device)
-    start = time.perf_counter()
-    courier.start()()
-    synchronize_current_stream(device)
-    seconds = time.perf_counter() - start
-    courier.check()
-    return seconds
 
 
 if __name__ == "__main__":
