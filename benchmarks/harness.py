@@ -8,6 +8,7 @@ Every row has ``wrong``, which counts elements that are not what they must be; a
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -58,6 +59,12 @@ def parser(description: str, transports: bool = True) -> argparse.ArgumentParser
     options.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank"
     )
+    options.add_argument(
+        "--stacks-after",
+        type=float,
+        metavar="SECONDS",
+        help="if it is not done by then, show where every rank stands, and go on",
+    )
     if transports:
         options.add_argument(
             "--transports",
@@ -106,6 +113,8 @@ def _rank(
     context: str,
 ) -> None:
     torch.set_num_threads(1)
+    if arguments.stacks_after:
+        faulthandler.dump_traceback_later(arguments.stacks_after)
     backend = "gloo"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)

@@ -64,10 +64,13 @@ ON_CPU = [
 
 
 def run_job(job: Job, device: str, folder: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
-    """Run it to its end, or to that of ``limit`` seconds, when it is killed with all its ranks."""
+    """Run it to its end, or to that of ``limit`` seconds, when it is killed with all its ranks.
+
+    Where they stood shortly before is in its output.
+    """
     script, *options = job.command.split()
     command = [sys.executable, str(HERE / script), *options, "--device", device]
-    command += ["--json", str(folder / f"{job.name}.json")]
+    command += ["--json", str(folder / f"{job.name}.json"), "--stacks-after", str(0.9 * limit)]
     start = time.monotonic()
     with (folder / f"{job.name}.txt").open("w", encoding="utf-8") as output:
         output.write(f"# benchmarks/{job.command} --device {device}\n")
