@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from courier import Courier, Path, Wait
-from transports import connect_each, device_of
+from transports import connect_each, device_of, new_group
 
 import ldt
 from ldt.runtime.strands import LEADERS
@@ -83,7 +83,9 @@ class P2pPaths:
                 lambda number: torch.empty(number, dtype=torch.int32, device=self._device),
             )
 
-        up, down = ([dist.new_group([pair, pair + pairs]) for pair in range(pairs)] for _ in range(2))
+        up, down = (
+            [new_group([pair, pair + pairs], self._device) for pair in range(pairs)] for _ in range(2)
+        )
         return BothWays(path(up[lower], is_lower()), path(down[lower], not is_lower()))
 
     def _of_mesh(self, name: str, mesh: ldt.Mesh) -> BothWays:

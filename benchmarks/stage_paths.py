@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from courier import Path, Wait
-from transports import TRANSPORTS, connect_each, device_of, note
+from transports import TRANSPORTS, connect_each, device_of, new_group, note
 
 import ldt
 from ldt._C import Lane
@@ -70,7 +70,7 @@ def two_rank_lanes(transport: str, device: torch.device) -> list[Lane]:
 
 def lanes_by_hand(stage: list[int], device: torch.device, chunk_bytes: int | None = None) -> list[Lane]:
     """Over process groups: on the source the lane that it sends on, then on a rank of the stage that it hears on."""
-    p2p, members = dist.new_group([SOURCE, LEADER]), dist.new_group(stage)
+    p2p, members = (new_group(ranks, device) for ranks in ([SOURCE, LEADER], stage))
     rank, root = dist.get_rank(), sorted(stage).index(LEADER)
     lanes = []
     if rank == SOURCE:
@@ -120,7 +120,7 @@ def _of_mesh(name: str, mesh: ldt.Mesh) -> Path:
 
 def _of_torch(name: str, stage: list[int], device: torch.device) -> Path:
     """isend and irecv, and in the wait a broadcast in the stage, as code without lanes does it."""
-    p2p, members = dist.new_group([SOURCE, LEADER]), dist.new_group(stage)
+    p2p, members = (new_group(ranks, device) for ranks in ([SOURCE, LEADER], stage))
     rank = dist.get_rank()
 
     def start(source: torch.Tensor, target: torch.Tensor) -> Wait:

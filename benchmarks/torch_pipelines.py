@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, schedules
+from transports import new_group
 
 from ldt.plan import Plan, to_csv
 
@@ -51,7 +52,8 @@ def step_in_a_row(module: nn.Module, microbatches: Sequence[Microbatch], loss_fn
 
 def _where(microbatches: Sequence[Microbatch]) -> tuple[torch.device, Any]:
     """The device, and a group of all ranks that nothing else uses."""
-    return microbatches[0][0].device, dist.new_group()
+    device = microbatches[0][0].device
+    return device, new_group(range(dist.get_world_size()), device)
 
 
 def _step(schedule: Any, microbatches: Sequence[Microbatch], first: bool, last: bool) -> Step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from clock import total
 
 import ldt
 
-__all__ = ["TRANSPORTS", "connect", "connect_each", "device_of", "note"]
+__all__ = ["TRANSPORTS", "connect", "connect_each", "device_of", "new_group", "note"]
 
 TRANSPORTS = {"cpu": ("c10d",), "cuda": ("c10d", "nccl", "copy_engine")}
 
@@ -21,6 +21,11 @@ TRANSPORTS = {"cpu": ("c10d",), "cuda": ("c10d", "nccl", "copy_engine")}
 def device_of(arguments: argparse.Namespace) -> torch.device:
     """This rank's."""
     return torch.device("cuda", dist.get_rank()) if arguments.device == "cuda" else torch.device("cpu")
+
+
+def new_group(ranks: Sequence[int], device: torch.device) -> Any:
+    """Of ``dist.new_group``, with the backend for ``device`` alone. Every rank of the world calls it."""
+    return dist.new_group(list(ranks), backend="nccl" if device.type == "cuda" else "gloo")
 
 
 def note(text: str) -> None:
