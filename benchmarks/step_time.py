@@ -21,7 +21,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
@@ -40,7 +40,6 @@ from ldt.plan import Costs, Plan, optimize, simulate, ushape
 from ldt.runtime.device import synchronize_current_stream
 
 WARM_UP = 2
-Grads = list[list[torch.Tensor]]  # of each layer
 
 
 @dataclass(frozen=True)
@@ -90,42 +89,43 @@ class Model:
 
     def compare(self, modules: Sequence[nn.Module]) -> tuple[int, int]:
         """Elements of this rank's gradients that are not equal to the unsplit model's, and those that are wrong."""
-        mine = {id(layer) for module in modules for layer in module.children()}
+        mine = {id(parameter) for module in modules for parameter in module.parameters()}
         unequal = wrong = 0
-        for layer, truth in zip(self.layers, self._truth, strict=True):
-            if id(layer) in mine:
-                for parameter, expected in zip(layer.parameters(), truth, strict=True):
-                    if parameter.grad is None:
-                        unequal, wrong = unequal + expected.numel(), wrong + expected.numel()
-                        continue
-                    off = (parameter.grad - expected).abs()
-                    unequal += int((off != 0).sum())
-                    wrong += int(
-                        (~(off <= self._tolerance * expected.abs().max())).sum()
-                    )  # also what is no number
+        for parameter, expected in self._truth:
+            if id(parameter) not in mine:
+                continue
+            got = torch.full_like(expected, torch.nan) if parameter.grad is None else parameter.grad
+            off = (got - expected).abs()
+            right = off <= self._tolerance * expected.abs().max()  # which what is no number is not
+            unequal += int((off != 0).sum())
+            wrong += int((~right).sum())
         return unequal, wrong
 
-    def _unsplit(self) -> Grads:
+    def _unsplit(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         for inputs, target in self.microbatches:
             output = inputs
             for layer in self.layers:
                 output = layer(output)
             torch.autograd.backward(mean_squared_error(output, target) / len(self.microbatches))
-        grads = [[parameter.grad for parameter in layer.parameters()] for layer in self.layers]
+        parameters = [parameter for layer in self.layers for parameter in layer.parameters()]
+        grads = [parameter.grad for parameter in parameters]
         self.forget()
-        return grads  # type: ignore[return-value]
+        return [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     device, topology = device_of(arguments), ldt.Topology(arguments.tp)
-    for name in arguments.preset:
-        setting = setting_of(name, arguments)
-        text = f"{name} h{setting.hidden} s{setting.sequence} M{setting.microbatches}"
-        model = Model(setting, topology, device)
-        with ExitStack() as stack:
-            paths = paths_of(model, arguments, stack)
+    meshes = connect_each(topology, arguments)
+    with ExitStack() as stack:
+        for mesh in meshes.values():
+            stack.enter_context(mesh)
+        for name in arguments.preset:
+            setting = setting_of(name, arguments)
+            text = f"{name} h{setting.hidden} s{setting.sequence} M{setting.microbatches}"
+            model = Model(setting, topology, device)
+            paths = paths_of(model, meshes)
             yield from rows_of(text, model, paths, arguments.steps, device)
-        del model, paths
+            del model, paths  # the next one needs the memory
 
 
 def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
@@ -134,12 +134,9 @@ def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
     return replace(PRESETS[name], **{option: value for option, value in options.items() if value is not None})
 
 
-def paths_of(model: Model, arguments: argparse.Namespace, stack: ExitStack) -> list[StepPath]:
-    """All of them, ready to run. ``stack`` closes their meshes."""
+def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
+    """All of them, ready to run."""
     topology, number = model.topology, len(model.microbatches)
-    meshes = connect_each(topology, arguments)
-    for mesh in meshes.values():
-        stack.enter_context(mesh)
     mesh = next(iter(meshes.values()))
     chunks = model.chunks_of(mesh.stage)
     batch = model.microbatches if mesh.is_edge else None
