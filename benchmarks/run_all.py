@@ -49,7 +49,7 @@ ON_GPUS = [
     Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2),
     Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4),
     Job("host_overhead", "host_overhead.py", 2),
-    Job("transfer", "transfer.py", 4),
+    Job("transfer", "transfer.py", 4, 150),
     Job("metadata", "metadata.py", 1),
 ]
 ON_CPU = [

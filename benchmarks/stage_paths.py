@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from courier import Path, Wait
-from transports import TRANSPORTS, connect_each, device_of, new_group, note
+from transports import connect_each, device_of, new_group, note, transports_of
 
 import ldt
 from ldt._C import Lane
@@ -33,7 +33,7 @@ def stage_paths(arguments: argparse.Namespace) -> Iterator[list[Path]]:
     meshes: Mapping[str, ldt.Mesh] = {}
     lanes: list[Lane] = []
     if arguments.two_ranks:
-        for transport in arguments.transports or TRANSPORTS[arguments.device]:
+        for transport in transports_of(arguments):
             try:
                 made = two_rank_lanes(transport, device)
             except ValueError as error:

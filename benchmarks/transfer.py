@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, get_args
 
@@ -18,7 +18,7 @@ from clock import high, slowest
 from courier import Courier, Path, Wait
 from harness import Row, column, parse, parser, run
 from picture import Picture
-from transports import connect_each, device_of
+from transports import connect_or_note, transports_of
 
 import ldt
 from ldt.cli.units import nbytes
@@ -47,37 +47,40 @@ class TransferRow:
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One transport after the other, as meshes of all of them would take many communicators."""
     topology = ldt.Topology([arguments.tp] * 2)
-    device = device_of(arguments)
-    meshes = {
-        (transport, way): mesh
-        for way in WAYS
-        for transport, mesh in connect_each(topology, arguments, transfer=way).items()
-    }
-    for size in arguments.sizes or SIZES[arguments.device]:
-        couriers = {name: Courier(path_over(mesh), size, device) for name, mesh in meshes.items()}
-        times: dict[tuple[str, str], list[float]] = {name: [] for name in couriers}
-        for _ in range(arguments.count + 1):  # ways take turns
-            for name, courier in couriers.items():
-                times[name].append(courier.carry())
-        took = {name: slowest(values[1:]) for name, values in times.items()}
-        for (transport, way), courier in couriers.items():
-            median = statistics.median(took[transport, way])
-            leader = took.get((transport, "leader"))
-            yield TransferRow(
-                size=size,
-                tp=arguments.tp,
-                count=arguments.count,
-                transport=transport,
-                way=way,
-                p50=median * 1e6,
-                p99=high(took[transport, way]) * 1e6,
-                gigabytes_per_second=size / median / 1e9,
-                over_leader=statistics.median(leader) / median if leader else None,
-                wrong=courier.wrong(),
-            )
-    for mesh in meshes.values():
-        mesh.close()
+    for transport in transports_of(arguments):
+        found = {way: connect_or_note(topology, transport, arguments, transfer=way) for way in WAYS}
+        meshes = {way: mesh for way, mesh in found.items() if mesh is not None}
+        for size in arguments.sizes or SIZES[arguments.device]:
+            yield from rows_of(transport, meshes, size, arguments)
+        for mesh in meshes.values():
+            mesh.close()
+
+
+def rows_of(
+    transport: str, meshes: Mapping[str, ldt.Mesh], size: int, arguments: argparse.Namespace
+) -> Iterator[TransferRow]:
+    couriers = {way: Courier(path_over(mesh), size, mesh.device) for way, mesh in meshes.items()}
+    times: dict[str, list[float]] = {way: [] for way in couriers}
+    for _ in range(arguments.count + 1):  # ways take turns
+        for way, courier in couriers.items():
+            times[way].append(courier.carry())
+    took = {way: slowest(values[1:]) for way, values in times.items()}
+    for way, courier in couriers.items():
+        median = statistics.median(took[way])
+        yield TransferRow(
+            size=size,
+            tp=arguments.tp,
+            count=arguments.count,
+            transport=transport,
+            way=way,
+            p50=median * 1e6,
+            p99=high(took[way]) * 1e6,
+            gigabytes_per_second=size / median / 1e9,
+            over_leader=statistics.median(took["leader"]) / median if "leader" in took else None,
+            wrong=courier.wrong(),
+        )
 
 
 def path_over(mesh: ldt.Mesh) -> Path:

@@ -13,9 +13,23 @@ from clock import total
 
 import ldt
 
-__all__ = ["TRANSPORTS", "connect", "connect_each", "device_of", "new_group", "note"]
+__all__ = [
+    "TRANSPORTS",
+    "connect",
+    "connect_each",
+    "connect_or_note",
+    "device_of",
+    "new_group",
+    "note",
+    "transports_of",
+]
 
 TRANSPORTS = {"cpu": ("c10d",), "cuda": ("c10d", "nccl", "copy_engine")}
+
+
+def transports_of(arguments: argparse.Namespace) -> Sequence[str]:
+    """Those of ``--transports``, or all that there are for the device."""
+    return arguments.transports or TRANSPORTS[arguments.device]
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
@@ -53,24 +67,32 @@ def connect(topology: ldt.Topology, transport: str, device: torch.device, **opti
 def connect_each(
     topology: ldt.Topology, arguments: argparse.Namespace, **options: Any
 ) -> Mapping[str, ldt.Mesh]:
-    """A mesh over each of ``--transports``, by its name.
+    """A mesh over each of ``transports_of(arguments)`` that can be connected here, by its name."""
+    meshes = {
+        transport: connect_or_note(topology, transport, arguments, **options)
+        for transport in transports_of(arguments)
+    }
+    return {transport: mesh for transport, mesh in meshes.items() if mesh is not None}
 
-    Without that option, one other than "c10d" that cannot be connected here is told in a note and left out.
+
+def connect_or_note(
+    topology: ldt.Topology, transport: str, arguments: argparse.Namespace, **options: Any
+) -> ldt.Mesh | None:
+    """A mesh, or None and a note if it cannot be connected here.
+
+    Raises instead for what ``--transports`` names, and for "c10d", which can always be.
     """
-    meshes: dict[str, ldt.Mesh] = {}
-    for transport in arguments.transports or TRANSPORTS[arguments.device]:
-        error: Exception | None = None
-        try:
-            mesh = connect(topology, transport, device_of(arguments), **options)
-        except Exception as caught:
-            if arguments.transports or transport == "c10d":
-                raise
-            error = caught
-        if not total(error is not None):
-            meshes[transport] = mesh
-            continue
-        if error is None:
-            mesh.close()  # it is others that could not
-        why = f"{type(error).__name__}: {error}" if error is not None else "another rank could not connect"
-        note(f"{transport} is left out: {why.splitlines()[0]}")
-    return meshes
+    mesh: ldt.Mesh | None = None
+    why = "another rank could not connect"
+    try:
+        mesh = connect(topology, transport, device_of(arguments), **options)
+    except Exception as error:
+        if arguments.transports or transport == "c10d":
+            raise
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    if not total(mesh is None):
+        return mesh
+    if mesh is not None:
+        mesh.close()
+    note(f"{transport} is left out: {why}")
+    return None
