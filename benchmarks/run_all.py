@@ -17,13 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 HERE = Path(__file__).parent
-TAIL = 15  # lines of a failed one's output
+TAIL = 25  # lines of a failed one's output
 
 
 class Job(NamedTuple):
@@ -63,17 +64,19 @@ ON_CPU = [
 ]
 
 
-def run_job(job: Job, device: str, folder: Path, limit: float, environment: Mapping[str, str]) -> Outcome:
+def run_job(
+    job: Job, options: list[str], folder: Path, limit: float, environment: Mapping[str, str]
+) -> Outcome:
     """Run it to its end, or to that of ``limit`` seconds, when it is killed with all its ranks.
 
     Where they stood shortly before is in its output.
     """
-    script, *options = job.command.split()
-    command = [sys.executable, str(HERE / script), *options, "--device", device]
-    command += ["--json", str(folder / f"{job.name}.json"), "--stacks-after", str(0.9 * limit)]
+    script, *its_options = job.command.split()
+    command = [sys.executable, str(HERE / script), *its_options, *options]
+    command += ["--json", str(folder / f"{job.name}.json"), "--stacks-after", str(0.75 * limit)]
     start = time.monotonic()
     with (folder / f"{job.name}.txt").open("w", encoding="utf-8") as output:
-        output.write(f"# benchmarks/{job.command} --device {device}\n")
+        output.write(f"# benchmarks/{' '.join([job.command, *options])}\n")
         output.flush()
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -84,16 +87,16 @@ def run_job(job: Job, device: str, folder: Path, limit: float, environment: Mapp
         except subprocess.TimeoutExpired:
             problem = f"not done after {limit:.0f} s"
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # it leads a group of its own, in which its ranks are
-                process.wait()
+            with suppress(ProcessLookupError):  # it leads a group of its own, in which ranks may be left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     return Outcome(job, time.monotonic() - start, problem)
 
 
-def run_jobs(jobs: list[Job], device: str, gpus: int, folder: Path, seconds: float) -> list[Outcome]:
+def run_jobs(jobs: list[Job], options: list[str], gpus: int, folder: Path, seconds: float) -> list[Outcome]:
     """All of ``jobs`` within ``seconds``; those that no time is left for have that as their problem."""
     environment = dict(os.environ)
-    if device == "cuda":  # no benchmark sees more, as what one does depends on their number
+    if gpus:  # no benchmark sees more, as what one does depends on their number
         visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
     deadline = time.monotonic() + seconds
@@ -103,7 +106,7 @@ def run_jobs(jobs: list[Job], device: str, gpus: int, folder: Path, seconds: flo
         if left < 1:
             outcome = Outcome(job, 0.0, "not run: no time was left")
         else:
-            outcome = run_job(job, device, folder, min(left, job.seconds), environment)
+            outcome = run_job(job, options, folder, min(left, job.seconds), environment)
         print(line_of(outcome), flush=True)
         if outcome.seconds:
             text = (folder / f"{job.name}.txt").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -138,7 +141,8 @@ def main() -> int:
         options.error(f"--only: expected names of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     jobs = [job for job in jobs if not given.only or job.name in given.only]
     given.out.mkdir(parents=True, exist_ok=True)
-    outcomes = run_jobs(jobs, "cpu" if given.cpu else "cuda", gpus, given.out, given.seconds)
+    common = ["--device", "cpu" if given.cpu else "cuda"]
+    outcomes = run_jobs(jobs, common, gpus, given.out, given.seconds)
     good = sum(not outcome.problem for outcome in outcomes)
     summary = f"{good} of {len(outcomes)} ended well; output and rows are in {given.out}"
     (given.out / "summary.txt").write_text(

@@ -118,10 +118,10 @@ def test_run_all_goes_on_after_failures(tmp_path: Path, monkeypatch: pytest.Monk
     for name, text in scripts.items():
         (tmp_path / f"{name}.py").write_text(text)
         jobs.append(Job(name, f"{tmp_path}/{name}.py", seconds=1))
-    outcomes = run_jobs(jobs, "cpu", 0, tmp_path, 30)
+    outcomes = run_jobs(jobs, [], 0, tmp_path, 30)
     assert [outcome.problem for outcome in outcomes] == ["exit code 3", "not done after 1 s", ""]
     assert (tmp_path / "works.txt").read_text().splitlines()[-1] == "rows"
-    (none,) = run_jobs(jobs[:1], "cpu", 0, tmp_path, 0)
+    (none,) = run_jobs(jobs[:1], [], 0, tmp_path, 0)
     assert none.problem == "not run: no time was left"
 
 
