@@ -37,7 +37,7 @@ def _panel(axes: Any, rows: Sequence[Any], y: str) -> None:
     lines: dict[str, dict[Any, float]] = {}
     for row in rows:
         if getattr(row, y) is not None:
-            name = ", ".join(str(getattr(row, part)) for part in picture.by)
+            name = ", ".join(str(getattr(row, part) or "-") for part in picture.by)
             lines.setdefault(name, {})[getattr(row, picture.x)] = getattr(row, y)
     if isinstance(getattr(rows[0], picture.x), str):
         _bars(axes, lines)
