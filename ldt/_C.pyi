@@ -66,7 +66,9 @@ class Lane:
         """What has been under way for longer than the timeout, in words; empty where the backend looks after that."""
 
     def stats(self) -> dict[str, float]:
-        """sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds, pool_bytes."""
+        """Counts: sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds,
+        pool_bytes, and bounced: tensors that the copy engine brought in two steps, as the sender's host came first.
+        """
 
 class NcclCommunicators:
     """The payload goes by NCCL's own calls. Addresses of the communicators of the lane's groups, None without one."""

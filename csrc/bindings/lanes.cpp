@@ -121,6 +121,7 @@ py::dict stats_of(const Lane& lane) {
   counts["received_messages"] = stats.received_messages.load();
   counts["broadcast_bytes"] = stats.broadcast_bytes.load();
   counts["wait_seconds"] = static_cast<double>(stats.wait_nanoseconds.load()) * 1e-9;
+  counts["bounced"] = lane.bounced();
   counts["pool_bytes"] = lane.pool_bytes();
   return counts;
 }

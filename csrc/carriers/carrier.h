@@ -24,8 +24,9 @@ class Carrier {
  public:
   virtual ~Carrier() = default;
 
-  /// Done in the order of `stream`.
-  virtual void send(const c10::Stream& stream, const WireTensors& wire, int peer) = 0;
+  /// Returns when the tensors may be overwritten; empty: in the order of the stream.
+  virtual std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                          int peer) = 0;
   /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
   /// the stage while it receives. `claims` has one for each tensor of `wire`.
   virtual Ends receive(const c10::Stream& stream, const WireTensors& wire,
@@ -36,6 +37,8 @@ class Carrier {
   /// Memory for the lane's receive pool that this carrier serves best; by default any of the
   /// device.
   virtual ReceivePool::Allocate allocator() { return nullptr; }
+  /// How many of the tensors received so far were copied once more, as the sender came first.
+  virtual int64_t bounced() const { return 0; }
   /// Whether something else ends a transfer that takes too long.
   virtual bool has_own_timeout() const = 0;
 };

@@ -5,12 +5,14 @@
 
 namespace ldt {
 
-void GroupCarrier::send(const c10::Stream& /*stream*/, const WireTensors& wire, int peer) {
+std::shared_ptr<const End> GroupCarrier::send(const c10::Stream& /*stream*/,
+                                              const WireTensors& wire, int peer) {
   std::vector<Transport::Work> transfers;
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     transfers.push_back(transport_->send(piece, peer, Transport::kPayload));
   }
   for (const auto& transfer : transfers) transfer->wait();
+  return nullptr;
 }
 
 // A backend starts a transfer when the current stream gets there. So the next receive is issued

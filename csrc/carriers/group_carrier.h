@@ -13,7 +13,8 @@ class GroupCarrier final : public Carrier {
   GroupCarrier(std::shared_ptr<Transport> transport, int64_t chunk_bytes)
       : transport_(std::move(transport)), chunk_bytes_(chunk_bytes) {}
 
-  void send(const c10::Stream& stream, const WireTensors& wire, int peer) override;
+  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                  int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override { transport_->abort(); }

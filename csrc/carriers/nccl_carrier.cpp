@@ -39,12 +39,14 @@ NcclCarrier::NcclCarrier(std::shared_ptr<Transport> groups, Communicators commun
   if (!is_complete) throw_lane_error("expected a communicator for each group of the lane");
 }
 
-void NcclCarrier::send(const c10::Stream& stream, const WireTensors& wire, int peer) {
+std::shared_ptr<const End> NcclCarrier::send(const c10::Stream& stream, const WireTensors& wire,
+                                             int peer) {
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     nccl_.check(nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
                            communicators_.point_to_point, native(stream)),
                 "ncclSend");
   }
+  return nullptr;
 }
 
 Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,

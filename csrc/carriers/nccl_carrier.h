@@ -25,7 +25,8 @@ class NcclCarrier final : public Carrier {
   NcclCarrier(std::shared_ptr<Transport> groups, Communicators communicators, c10::Device device,
               int64_t chunk_bytes);
 
-  void send(const c10::Stream& stream, const WireTensors& wire, int peer) override;
+  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                  int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override { groups_->abort(); }

@@ -23,7 +23,8 @@ End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const ch
 
 }  // namespace
 
-void PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire, int peer) {
+std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire,
+                                             int peer) {
   auto& to = end_for(edges_.senders, peer, "to");
   for (const auto& tensor : wire.contiguous()) {
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
@@ -31,6 +32,7 @@ void PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire, int p
     to.begin(stream, {static_cast<const char*>(tensor.const_data_ptr()), bytes, bytes}, patience_);
     to.push(stream, bytes);
   }
+  return to.sent();
 }
 
 Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
@@ -74,6 +76,12 @@ void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target&
 int64_t PeerCarrier::piece_bytes(int64_t message_bytes) const {
   const auto share = (message_bytes + kPieces - 1) / kPieces;
   return std::min(chunk_bytes_, std::max(kSmallestPiece, share));
+}
+
+int64_t PeerCarrier::bounced() const {
+  int64_t count = edges_.from_stage ? edges_.from_stage->bounced() : 0;
+  for (const auto& [peer, end] : edges_.receivers) count += end->bounced();
+  return count;
 }
 
 void PeerCarrier::abort() {

@@ -26,10 +26,12 @@ class PeerCarrier final : public Carrier {
   PeerCarrier(PeerEdges edges, int64_t chunk_bytes, std::chrono::milliseconds patience)
       : edges_(std::move(edges)), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
-  void send(const c10::Stream& stream, const WireTensors& wire, int peer) override;
+  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                  int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override;
+  int64_t bounced() const override;
   ReceivePool::Allocate allocator() override;
   bool has_own_timeout() const override { return false; }
 

@@ -73,7 +73,8 @@ WireTensors WireTensors::for_send(const std::vector<at::Tensor>& tensors, c10::D
                                   const Title& title) {
   WireTensors wire(tensors, device, title);
   for (const auto& tensor : wire.tensors_) {
-    wire.staged_.push_back(tensor.resolve_conj().resolve_neg().contiguous());
+    wire.staged_.push_back(is_plain(tensor) ? tensor
+                                            : tensor.resolve_conj().resolve_neg().contiguous());
   }
   return wire;
 }

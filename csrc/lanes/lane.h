@@ -62,6 +62,8 @@ class Lane {
 
   const LaneOptions& options() const { return options_; }
   const LaneStats& stats() const { return *stats_; }
+  /// See Carrier::bounced.
+  virtual int64_t bounced() const { return 0; }
   int64_t pool_bytes() const { return pool_->bytes(); }
 
  protected:

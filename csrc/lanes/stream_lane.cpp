@@ -68,10 +68,11 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
     const auto theirs = exchange_announcements(own, peer, /*speak_first=*/true);
     if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the receiver expects");
   }
-  carrier_->send(stream_, wire, peer);
+  auto end = carrier_->send(stream_, wire, peer);
+  if (!end) end = events_->record(stream_);
   stats_->sent_bytes += wire.bytes();
   stats_->sent_messages += 1;
-  return finish(c10d::OpType::SEND, events_->record(stream_), std::move(wire), title.label());
+  return finish(c10d::OpType::SEND, std::move(end), std::move(wire), title.label());
 }
 
 Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,

@@ -30,6 +30,7 @@ class StreamLane final : public Lane {
   void close(std::chrono::milliseconds timeout) override;
   void abort(const std::string& reason) override;
   std::string overdue() override;
+  int64_t bounced() const override { return carrier_->bounced(); }
 
  private:
   /// A message that the device may still be reading or writing.

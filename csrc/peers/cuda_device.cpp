@@ -92,6 +92,13 @@ class CudaPeerDevice final : public PeerDevice {
                   "cuStreamWaitValue64");
   }
 
+  void wait_for_count(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
+    const auto context = in(stream.device());
+    driver_.check(driver_.wait_value32(native(stream), to_address(&flag),
+                                       static_cast<uint32_t>(count), kGreaterOrEqual),
+                  "cuStreamWaitValue32");
+  }
+
   void write(const c10::Stream& stream, Flag& flag, uint64_t count) override {
     const auto context = in(stream.device());
     const auto low = static_cast<uint32_t>(count);

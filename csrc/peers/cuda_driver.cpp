@@ -33,6 +33,7 @@ const CudaDriver* load() {
       look_up(library, "cuMemHostRegister_v2", driver.register_host) &&
       look_up(library, "cuMemHostUnregister", driver.unregister_host) &&
       look_up(library, "cuMemcpyAsync", driver.copy) &&
+      look_up(library, "cuStreamWaitValue32_v2", driver.wait_value32) &&
       look_up(library, "cuStreamWaitValue64_v2", driver.wait_value64) &&
       look_up(library, "cuStreamWriteValue32_v2", driver.write_value32) &&
       look_up(library, "cuStreamWriteValue64_v2", driver.write_value64) &&

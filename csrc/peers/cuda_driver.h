@@ -32,6 +32,7 @@ struct CudaDriver {
   Result (*register_host)(void*, size_t, unsigned flags) = nullptr;
   Result (*unregister_host)(void*) = nullptr;
   Result (*copy)(Address target, Address source, size_t, Stream) = nullptr;
+  Result (*wait_value32)(Stream, Address, uint32_t, unsigned flags) = nullptr;
   Result (*wait_value64)(Stream, Address, uint64_t, unsigned flags) = nullptr;
   Result (*write_value32)(Stream, Address, uint32_t, unsigned flags) = nullptr;
   Result (*write_value64)(Stream, Address, uint64_t, unsigned flags) = nullptr;

@@ -13,7 +13,8 @@ using MemoryHandle = std::array<unsigned char, 64>;
 
 /// What devices wait for and write: a word whose lower half is a count, set by the device of the
 /// other end. Waits are for the whole word, as a signed number, so whoever sets the upper half
-/// decides over them all, whatever count is written after that.
+/// decides over them all, whatever count is written after that. The end that writes the count may
+/// also wait for it: for the lower half alone, which no failure holds up.
 struct alignas(128) Flag {
   std::atomic<uint32_t> count{0};
   std::atomic<uint32_t> upper{0};
@@ -22,6 +23,10 @@ struct alignas(128) Flag {
   bool has_reached(uint64_t wanted) const {
     const auto word = uint64_t{upper.load()} << 32 | count.load();
     return static_cast<int64_t>(word - wanted) >= 0;
+  }
+  /// The count alone, whatever was done to the upper half. Counts go around after 2^32.
+  bool has_counted(uint64_t wanted) const {
+    return static_cast<int32_t>(count.load() - static_cast<uint32_t>(wanted)) >= 0;
   }
   /// All waits end, for good.
   void release() { upper.store(kReleased); }
@@ -56,8 +61,8 @@ class Ledger {
  public:
   static constexpr uint64_t kEntries = 1024;  // how far one host may run ahead of the other
   static constexpr uint32_t kMaxBlocks = 256;
-  static constexpr uint64_t kBounceSlots = 4;
-  static constexpr int64_t kBounceSlotBytes = int64_t{4} << 20;
+  static constexpr uint64_t kBounceSlots = 2;
+  static constexpr int64_t kBounceSlotBytes = int64_t{8} << 20;
 
   enum class Side : uint8_t { kReceiver, kSender };
   enum class Course : uint8_t {

@@ -37,6 +37,8 @@ class PeerDevice {
   virtual void copy(const c10::Stream& stream, void* target, const void* source, size_t bytes) = 0;
   /// Goes on when the flag's word, as a signed number, is `count` or more.
   virtual void wait_for(const c10::Stream& stream, const Flag& flag, uint64_t count) = 0;
+  /// Goes on when the flag's count is `count` or more.
+  virtual void wait_for_count(const c10::Stream& stream, const Flag& flag, uint64_t count) = 0;
   /// Sets the flag's count, after everything before on the stream is visible to all devices.
   virtual void write(const c10::Stream& stream, Flag& flag, uint64_t count) = 0;
 

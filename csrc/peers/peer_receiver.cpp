@@ -38,7 +38,10 @@ void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_
   ++number_;
   course_ = outcome.course;
   decided_ = outcome.decided;
-  if (course_ == Ledger::Course::kBounced) decided_.grain = Ledger::kBounceSlotBytes;
+  if (course_ == Ledger::Course::kBounced) {
+    decided_.grain = Ledger::kBounceSlotBytes;
+    ++bounced_;
+  }
   target_ = target;
   done_ = 0;
   arrived_before_ = arrived_;

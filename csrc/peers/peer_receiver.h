@@ -32,6 +32,8 @@ class PeerReceiver {
   void await(const c10::Stream& stream, int64_t bytes);
   /// Whether the whole message comes into its target with nothing enqueued here, until end().
   bool comes_by_itself() const { return course_ == Ledger::Course::kPosted; }
+  /// How many messages so far came through the bounce slots.
+  int64_t bounced() const { return bounced_.load(); }
   /// When it is there.
   std::shared_ptr<const End> end() const;
 
@@ -50,6 +52,7 @@ class PeerReceiver {
   Imports imports_;
   at::Tensor bounce_;  // the slots
 
+  std::atomic<int64_t> bounced_{0};
   uint64_t number_ = 0;   // of the next message
   uint64_t arrived_ = 0;  // counts of Ledger::arrived up to the end of this message
   uint64_t freed_ = 0;

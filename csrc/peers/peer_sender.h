@@ -28,8 +28,9 @@ class PeerSender {
   void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds patience);
   /// The next `bytes` of the message are there for what is on `stream` now, and may go.
   void push(const c10::Stream& stream, int64_t bytes);
-  /// When the other end has read the message from here. Null if that does not happen, and all is in
-  /// the order of the stream.
+  /// When all that was pushed so far has been copied.
+  std::shared_ptr<const End> sent() const;
+  /// When the other end has read all messages so far that it reads from here. Null: there was none.
   std::shared_ptr<const End> taken() const;
 
   /// Ends all waits of this end, for good, and none of the other's any more: what was to be sent

@@ -253,10 +253,16 @@ def _captured(transport: str) -> None:
     for work in pair.launch([message])[0]:
         work.wait()
     torch.cuda.synchronize()
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph, stream=side), pytest.raises(LaneError, match="being captured into a graph"):
-        pair.launch([message])
-    works, (target,) = pair.launch([message * 2])  # the lanes go on
+    graph, side, target = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros_like(message)
+    with torch.cuda.graph(graph, stream=side):
+        doubled = message * 2
+        with pytest.raises(LaneError, match="being captured into a graph"):
+            pair.hears.recv([target], SENDER)
+        if pair.sends is not None:
+            with pytest.raises(LaneError, match="being captured into a graph"):
+                pair.sends.send([doubled], LEADER)
+    graph.replay()
+    works, (target,) = pair.launch([doubled])  # the lanes go on
     for work in works:
         work.wait()
     assert (target == 2).all()
