@@ -1,16 +1,28 @@
-"""Taking the time on several ranks: all start together from idle devices, and the slowest counts."""
+"""Taking the time on several ranks of one host: all start together from idle devices, and the slowest counts."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Stopwatch", "gather", "high", "median_of", "meet", "settle", "slowest", "total"]
+__all__ = [
+    "Passage",
+    "Stopwatch",
+    "durations",
+    "gather",
+    "high",
+    "median_of",
+    "meet",
+    "settle",
+    "slowest",
+    "total",
+]
 
 
 def meet() -> None:
@@ -41,6 +53,37 @@ def slowest(values: Sequence[float]) -> list[float]:
 def total(number: int) -> int:
     """The sum over all ranks."""
     return int(sum(values[0] for values in gather([float(number)])))
+
+
+class Passage(NamedTuple):
+    """When this rank began to send a message, and when it had received it; infinitely late or early if it did not.
+
+    Moments of time.perf_counter, which is one clock for all processes of a host (CLOCK_MONOTONIC).
+    """
+
+    sent: float
+    received: float
+
+    @classmethod
+    def of(cls, sent: float | None, received: float | None) -> Passage:
+        return cls(math.inf if sent is None else sent, -math.inf if received is None else received)
+
+
+def durations(passages: Sequence[Passage], routes: Sequence[Sequence[int]] | None = None) -> list[float]:
+    """Of each message the seconds from the first rank's start to the last one's end.
+
+    ``routes`` are the ranks of each of several messages at once, of which the slowest counts; by default there is one,
+    of all ranks.
+    """
+    sent, received = (gather(moments) for moments in zip(*passages, strict=True))
+    routes = routes or [range(len(sent))]
+    return [
+        max(
+            max(received[rank][index] for rank in route) - min(sent[rank][index] for rank in route)
+            for route in routes
+        )
+        for index in range(len(passages))
+    ]
 
 
 def high(times: Sequence[float]) -> float:

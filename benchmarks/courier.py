@@ -1,14 +1,19 @@
-"""Messages over a path, each with data of its own, so that a late, an early and an old one are all wrong."""
+"""Messages over a path, each with data of its own, so that a late, an early and an old one are all wrong.
+
+As in a pipeline, a message is sent to memory that is posted already: ``ready``, ``start``, ``wait``, ``check``.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from clock import settle, total
+from bounces import Bounces
+from clock import Passage, meet, settle, total
 
+from ldt._C import Lane
 from ldt.runtime.device import synchronize_current_stream
 
 __all__ = ["Courier", "Path", "Wait"]
@@ -20,15 +25,16 @@ Wait = Callable[[], object]
 class Path:
     """One way for a message to get from a rank to others, and this rank's part in it.
 
-    ``start(source, target)`` launches one and returns what waits for it: ``source`` is None where this rank does not
-    send, ``target`` where nothing arrives. ``empty(n)`` is memory for n int32 elements that arrive.
+    ``send(source)`` and ``receive(target)`` launch one and return what waits for it. ``send`` is None where this rank
+    does not send, ``receive`` where nothing arrives. ``empty(n)`` is memory for n int32 elements that arrive. ``hears``
+    are the lanes by which they do.
     """
 
     name: str
-    sends: bool
-    receives: bool
-    start: Callable[[torch.Tensor, torch.Tensor], Wait]
+    send: Callable[[torch.Tensor], Wait] | None
+    receive: Callable[[torch.Tensor], Wait] | None
     empty: Callable[[int], torch.Tensor]
+    hears: Sequence[Lane] = ()
 
 
 class Courier:
@@ -41,36 +47,87 @@ class Courier:
         self._number = 0
         self._wrong = 0
         self._source = self._target = torch.empty(0)
+        self._waits: list[Wait] = []
+        self._bounces = Bounces(path.hears)
+
+    # -- one message, step by step -------------------------------------------------------------------------------
 
     def pack(self) -> None:
         """Make the next message, and room for it."""
+        self._bounces.start()
         self._number += 1
-        if self.path.sends:
+        if self.path.send is not None:
             self._source = self._plain + self._number
-        if self.path.receives:
+        if self.path.receive is not None:
             self._target = self.path.empty(self._plain.numel())
 
-    def start(self) -> Wait:
-        """Launch it."""
-        return self.path.start(self._source, self._target)
+    def post(self) -> None:
+        """Launch the receive."""
+        if self.path.receive is not None:
+            self._waits.append(self.path.receive(self._target))
+
+    def start(self) -> None:
+        """Launch the send."""
+        if self.path.send is not None:
+            self._waits.append(self.path.send(self._source))
+
+    def wait(self) -> None:
+        for wait in self._waits:
+            wait()
+        self._waits.clear()
 
     def check(self) -> None:
         """After the wait: count wrong elements and let go of the memory."""
-        if self.path.receives:
+        if self.path.receive is not None:
             self._wrong += int((self._target != self._plain + self._number).sum())
         self._source = self._target = torch.empty(0)
+        self._bounces.stop()
 
-    def carry(self) -> float:
-        """One message from idle devices: this rank's seconds from launch to end, on the host."""
+    # -- several steps at once -----------------------------------------------------------------------------------
+
+    def ready(self) -> None:
+        """Pack, post on an idle device, and meet: all that comes before the start.
+
+        A posted receive may keep the device busy until its message comes, so from here to the wait nothing may wait
+        for all of the device.
+        """
         self.pack()
         settle(self._device)
-        start = time.perf_counter()
-        self.start()()
+        self.post()
+        meet()
+
+    def connect(self) -> None:
+        """A first message, for which ranks do not meet.
+
+        NCCL connects at first use, which blocks the host until the other side comes. So the send is first, too, where a
+        rank does both.
+        """
+        self.pack()
+        self.start()
+        self.post()
+        self.wait()
         synchronize_current_stream(self._device)
-        seconds = time.perf_counter() - start
         self.check()
-        return seconds
+
+    def carry(self) -> Passage:
+        """One message from idle devices to memory that is posted."""
+        self.ready()
+        start = time.perf_counter()
+        self.start()
+        self.wait()
+        synchronize_current_stream(self._device)
+        end = time.perf_counter()
+        self.check()
+        return Passage.of(
+            start if self.path.send is not None else None, end if self.path.receive is not None else None
+        )
+
+    # -- of all messages, over all ranks, which all ask ----------------------------------------------------------
 
     def wrong(self) -> int:
-        """Of all messages, over all ranks, which all ask."""
+        """Elements."""
         return total(self._wrong)
+
+    def bounced(self) -> float | None:
+        """The share that came through bounce slots; None where no lane carries them."""
+        return self._bounces.share()

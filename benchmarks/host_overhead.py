@@ -1,8 +1,9 @@
 """How long does the host take to launch a message, and to wait for one, from Python?
 
-Both ranks of a pair do the same at the same time: each posts a batch of receives, launches as many sends and waits for
-all. Every call is timed alone. Between batches devices are idle, so that no queue is ever full. On a GPU a call that
-returns at once has only launched; on the CPU ``wait`` is the transfer, too.
+Both ranks of a pair do the same at the same time: each posts a batch of receives, meets the other, launches as many
+sends and waits for all. Every call is timed alone. Between batches devices are idle, so that no queue is ever full.
+On a GPU a call that returns at once has only launched; on the CPU ``wait`` is the transfer, too. ``bounced`` is the
+share of messages that did not go straight into posted memory.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
-from clock import gather, high, settle
+from bounces import Bounces
+from clock import gather, high, meet, settle
 from courier import Courier
 from harness import Row, column, parse, parser, run
 from p2p_paths import BothWays, P2pPaths
@@ -25,7 +27,6 @@ from transports import device_of
 
 from ldt.cli.units import nbytes
 
-Result = TypeVar("Result")
 CALLS = ("recv", "send", "wait")
 
 
@@ -40,6 +41,7 @@ class CallRow:
     call: str = column("call", "<6")
     p50: float = column("p50 µs", ">10.2f")
     p99: float = column("p99 µs", ">10.2f")
+    bounced: float | None = column("bounced", ">8.0%")
     wrong: int = column("#wrong", ">7")
 
 
@@ -56,11 +58,15 @@ def rows_of(
 ) -> Iterator[CallRow]:
     """The slower rank's figures; both have as many calls."""
     sides = [[Courier(way, size, device) for _ in range(arguments.batch)] for way in path]
-    batch(sides, device)  # connects, and does not count
+    batch(sides, device)  # does not count
     times: dict[str, list[float]] = {call: [] for call in CALLS}
+    bounces = Bounces([lane for way in path for lane in way.hears])
+    bounces.start()
     for _ in range(-(-arguments.count // arguments.batch)):
         for call, found in batch(sides, device).items():
             times[call] += found
+    bounces.stop()
+    bounced = bounces.share()
     wrong = sum(courier.wrong() for couriers in sides for courier in couriers)
     for call, found in times.items():
         by_rank = gather(found)
@@ -71,33 +77,32 @@ def rows_of(
             call=call,
             p50=max(statistics.median(theirs) for theirs in by_rank) * 1e6,
             p99=max(high(theirs) for theirs in by_rank) * 1e6,
+            bounced=bounced,
             wrong=wrong,
         )
 
 
 def batch(sides: list[list[Courier]], device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every call. Receives are posted first, in the order of the other side's sends."""
-    incoming, outgoing = sorted(sides, key=lambda couriers: couriers[0].path.sends)
-    for courier in incoming + outgoing:
+    """Seconds of every call. Receives are posted in the order of the other side's sends."""
+    incoming, outgoing = sorted(sides, key=lambda couriers: couriers[0].path.send is not None)
+    both = incoming + outgoing
+    for courier in both:
         courier.pack()
     settle(device)
-    receives = [clocked(courier.start) for courier in incoming]
-    sends = [clocked(courier.start) for courier in outgoing]
-    waits = [clocked(wait) for _, wait in receives + sends]
+    times = {"recv": [clocked(courier.post) for courier in incoming]}
+    meet()
+    times["send"] = [clocked(courier.start) for courier in outgoing]
+    times["wait"] = [clocked(courier.wait) for courier in both]
     settle(device)
-    for courier in incoming + outgoing:
+    for courier in both:
         courier.check()
-    return {
-        "recv": [seconds for seconds, _ in receives],
-        "send": [seconds for seconds, _ in sends],
-        "wait": [seconds for seconds, _ in waits],
-    }
+    return times
 
 
-def clocked(call: Callable[[], Result]) -> tuple[float, Result]:
+def clocked(call: Callable[[], None]) -> float:
     start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
+    call()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -1,42 +1,38 @@
 """How much of a transfer between two GPUs hides behind compute, and what does it cost the compute?
 
 A message goes from each lower rank to the upper rank of its pair beside GEMMs on both. Three things take turns, each
-from idle devices and after a barrier on the host: the transfer alone, the GEMMs alone, and both: transfer launched,
-GEMMs launched, transfer waited for. (Without turns the later one is slower by itself: GEMMs run at the limit of power.)
-Times are those of the current stream, from before the launch to after the wait; on the CPU those of the host.
+from idle devices: the transfer alone, the GEMMs alone, and both. As in a pipeline the receive is posted first; then
+ranks meet on the host, the transfer is launched, the GEMMs are, and the transfer is waited for. (Without turns the
+later one is slower by itself: GEMMs run at the limit of power.) Times are those of the current stream, from before the
+launch to after the wait; on the CPU those of the host.
 
 - ``hidden``    (gemms + alone - both) / min(gemms, alone): 100 % is all of the transfer, or all of the GEMMs
 - ``slowdown``  both / gemms - 1
+- ``bounced``   share of the messages that did not go straight into posted memory
 
 Each is taken from a rank's medians, and the table has the median over ranks; those of every rank are in the JSON file.
-``plain peer copy`` is one process that copies from its GPU to the next: what the link can do.
-
-The second table is the time of one message from post to use: the receive is posted first, then ranks meet, then the
-sender sends; until the receiver's current stream is done with the wait. The slowest rank counts.
+The second table, latency and bandwidth without load, is explained in p2p_latency.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from clock import Stopwatch, gather, high, median_of, meet, settle, slowest
+from clock import Stopwatch, gather, median_of, settle
 from courier import Courier
 from gemms import LOADS, Gemms
 from harness import Row, column, parse, parser, run
+from p2p_latency import latencies
 from p2p_paths import BothWays, P2pPaths
 from picture import Picture
-from transports import device_of, note
+from transports import device_of
 
 from ldt.cli.units import nbytes
-from ldt.runtime.device import synchronize_current_stream
 
 WARM_UP = 3
 SIZE = {"cuda": 256 << 20, "cpu": 4 << 20}
@@ -50,33 +46,19 @@ LATENCY_SIZES = {
 class OverlapRow:
     """One path beside one load."""
 
-    PICTURE: ClassVar[Picture] = Picture("path", ("hidden", "slowdown", "gigabytes_per_second"), ("load",))
+    PICTURE: ClassVar[Picture] = Picture("path", ("hidden", "slowdown"), ("load",))
     size: int = column("size", ">12")
     count: int = column("count", ">6")
     path: str = column("path", "<18")
-    load: str | None = column("gemms", "<18")
+    load: str = column("gemms", "<18")
     alone: float = column("alone µs", ">10.1f")
-    compute: float | None = column("gemms µs", ">10.1f")
-    both: float | None = column("both µs", ">10.1f")
-    gigabytes_per_second: float = column("GB/s", ">7.1f")
-    hidden: float | None = column("hidden", ">7.1%")
-    slowdown: float | None = column("slowdown", ">8.1%")
+    compute: float = column("gemms µs", ">10.1f")
+    both: float = column("both µs", ">10.1f")
+    hidden: float = column("hidden", ">7.1%")
+    slowdown: float = column("slowdown", ">8.1%")
+    bounced: float | None = column("bounced", ">8.0%")
     wrong: int = column("#wrong", ">7")
     by_rank: tuple[dict[str, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class LatencyRow:
-    """One path at one size, without load."""
-
-    PICTURE: ClassVar[Picture] = Picture("size", ("p50",), ("path",))
-    size: int = column("size", ">12")
-    count: int = column("count", ">6")
-    path: str = column("path", "<18")
-    p50: float = column("p50 µs", ">10.1f")
-    p99: float = column("p99 µs", ">10.1f")
-    gigabytes_per_second: float = column("GB/s", ">7.2f")
-    wrong: int = column("#wrong", ">7")
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -87,14 +69,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             load = Gemms(replace(kind, count=arguments.gemms or kind.count), device)
             for path in paths:
                 yield overlap(path, size, load, arguments.count, device)
-        if device.type == "cuda":
-            yield from peer_copy(size, arguments.count)
-        for size in arguments.latency_sizes or LATENCY_SIZES[arguments.device]:
-            for path in paths:
-                yield latency(path, size, arguments.latency_count, device)
-
-
-# -- overlap -----------------------------------------------------------------------------------------------------
+        sizes = arguments.latency_sizes or LATENCY_SIZES[arguments.device]
+        yield from latencies(paths, sizes, arguments.latency_count, device)
 
 
 def overlap(path: BothWays, size: int, load: Gemms, count: int, device: torch.device) -> OverlapRow:
@@ -113,9 +89,9 @@ def overlap(path: BothWays, size: int, load: Gemms, count: int, device: torch.de
         alone=alone,
         compute=compute,
         both=both,
-        gigabytes_per_second=size / alone / 1e3,
         hidden=hidden,
         slowdown=slowdown,
+        bounced=courier.bounced(),
         wrong=courier.wrong(),
         by_rank=by_rank,
     )
@@ -128,15 +104,17 @@ def timed(device: torch.device, courier: Courier | None = None, load: Gemms | No
     begins later, since that stream is idle.
     """
     watch = Stopwatch(device)
-    if courier is not None:
-        courier.pack()
-    settle(device)
+    if courier is None:
+        settle(device)
+    else:
+        courier.ready()
     watch.start()
-    wait = courier.start() if courier is not None else None
+    if courier is not None:
+        courier.start()
     if load is not None:
         load()
-    if wait is not None:
-        wait()
+    if courier is not None:
+        courier.wait()
     seconds = watch.stop()
     if courier is not None:
         courier.check()
@@ -152,75 +130,6 @@ def figures(alone: float, compute: float, both: float) -> dict[str, float]:
         "hidden": (compute + alone - both) / min(compute, alone),
         "slowdown": both / compute - 1,
     }
-
-
-def peer_copy(size: int, count: int) -> Iterator[OverlapRow]:
-    """Rank 0 copies from its GPU to that of rank 1, which waits meanwhile."""
-    if not torch.cuda.can_device_access_peer(0, 1):
-        note("plain peer copy is left out: GPU 0 cannot access the memory of GPU 1")
-        return
-    took, wrong = 0.0, 0
-    if dist.get_rank() == 0:
-        source = torch.arange(size // 4, dtype=torch.int32, device="cuda:0")
-        target = torch.empty_like(source, device="cuda:1")
-        watch, times = Stopwatch(source.device), []
-        for _ in range(WARM_UP + count):
-            torch.cuda.synchronize(0)
-            watch.start()
-            target.copy_(source, non_blocking=True)
-            times.append(watch.stop())
-        took = statistics.median(times[WARM_UP:])
-        wrong = int((target.cpu() != source.cpu()).sum())
-        del target
-        torch.cuda.empty_cache()
-    took, all_wrong = slowest([took, float(wrong)])
-    yield OverlapRow(
-        size=size,
-        count=count,
-        path="plain peer copy",
-        load=None,
-        alone=took * 1e6,
-        compute=None,
-        both=None,
-        gigabytes_per_second=size / took / 1e9,
-        hidden=None,
-        slowdown=None,
-        wrong=int(all_wrong),
-    )
-
-
-# -- latency -----------------------------------------------------------------------------------------------------
-
-
-def latency(path: BothWays, size: int, count: int, device: torch.device) -> LatencyRow:
-    courier = Courier(path.up, size, device)
-    times = slowest([one_way(courier, device) for _ in range(WARM_UP + count)][WARM_UP:])
-    median = statistics.median(times)
-    return LatencyRow(
-        size=size,
-        count=count,
-        path=path.name,
-        p50=median * 1e6,
-        p99=high(times) * 1e6,
-        gigabytes_per_second=size / median / 1e9,
-        wrong=courier.wrong(),
-    )
-
-
-def one_way(courier: Courier, device: torch.device) -> float:
-    """Seconds on the host of this rank, from the meeting on."""
-    courier.pack()
-    settle(device)
-    wait: Any = courier.start() if courier.path.receives else None
-    meet()
-    start = time.perf_counter()
-    if courier.path.sends:
-        wait = courier.start()
-    wait()
-    synchronize_current_stream(device)
-    seconds = time.perf_counter() - start
-    courier.check()
-    return seconds
 
 
 if __name__ == "__main__":

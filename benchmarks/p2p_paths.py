@@ -52,8 +52,7 @@ class P2pPaths:
             *(self._of_mesh(f"lane, {name}", mesh) for name, mesh in self._meshes.items()),
         ]
         for way in (way for path in self.paths for way in path):
-            # NCCL connects at first use and blocks the host, so all ranks begin with one direction.
-            Courier(way, 4, self._device).carry()
+            Courier(way, 4, self._device).connect()  # one direction after the other, on all ranks
 
     def __enter__(self) -> list[BothWays]:
         return self.paths
@@ -72,14 +71,10 @@ class P2pPaths:
         peer = rank + pairs if is_lower() else lower
 
         def path(group: dist.ProcessGroup, sends: bool) -> Path:
-            def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
-                return send(source, peer, group) if sends else receive(target, peer, group)
-
             return Path(
                 name,
-                sends,
-                not sends,
-                start,
+                (lambda source: send(source, peer, group)) if sends else None,
+                None if sends else (lambda target: receive(target, peer, group)),
                 lambda number: torch.empty(number, dtype=torch.int32, device=self._device),
             )
 
@@ -93,12 +88,12 @@ class P2pPaths:
             end = mesh.endpoints[mesh.topology.channel(0, direction, mesh.replica)]
             lane, peer = end.strands[LEADERS]
             assert peer is not None, "stages of one rank have leaders only"
-
-            def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
-                return (lane.send([source], peer) if end.sends else lane.recv([target], peer)).wait
-
             return Path(
-                name, end.sends, not end.sends, start, lambda number: lane.empty([number], torch.int32)
+                name,
+                (lambda source: lane.send([source], peer).wait) if end.sends else None,
+                None if end.sends else (lambda target: lane.recv([target], peer).wait),
+                lambda number: lane.empty([number], torch.int32),
+                hears=[] if end.sends else [lane],
             )
 
         return BothWays(path("F"), path("B"))

@@ -5,14 +5,15 @@ is a member of the stage, too. Paths:
 
 - ``receive alone``  the bare receive on the leader, without any broadcast: the floor
 - ``hand-made``      irecv, and in its wait a broadcast, as code without lanes does: the baseline
-- ``fused, ...``     one lane over that transport, whose broadcast runs behind the receive; with ``--chunk-bytes`` also
-                     lanes over process groups with pieces of those sizes
+- ``fused, ...``     one lane over that transport, whose broadcast runs behind the receive; with ``--chunk-bytes``
+                     (which implies ``--two-ranks``) also lanes with pieces of those sizes
 
-``p50`` and ``p99`` are from launch to end without other work, on the host. For ``exposed``, compute of about twice the
+Receives are posted first (but for the broadcast by hand), then ranks meet, then rank 0 sends. ``p50`` and ``p99`` are
+from the send to the end on the last rank without other work, on the host. For ``exposed``, compute of about twice the
 bare receive is launched before the wait. On a GPU that is GEMMs, and exposed is how much longer the compute stream
 takes with the message than without. On the CPU it is a sleep (compute on an accelerator leaves the host's cores free)
-of twice the slowest path, and exposed is the time blocked in the wait. ``share`` is exposed over p50. The slowest rank
-counts.
+of twice the slowest path, and exposed is the time blocked in the wait; the slowest rank counts. ``share`` is exposed
+over p50, ``bounced`` the part of the messages that did not go straight into posted memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from clock import Stopwatch, high, settle, slowest
+from clock import Passage, Stopwatch, durations, high, settle, slowest
 from courier import Courier
 from gemms import LOADS, Gemms
 from harness import Row, column, parse, parser, run
@@ -51,13 +52,14 @@ class MessageRow:
     size: int = column("size", ">12")
     stage: int = column("stage", ">6")
     count: int = column("count", ">6")
-    path: str = column("path", "<20")
+    path: str = column("path", "<28")
     p50: float = column("p50 µs", ">10.1f")
     p99: float = column("p99 µs", ">10.1f")
     over_receive: float = column("over receive", ">12.2f")
     exposed: float = column("exposed µs", ">11.1f")
     share: float = column("share", ">7.1%")
     gigabytes_per_second: float = column("GB/s", ">7.2f")
+    bounced: float | None = column("bounced", ">8.0%")
     wrong: int = column("#wrong", ">7")
 
 
@@ -68,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         gemm = slowest([gemms.time_of_one()])[0] if gemms else 0.0
         for size in arguments.sizes or SIZES[arguments.device]:
             couriers = [Courier(path, size, device) for path in paths]
-            direct = [slowest([courier.carry() for _ in range(5)]) for courier in couriers]
+            direct = [durations([courier.carry() for _ in range(5)]) for courier in couriers]
             compute: Compute
             if gemms is not None:
                 gemms.kind = replace(gemms.kind, count=max(2, round(2 * min(direct[0]) / gemm)))
@@ -96,16 +98,16 @@ def rows_of(
     device: torch.device,
 ) -> Iterator[MessageRow]:
     """Paths take turns, so that what else the machine does hits all of them alike."""
-    times: list[list[float]] = [[] for _ in couriers]
+    passages: list[list[Passage]] = [[] for _ in couriers]
     exposures: list[list[float]] = [[] for _ in couriers]
     exposed = exposed_on_stream if device.type == "cuda" else exposed_on_host
     for _ in range(arguments.count):
-        for courier, took, showed in zip(couriers, times, exposures, strict=True):
-            took.append(courier.carry())
+        for courier, found, showed in zip(couriers, passages, exposures, strict=True):
+            found.append(courier.carry())
             showed.append(exposed(courier, compute, device))
-    receive = statistics.median(slowest(times[0]))
-    for courier, mine, showed in zip(couriers, times, exposures, strict=True):
-        took = slowest(mine)
+    receive = statistics.median(durations(passages[0]))
+    for courier, found, showed in zip(couriers, passages, exposures, strict=True):
+        took = durations(found)
         median, left = statistics.median(took), max(0.0, statistics.median(slowest(showed)))
         yield MessageRow(
             size=size,
@@ -118,6 +120,7 @@ def rows_of(
             exposed=left * 1e6,
             share=left / median,
             gigabytes_per_second=size / median / 1e9,
+            bounced=courier.bounced(),
             wrong=courier.wrong(),
         )
 
@@ -129,25 +132,23 @@ def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) 
     watch.start()
     compute()
     alone = watch.stop()
-    courier.pack()
-    settle(device)
+    courier.ready()
     watch.start()
-    wait = courier.start()
+    courier.start()
     compute()
-    wait()
+    courier.wait()
     both = watch.stop()
     courier.check()
     return both - alone
 
 
-def exposed_on_host(courier: Courier, compute: Compute, device: torch.device) -> float:
+def exposed_on_host(courier: Courier, compute: Compute, _: torch.device) -> float:
     """Seconds blocked in the wait."""
-    courier.pack()
-    settle(device)
-    wait = courier.start()
+    courier.ready()
+    courier.start()
     compute()
     blocked = time.perf_counter()
-    wait()
+    courier.wait()
     seconds = time.perf_counter() - blocked
     courier.check()
     return seconds
@@ -155,6 +156,7 @@ def exposed_on_host(courier: Courier, compute: Compute, device: torch.device) ->
 
 def ranks_of(given: argparse.Namespace) -> int:
     """One more than the stage has; on two GPUs a stage of two makes do with two."""
+    given.two_ranks |= bool(given.chunk_bytes)
     if given.device != "cpu" and given.stage == 2 and torch.cuda.device_count() == 2:
         given.two_ranks = True
     return 2 if given.two_ranks else 1 + given.stage

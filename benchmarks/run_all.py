@@ -44,21 +44,21 @@ class Outcome(NamedTuple):
     problem: str
 
 
-ON_GPUS = [
-    Job("p2p_overlap", "p2p_overlap.py", 2),
-    Job("step_time", "step_time.py", 2, 180),
-    Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2),
-    Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4),
-    Job("host_overhead", "host_overhead.py", 2),
-    Job("transfer", "transfer.py", 4, 150),
-    Job("metadata", "metadata.py", 1),
+ON_GPUS = [  # what matters most is first
+    Job("p2p_overlap", "p2p_overlap.py", 2, 100),
+    Job("host_overhead", "host_overhead.py", 2, 70),
+    Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2, 80),
+    Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4, 80),
+    Job("step_time", "step_time.py", 2, 170),
+    Job("transfer", "transfer.py", 4, 90),
+    Job("metadata", "metadata.py", 1, 60),
 ]
 ON_CPU = [
     Job("p2p_overlap", "p2p_overlap.py --count 7 --latency-count 20"),
+    Job("host_overhead", "host_overhead.py"),
+    Job("recv_broadcast_2", "recv_broadcast.py --stage 2 --count 10"),
     Job("step_time", "step_time.py"),
     Job("slow_link", "slow_link.py --stages 2 3 --laps 1 --latency 0 10ms --forward 10ms"),
-    Job("recv_broadcast_2", "recv_broadcast.py --stage 2 --count 10"),
-    Job("host_overhead", "host_overhead.py"),
     Job("transfer", "transfer.py --count 10"),
     Job("metadata", "metadata.py --count 20"),
 ]

@@ -7,141 +7,116 @@ and also the member that hears the broadcast.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
-from courier import Path, Wait
-from transports import connect_each, device_of, new_group, note, transports_of
+from courier import Courier, Path, Wait
+from transports import connect_each, device_of, made_or_noted, new_group, transports_of
 
 import ldt
-from ldt._C import Lane
 from ldt.runtime.strands import LEADERS
+from ldt.testing.fused_pair import LEADER, SENDER, FusedPair
 
-__all__ = ["stage_paths", "two_rank_lanes"]
-
-SOURCE, LEADER = 0, 1
+__all__ = ["stage_paths"]
 
 
 @contextmanager
 def stage_paths(arguments: argparse.Namespace) -> Iterator[list[Path]]:
-    """The bare receive, which leaves members out, then the hand-made way, then lanes."""
+    """The bare receive, which leaves members out, then the hand-made way, then lanes; all are connected."""
     device = device_of(arguments)
-    stage = [SOURCE, LEADER] if arguments.two_ranks else list(range(LEADER, arguments.ranks))
+    stage = [SENDER, LEADER] if arguments.two_ranks else list(range(LEADER, arguments.ranks))
     paths = [_of_torch("receive alone", [LEADER], device), _of_torch("hand-made", stage, device)]
-    meshes: Mapping[str, ldt.Mesh] = {}
-    lanes: list[Lane] = []
-    if arguments.two_ranks:
-        for transport in transports_of(arguments):
-            try:
-                made = two_rank_lanes(transport, device)
-            except ValueError as error:
-                note(f"{transport} is left out: {error}")
-                continue
-            lanes += made
-            paths.append(_of_lanes(f"fused, {transport}", made, device))
-    else:
-        topology = ldt.Topology([1, arguments.stage])
-        meshes = connect_each(topology, arguments)
-        paths += [_of_mesh(f"fused, {name}", mesh) for name, mesh in meshes.items()]
-    for chunk in arguments.chunk_bytes or []:
-        made = lanes_by_hand(stage, device, chunk)
-        lanes += made
-        paths.append(_of_lanes(f"fused, {chunk >> 10} KiB", made, device))
-    yield paths
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    for lane in lanes:
-        lane.close()
-    for mesh in meshes.values():
-        mesh.close()
+    with ExitStack() as closing:
+        if arguments.two_ranks:
+            for name, pair in _pairs(arguments, device):
+                paths.append(_of_pair(f"fused, {name}", pair))
+                closing.callback(pair.close)
+        else:
+            meshes = connect_each(ldt.Topology([1, arguments.stage]), arguments)
+            for name, mesh in meshes.items():
+                paths.append(_of_mesh(f"fused, {name}", mesh))
+                closing.callback(mesh.close)
+        for path in paths:
+            Courier(path, 4, device).connect()
+        try:
+            yield paths
+        except BaseException:
+            closing.pop_all()  # closing what hangs on a device would hide the error
+            raise
+        if device.type == "cuda":
+            torch.cuda.synchronize()
 
 
-def two_rank_lanes(transport: str, device: torch.device) -> list[Lane]:
-    """What ``lanes_by_hand`` gives for ranks 0 and 1 as the stage. Raises ValueError where there is no such lane."""
-    if transport != "c10d":
-        raise ValueError(
-            f"lanes over {transport!r} cannot be made with two ranks of which one is both source and member: "
-            "expected 'c10d'; take three GPUs for the others"
-        )
-    return lanes_by_hand([SOURCE, LEADER], device)
-
-
-def lanes_by_hand(stage: list[int], device: torch.device, chunk_bytes: int | None = None) -> list[Lane]:
-    """Over process groups: on the source the lane that it sends on, then on a rank of the stage that it hears on."""
-    p2p, members = (new_group(ranks, device) for ranks in ([SOURCE, LEADER], stage))
-    rank, root = dist.get_rank(), sorted(stage).index(LEADER)
-    lanes = []
-    if rank == SOURCE:
-        lanes.append(
-            Lane("sends", p2p=p2p, stage=None, device=device, chunk_bytes=chunk_bytes, announce=False)
-        )
-    if rank in stage:
-        group = p2p if rank == LEADER else None
-        lanes.append(
-            Lane(
-                "hears",
-                p2p=group,
-                stage=members,
-                stage_root=root,
-                device=device,
-                chunk_bytes=chunk_bytes,
-                announce=False,
+def _pairs(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, FusedPair]]:
+    """Over each transport, with pieces of the default size and then of each that was given."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    for transport in transports_of(arguments):
+        for chunk in [None, *(arguments.chunk_bytes or [])]:
+            pair = made_or_noted(
+                lambda transport=transport, chunk=chunk: FusedPair(  # type: ignore[misc]
+                    device, transport, backend=backend, announce=False, chunk_bytes=chunk
+                ),
+                transport,
+                arguments,
             )
-        )
-    return lanes
+            if pair is not None:
+                yield transport if chunk is None else f"{transport}, {chunk >> 10} KiB", pair
 
 
-def _of_lanes(name: str, lanes: list[Lane], device: torch.device) -> Path:
-    sends = dist.get_rank() == SOURCE
-    outgoing, incoming = lanes[:sends], lanes[sends:]
-
-    def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
-        works = [lane.send([source], LEADER) for lane in outgoing]
-        works += [lane.recv([target], SOURCE) for lane in incoming]
-        return lambda: [work.wait() for work in works]
-
-    return Path(name, sends, bool(incoming), start, lambda number: lanes[-1].empty([number], torch.int32))
+def _of_pair(name: str, pair: FusedPair) -> Path:
+    sends, hears = pair.sends, pair.hears
+    return Path(
+        name,
+        None if sends is None else (lambda source: sends.send([source], LEADER).wait),
+        lambda target: hears.recv([target], SENDER).wait,
+        lambda number: hears.empty([number], torch.int32),
+        hears=[hears],
+    )
 
 
 def _of_mesh(name: str, mesh: ldt.Mesh) -> Path:
     end = mesh.endpoints[mesh.topology.channel(0, "F", 0)]
     lane, peer = end.strands[LEADERS]
 
-    def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
-        if not end.sends:
-            return lane.recv([target], peer).wait
+    def send(source: torch.Tensor) -> Wait:
         assert peer is not None, "the source has a peer"
         return lane.send([source], peer).wait
 
-    return Path(name, end.sends, not end.sends, start, lambda number: lane.empty([number], torch.int32))
+    return Path(
+        name,
+        send if end.sends else None,
+        None if end.sends else (lambda target: lane.recv([target], peer).wait),
+        lambda number: lane.empty([number], torch.int32),
+        hears=[] if end.sends else [lane],
+    )
 
 
 def _of_torch(name: str, stage: list[int], device: torch.device) -> Path:
-    """isend and irecv, and in the wait a broadcast in the stage, as code without lanes does it."""
-    p2p, members = (new_group(ranks, device) for ranks in ([SOURCE, LEADER], stage))
+    """isend and irecv, and in the wait of the stage's ranks a broadcast, as code without lanes does it."""
+    p2p, members = (new_group(ranks, device) for ranks in ([SENDER, LEADER], stage))
     rank = dist.get_rank()
 
-    def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
-        work: dist.Work | None = None
-        if rank == SOURCE:
-            work = dist.isend(source, LEADER, p2p)
-        elif rank == LEADER:
-            work = dist.irecv(target, SOURCE, p2p)
+    def send(source: torch.Tensor) -> Wait:
+        work = dist.isend(source, LEADER, p2p)
+        assert work is not None
+        return work.wait
+
+    def receive(target: torch.Tensor) -> Wait:
+        work = dist.irecv(target, SENDER, p2p) if rank == LEADER else None
 
         def wait() -> None:
             if work is not None:
                 work.wait()
-            if rank in stage and len(stage) > 1:
+            if len(stage) > 1:
                 dist.broadcast(target, LEADER, members)
 
         return wait
 
     return Path(
         name,
-        rank == SOURCE,
-        rank in stage,
-        start,
+        send if rank == SENDER else None,
+        receive if rank in stage else None,
         lambda number: torch.empty(number, dtype=torch.int32, device=device),
     )

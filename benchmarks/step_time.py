@@ -12,7 +12,8 @@ the host's time for a step, from a barrier on the host until the current stream 
 turns. Gradients of the first and the last step of each path are compared with the unsplit model's, which every rank
 computes. With as many microbatches as a power of two all ways add the same sums in the same order; ``#unequal`` counts
 elements that differ all the same (attention on a GPU may add in any order), ``#wrong`` those that differ by more than
-1e-5 (bf16: 1/64) of the largest of their tensor.
+1e-5 (bf16: 1/64) of the largest of their tensor. ``bounced`` is the share of messages that did not go straight into the
+memory that was posted for them.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
+from bounces import Bounces
 from clock import settle, slowest, total
 from harness import Row, column, parse, parser, run
 from picture import Picture
 from torch import nn
 from torch_pipelines import Step, step_in_a_row, step_of_plan
-from transformer import PRESETS, Setting, cut, make_layers, make_microbatches, mean_squared_error
+from transformer import PRESETS, Microbatch, Setting, cut, make_layers, make_microbatches, mean_squared_error
 from transports import connect_each, device_of, note
 
 import ldt
@@ -53,18 +55,20 @@ class StepRow:
     simulated: float | None = column("simulated ms", ">12.2f")
     measured: float = column("measured ms", ">12.2f")
     ratio: float | None = column("ratio", ">7.3f")
+    bounced: float | None = column("bounced", ">8.0%")
     unequal: int = column("#unequal", ">9")
     wrong: int = column("#wrong", ">7")
 
 
 @dataclass
 class StepPath:
-    """One way to do a step on this rank, and the modules whose gradients it leaves."""
+    """One way to do a step on this rank, the modules whose gradients it leaves, and what bounces on its lanes."""
 
     name: str
     step: Step
     simulated: float | None
     modules: Sequence[nn.Module]
+    bounces: Bounces
 
 
 class Model:
@@ -139,13 +143,18 @@ def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
     topology, number = model.topology, len(model.microbatches)
     mesh = next(iter(meshes.values()))
     chunks = model.chunks_of(mesh.stage)
+    mine = list(chunks.values())
     batch = model.microbatches if mesh.is_edge else None
-    costs = measured_costs(ldt.Pipeline(list(chunks.values()), mesh, loss_fn=mean_squared_error), batch)
+    costs = measured_costs(ldt.Pipeline(mine, mesh, loss_fn=mean_squared_error), batch)
     plans = {"ushape": ushape(topology, number), "optimize": optimize(topology, number, costs)}
     makespans = {name: simulate(plan, costs).makespan for name, plan in plans.items()}
     paths = [
         StepPath(
-            f"ldt {name}, {transport}", ldt_step(model, mesh, plan), makespans[name], list(chunks.values())
+            f"ldt {name}, {transport}",
+            ldt_step(mine, model.microbatches, mesh, plan),
+            makespans[name],
+            mine,
+            Bounces(mesh.all_lanes()),
         )
         for transport, mesh in meshes.items()
         for name, plan in plans.items()
@@ -157,10 +166,10 @@ def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
         return paths
     for name, plan in plans.items():
         step = step_of_plan(plan, chunks, model.microbatches, mean_squared_error)
-        paths.append(StepPath(f"torch {name}", step, makespans[name], list(chunks.values())))
+        paths.append(StepPath(f"torch {name}", step, makespans[name], mine, Bounces([])))
     stage = model.stages[mesh.stage]
     step = step_in_a_row(stage, model.microbatches, mean_squared_error)
-    return [*paths, StepPath("torch 1F1B, no U", step, None, [stage])]
+    return [*paths, StepPath("torch 1F1B, no U", step, None, [stage], Bounces([]))]
 
 
 def measured_costs(pipeline: ldt.Pipeline, batch: object) -> Costs:
@@ -173,10 +182,11 @@ def measured_costs(pipeline: ldt.Pipeline, batch: object) -> Costs:
     return costs
 
 
-def ldt_step(model: Model, mesh: ldt.Mesh, plan: Plan) -> Step:
-    modules = list(model.chunks_of(mesh.stage).values())
+def ldt_step(
+    modules: Sequence[nn.Module], microbatches: Sequence[Microbatch], mesh: ldt.Mesh, plan: Plan
+) -> Step:
     pipeline = ldt.Pipeline(modules, mesh, plan, mean_squared_error)
-    batch = model.microbatches if mesh.is_edge else None
+    batch = microbatches if mesh.is_edge else None
     return lambda: pipeline.step(batch)
 
 
@@ -189,19 +199,22 @@ def rows_of(
     for turn in range(last + 1):  # paths take turns
         for path, taken, counts in zip(paths, times, differ, strict=True):
             model.forget()
+            path.bounces.start()
             settle(device)
             start = time.perf_counter()
             path.step()
             synchronize_current_stream(device)
             taken.append(time.perf_counter() - start)
+            path.bounces.stop()
             if turn in (0, last):
                 counts[:] = map(sum, zip(counts, model.compare(path.modules), strict=True))
     for path, taken, counts in zip(paths, times, differ, strict=True):
         seconds = statistics.median(slowest(taken[WARM_UP:]))
         simulated = None if path.simulated is None else path.simulated * 1e3
         ratio = None if path.simulated is None else seconds / path.simulated
+        bounced = path.bounces.share()
         unequal, wrong = map(total, counts)
-        yield StepRow(text, steps, path.name, simulated, seconds * 1e3, ratio, unequal, wrong)
+        yield StepRow(text, steps, path.name, simulated, seconds * 1e3, ratio, bounced, unequal, wrong)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How should a message get to all ranks of a stage: by the leader, in shares, or each rank to its peer?
 
-Stage 0 of ``--tp`` ranks sends to stage 1 of as many, over the channels that a pipeline has, on each transport. ``p50``
-is from launch to the end on the slowest rank, ``over leader`` how many times faster than that way of that transport.
+Stage 0 of ``--tp`` ranks sends to stage 1 of as many, over the channels that a pipeline has, on each transport, to
+memory that is posted. ``p50`` is from the first rank's send to the end on the last one, ``over leader`` how many times
+faster than that way of that transport, ``bounced`` the share of messages that did not go straight into that memory.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, get_args
 
 import torch
-from clock import high, slowest
+from clock import Passage, durations, high
 from courier import Courier, Path, Wait
 from harness import Row, column, parse, parser, run
 from picture import Picture
@@ -43,6 +44,7 @@ class TransferRow:
     p99: float = column("p99 µs", ">10.1f")
     gigabytes_per_second: float = column("GB/s", ">8.2f")
     over_leader: float | None = column("over leader", ">12.2f")
+    bounced: float | None = column("bounced", ">8.0%")
     wrong: int = column("#wrong", ">7")
 
 
@@ -62,11 +64,11 @@ def rows_of(
     transport: str, meshes: Mapping[str, ldt.Mesh], size: int, arguments: argparse.Namespace
 ) -> Iterator[TransferRow]:
     couriers = {way: Courier(path_over(mesh), size, mesh.device) for way, mesh in meshes.items()}
-    times: dict[str, list[float]] = {way: [] for way in couriers}
+    passages: dict[str, list[Passage]] = {way: [] for way in couriers}
     for _ in range(arguments.count + 1):  # ways take turns
         for way, courier in couriers.items():
-            times[way].append(courier.carry())
-    took = {way: slowest(values[1:]) for way, values in times.items()}
+            passages[way].append(courier.carry())
+    took = {way: durations(found[1:]) for way, found in passages.items()}
     for way, courier in couriers.items():
         median = statistics.median(took[way])
         yield TransferRow(
@@ -79,6 +81,7 @@ def rows_of(
             p99=high(took[way]) * 1e6,
             gigabytes_per_second=size / median / 1e9,
             over_leader=statistics.median(took["leader"]) / median if "leader" in took else None,
+            bounced=courier.bounced(),
             wrong=courier.wrong(),
         )
 
@@ -86,19 +89,20 @@ def rows_of(
 def path_over(mesh: ldt.Mesh) -> Path:
     """From stage 0 to stage 1. A rank of stage 0 without a strand takes no part."""
     end = mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
-    sends = mesh.stage == 0
+    if end is None:
+        return Path("", None, None, lambda _: torch.empty(0))
 
-    def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
-        work = None
-        if end is not None:
-            work = end.send([source], "") if sends else end.receive([target], "")
+    def send(source: torch.Tensor) -> Wait:
+        work = end.send([source], "")
         return work.wait if work is not None else lambda: None
 
     def empty(number: int) -> torch.Tensor:
-        assert end is not None, "each rank of the receiving stage hears all strands"
         return end.buffers([TensorSpec((number,), torch.int32, False)], [(number,)], mesh.device)[0]
 
-    return Path("", sends, not sends, start, empty)
+    if end.sends:
+        return Path("", send, None, empty)
+    lanes = [strand.lane for strand in end.strands.values()]
+    return Path("", None, lambda target: end.receive([target], "").wait, empty, hears=lanes)
 
 
 if __name__ == "__main__":

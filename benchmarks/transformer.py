@@ -11,7 +11,16 @@ from torch.nn import functional
 
 import ldt
 
-__all__ = ["PRESETS", "Block", "Setting", "cut", "make_layers", "make_microbatches", "mean_squared_error"]
+__all__ = [
+    "PRESETS",
+    "Block",
+    "Microbatch",
+    "Setting",
+    "cut",
+    "make_layers",
+    "make_microbatches",
+    "mean_squared_error",
+]
 
 Microbatch = tuple[torch.Tensor, torch.Tensor]
 

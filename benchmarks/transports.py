@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from clock import total
 
 import ldt
+from ldt.runtime.carriers import TransportChoice
 
 __all__ = [
     "TRANSPORTS",
@@ -19,17 +19,28 @@ __all__ = [
     "connect_each",
     "connect_or_note",
     "device_of",
+    "made_or_noted",
     "new_group",
     "note",
     "transports_of",
 ]
 
-TRANSPORTS = {"cpu": ("c10d",), "cuda": ("c10d", "nccl", "copy_engine")}
+
+class Closable(Protocol):
+    def close(self) -> object: ...
 
 
-def transports_of(arguments: argparse.Namespace) -> Sequence[str]:
+Ends = TypeVar("Ends", bound=Closable)
+TRANSPORTS: Mapping[str, Sequence[TransportChoice]] = {
+    "cpu": ("c10d",),
+    "cuda": ("c10d", "nccl", "copy_engine"),
+}
+
+
+def transports_of(arguments: argparse.Namespace) -> Sequence[TransportChoice]:
     """Those of ``--transports``, or all that there are for the device."""
-    return arguments.transports or TRANSPORTS[arguments.device]
+    chosen: Sequence[TransportChoice] = arguments.transports or TRANSPORTS[arguments.device]
+    return chosen
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
@@ -48,16 +59,12 @@ def note(text: str) -> None:
         print(f"# {text}", flush=True)
 
 
-def connect(topology: ldt.Topology, transport: str, device: torch.device, **options: Any) -> ldt.Mesh:
+def connect(
+    topology: ldt.Topology, transport: TransportChoice, device: torch.device, **options: Any
+) -> ldt.Mesh:
     """``ldt.connect`` over ``transport``; raises if a link got another one."""
-    # TODO: pass transport= and call transport_of always, once ldt.connect and Mesh of this tree have them.
-    if "transport" in inspect.signature(ldt.connect).parameters:
-        options["transport"] = transport
-    elif transport != "c10d":
-        raise ValueError(f"transport {transport!r}: this ldt has process groups only, that is 'c10d'")
-    mesh = ldt.connect(topology, device=device, **options)
-    transport_of = getattr(mesh, "transport_of", lambda _: "c10d")
-    got = {transport_of(channel) for channel in mesh.endpoints}
+    mesh = ldt.connect(topology, device=device, transport=transport, **options)
+    got = {mesh.transport_of(channel) for channel in mesh.endpoints}
     if got - {transport}:
         mesh.close()
         raise RuntimeError(f"expected lanes over {transport!r}, got {sorted(got)}")
@@ -76,23 +83,31 @@ def connect_each(
 
 
 def connect_or_note(
-    topology: ldt.Topology, transport: str, arguments: argparse.Namespace, **options: Any
+    topology: ldt.Topology, transport: TransportChoice, arguments: argparse.Namespace, **options: Any
 ) -> ldt.Mesh | None:
-    """A mesh, or None and a note if it cannot be connected here.
+    """A mesh, or None and a note if it cannot be connected here."""
+    device = device_of(arguments)
+    return made_or_noted(lambda: connect(topology, transport, device, **options), transport, arguments)
+
+
+def made_or_noted(
+    make: Callable[[], Ends], transport: TransportChoice, arguments: argparse.Namespace
+) -> Ends | None:
+    """What ``make`` returns, or None and a note if it fails on any rank.
 
     Raises instead for what ``--transports`` names, and for "c10d", which can always be.
     """
-    mesh: ldt.Mesh | None = None
+    made: Ends | None = None
     why = "another rank could not connect"
     try:
-        mesh = connect(topology, transport, device_of(arguments), **options)
+        made = make()
     except Exception as error:
         if arguments.transports or transport == "c10d":
             raise
         why = f"{type(error).__name__}: {error}".splitlines()[0]
-    if not total(mesh is None):
-        return mesh
-    if mesh is not None:
-        mesh.close()
+    if not total(made is None):
+        return made
+    if made is not None:
+        made.close()
     note(f"{transport} is left out: {why}")
     return None

@@ -54,9 +54,9 @@ def test_p2p_overlap(tmp_path: Path) -> None:
             "load",
             "alone",
             "both",
-            "gigabytes_per_second",
             "hidden",
             "slowdown",
+            "bounced",
         }
         assert [set(rank) for rank in row["by_rank"]] == [
             {"alone", "compute", "both", "hidden", "slowdown"}
@@ -71,10 +71,17 @@ def test_host_overhead(tmp_path: Path) -> None:
     assert calls["batch_isend_irecv", "wait"] == 8
 
 
-@pytest.mark.parametrize("layout", ["", "--two-ranks"])
-def test_recv_broadcast(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "lanes"),
+    [
+        ("", ["fused, c10d"]),
+        ("--two-ranks", ["fused, c10d"]),
+        ("--chunk-bytes 16KiB", ["fused, c10d", "fused, c10d, 16 KiB"]),
+    ],
+)
+def test_recv_broadcast(layout: str, lanes: list[str], tmp_path: Path) -> None:
     tables = rows_of(f"recv_broadcast.py --sizes 64KiB --count 1 {layout}", tmp_path)
-    assert [row["path"] for row in tables["MessageRow"]] == ["receive alone", "hand-made", "fused, c10d"]
+    assert [row["path"] for row in tables["MessageRow"]] == ["receive alone", "hand-made", *lanes]
     for row in tables["MessageRow"]:
         assert row.keys() >= {"p50", "p99", "over_receive", "exposed", "share", "gigabytes_per_second"}
 
@@ -142,17 +149,22 @@ class Row:
 
 
 def measure(arguments):
-    def start(source, target):
+    posted = []
+
+    def receive(target):
+        posted.append(target)
+        return lambda: None
+
+    def send(source):
+        target = posted.pop()
         target.copy_(source)
         target[:{broken}] = 0
         return lambda: None
 
-    path = Path("", True, True, start, lambda number: torch.empty(number, dtype=torch.int32))
+    path = Path("", send, receive, lambda number: torch.empty(number, dtype=torch.int32))
     courier = Courier(path, 64, torch.device("cpu"))
-    courier.pack()
-    courier.start()()
-    courier.check()
-    yield Row("first", None, courier.wrong())
+    courier.carry()
+    yield Row("first", courier.bounced(), courier.wrong())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,40 @@
+"""How many messages came through a lane's bounce slots instead of straight into the memory that was posted for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from clock import total
+
+from ldt._C import Lane
+
+__all__ = ["Bounces"]
+
+
+class Bounces:
+    """Counts between ``start`` and ``stop``, as often as that is, on the ``lanes`` that this rank hears on.
+
+    Members of a stage are left out, as lanes count messages on leaders.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._lanes = lanes
+        self._received = self._bounced = 0
+
+    def start(self) -> None:
+        self._count(-1)
+
+    def stop(self) -> None:
+        self._count(1)
+
+    def share(self) -> float | None:
+        """Of all messages, over all ranks, which all ask; None if no lane has received any."""
+        received, bounced = total(self._received), total(self._bounced)
+        return bounced / received if received else None
+
+    def _count(self, sign: int) -> None:
+        for lane in self._lanes:
+            stats = lane.stats()
+            if stats["received_messages"]:
+                self._received += sign * int(stats["received_messages"])
+                self._bounced += sign * int(stats.get("bounced", 0))
