@@ -66,8 +66,10 @@ class Lane:
         """What has been under way for longer than the timeout, in words; empty where the backend looks after that."""
 
     def stats(self) -> dict[str, float]:
-        """Counts: sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds,
-        pool_bytes, and bounced: tensors that the copy engine brought in two steps, as the sender's host came first.
+        """Counts of sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, bounced, and so on.
+
+        ``bounced``: tensors that the copy engine brought in two steps, as the sender's host came first. The others
+        are wait_seconds and pool_bytes.
         """
 
 class NcclCommunicators:
