@@ -1,0 +1,27 @@
+// The test device's memory: that of the host, with poison wherever nobody has a right to look.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+
+namespace ldt::test_device {
+
+/// Every byte of memory that is new or freed: NaN in any floating type, -1 in any signed one.
+constexpr int kPoison = 0xFF;
+
+/// Hands out memory in the order of the current stream, as caching allocators of devices do: what
+/// is freed may at once be used again by that stream, after all that it was given before. Here it
+/// is poisoned at that point, and then kept for long, so that whoever still reads it on another
+/// stream sees wrong data, and whoever still writes it is found out.
+c10::Allocator* allocator();
+
+/// Makes the poison wait for what `stream` does now: record_stream.
+void note_use(const c10::DataPtr& memory, const c10::Stream& stream);
+
+/// How many freed blocks were written to since they were poisoned. All streams must be idle.
+int64_t writes_after_free();
+
+}  // namespace ldt::test_device
