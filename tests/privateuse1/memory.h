@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "enqueue.h"
+
 namespace ldt::test_device {
 
 /// Every byte of memory that is new or freed: NaN in any floating type, -1 in any signed one.
@@ -22,6 +24,6 @@ c10::Allocator* allocator();
 void note_use(const c10::DataPtr& memory, const c10::Stream& stream);
 
 /// How many freed blocks were written to since they were poisoned. All streams must be idle.
-int64_t writes_after_free();
+LDT_TEST_EXPORT int64_t writes_after_free();
 
 }  // namespace ldt::test_device

@@ -37,7 +37,7 @@ class Signal {
 
 /// Everything that a stream does, records and waits of events included, is an operation in its
 /// queue. Before one in four it sleeps for a random time: whoever forgot to wait is then too early.
-class Stream {
+class LDT_TEST_EXPORT Stream {
  public:
   Stream(c10::DeviceIndex device, c10::StreamId id) : device_(device), id_(id) {}
 
@@ -70,8 +70,8 @@ class Stream {
 };
 
 /// The stream behind a handle. They live until the process ends.
-Stream& stream(c10::DeviceIndex device, c10::StreamId id);
-Stream& stream(const c10::Stream& handle);
+LDT_TEST_EXPORT Stream& stream(c10::DeviceIndex device, c10::StreamId id);
+LDT_TEST_EXPORT Stream& stream(const c10::Stream& handle);
 Stream& current_stream(c10::DeviceIndex device);
 /// One that nobody else uses.
 Stream& new_stream(c10::DeviceIndex device);
@@ -79,7 +79,7 @@ Stream& new_stream(c10::DeviceIndex device);
 Stream& pooled_stream(c10::DeviceIndex device);
 
 /// For all streams, also those to come, of all devices.
-void delay_all(uint64_t seed, std::chrono::microseconds most);
-void synchronize_device(c10::DeviceIndex device);
+LDT_TEST_EXPORT void delay_all(uint64_t seed, std::chrono::microseconds most);
+LDT_TEST_EXPORT void synchronize_device(c10::DeviceIndex device);
 
 }  // namespace ldt::test_device
