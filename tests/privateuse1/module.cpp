@@ -1,4 +1,5 @@
 // What the tests use of the device from Python.
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <thread>
