@@ -111,6 +111,10 @@ at::Tensor copy_and_resize(const at::Tensor& source, const at::Tensor& target) {
   return target.copy_(source);
 }
 
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  return at::native::set_(self, std::move(source));
+}
+
 at::Scalar value_of(const at::Tensor& self) {
   current_stream(self.device().index()).synchronize();
   return at::_local_scalar_dense(on_cpu(self));
@@ -127,6 +131,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", TORCH_FN(empty_strided));
   m.impl("resize_", TORCH_FN(resize));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   m.impl("set_.source_Tensor", TORCH_FN(at::native::set_tensor_));
   m.impl("copy_", TORCH_FN(copy));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_and_resize));
