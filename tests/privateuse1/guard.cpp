@@ -114,6 +114,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
 
 const bool registered = [] {
   c10::SetAllocator(kType, allocator());
+  c10::SetStorageImplCreate(kType, &make_storage);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   return true;
 }();

@@ -107,6 +107,20 @@ c10::Allocator* allocator() {
   return made;
 }
 
+c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::StorageImpl::use_byte_size_t kind,
+                                                  c10::SymInt bytes, c10::DataPtr memory,
+                                                  c10::Allocator* allocator, bool resizable) {
+  if (!memory && allocator != nullptr) memory = allocator->allocate(bytes.expect_int());
+  return c10::make_intrusive<DeviceStorage>(kind, std::move(bytes), std::move(memory), allocator,
+                                            resizable);
+}
+
+void check_storage(const c10::Storage& storage) {
+  TORCH_CHECK(dynamic_cast<DeviceStorage*>(storage.unsafeGetStorageImpl()) != nullptr,
+              "a tensor on npu: expected a storage of the device's own kind, got c10's plain one; "
+              "make it with c10::make_storage_impl");
+}
+
 void note_use(const c10::DataPtr& memory, const c10::Stream& stream) {
   if (memory.get_deleter() != &free_block) return;  // another's memory, such as a pool's
   auto* block = static_cast<Block*>(memory.get_context());

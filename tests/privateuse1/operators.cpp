@@ -16,6 +16,7 @@ namespace ldt::test_device {
 at::Tensor on_cpu(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   const auto& memory = tensor.storage();
+  check_storage(memory);
   const c10::Device cpu(c10::kCPU);
   c10::Storage borrowed(c10::Storage::use_byte_size_t(), memory.nbytes(),
                         c10::DataPtr(memory.mutable_data(), cpu), /*allocator=*/nullptr,
@@ -56,19 +57,40 @@ namespace {
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
+// Not by at::detail::empty_generic, which makes c10's plain storages.
+at::Tensor with_memory(size_t bytes, std::optional<at::ScalarType> dtype,
+                       std::optional<at::Device> device) {
+  const c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
+  auto memory = allocator()->allocate(bytes);
+  const auto place = memory.device();
+  c10::Storage storage(c10::make_storage_impl(c10::StorageImpl::use_byte_size_t(), bytes,
+                                              std::move(memory), allocator(), /*resizable=*/true,
+                                              place));
+  return at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), kKeys, c10::scalarTypeToTypeMeta(c10::dtype_or_default(dtype)));
+}
+
 at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
                  std::optional<bool> /*pin_memory*/, std::optional<at::MemoryFormat> format) {
-  const c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
-  return at::detail::empty_generic(size, allocator(), kKeys, c10::dtype_or_default(dtype), format);
+  at::detail::check_size_nonnegative(size);
+  const auto bytes = at::detail::computeStorageNbytesContiguous(
+      size, c10::elementSize(c10::dtype_or_default(dtype)));
+  auto made = with_memory(bytes, dtype, device);
+  made.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  if (format) made.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return made;
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/,
                          std::optional<at::Device> device, std::optional<bool> /*pin_memory*/) {
-  const c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
-  return at::detail::empty_strided_generic(size, stride, allocator(), kKeys,
-                                           c10::dtype_or_default(dtype));
+  at::detail::check_size_nonnegative(size);
+  const auto bytes = at::detail::computeStorageNbytes(
+      size, stride, c10::elementSize(c10::dtype_or_default(dtype)));
+  auto made = with_memory(bytes, dtype, device);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return made;
 }
 
 const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
@@ -83,6 +105,7 @@ const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size,
 
 at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
                         at::IntArrayRef stride) {
+  check_storage(source);
   const auto bytes =
       stride.empty() ? at::detail::computeStorageNbytesContiguous(size, self.element_size(), offset)
                      : at::detail::computeStorageNbytes(size, stride, self.element_size(), offset);
