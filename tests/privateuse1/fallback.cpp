@@ -126,6 +126,30 @@ std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t
   return std::nullopt;
 }
 
+/// The results of an operator, and over the memory of those that are new, none for an argument that
+/// it writes to, the CPU tensors that its kernel's results go to.
+struct Results {
+  Values values;
+  std::vector<std::vector<at::Tensor>> targets;
+};
+
+Results allocate_results(const c10::FunctionSchema& schema, const Values& inputs,
+                         const Values& inferred, c10::Device device) {
+  const auto allocate = [&](const at::Tensor& meta) {
+    if (!meta.defined()) return meta;
+    return at::empty_strided(meta.sizes(), meta.strides(), meta.options().device(device));
+  };
+  Results results;
+  for (size_t i = 0; i < inferred.size(); ++i) {
+    const auto written = written_argument(schema, i);
+    results.values.push_back(written ? inputs[*written] : converted(inferred[i], allocate, device));
+    auto& targets = results.targets.emplace_back();
+    if (written) continue;
+    for (const auto& made : tensors_in(results.values.back())) targets.push_back(on_cpu(made));
+  }
+  return results;
+}
+
 void copy_results(const c10::IValue& computed, const std::vector<at::Tensor>& targets) {
   const auto sources = tensors_in(computed);
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -156,33 +180,18 @@ void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   const c10::DeviceGuard guard(device);
   resize_written(schema, inputs, metas);
-  Values results;
-  std::vector<std::vector<at::Tensor>> targets;  // of those that are new, else none
-  for (size_t i = 0; i < inferred.size(); ++i) {
-    const auto written = written_argument(schema, i);
-    results.push_back(written ? inputs[*written]
-                              : converted(
-                                    inferred[i],
-                                    [&](const at::Tensor& meta) {
-                                      if (!meta.defined()) return meta;
-                                      return at::empty_strided(meta.sizes(), meta.strides(),
-                                                               meta.options().device(device));
-                                    },
-                                    device));
-    targets.emplace_back();
-    if (written) continue;
-    for (const auto& result : tensors_in(results.back())) targets.back().push_back(on_cpu(result));
-  }
-  auto later = converted(inputs, for_the_stream, c10::Device(at::kCPU));
-  current_stream(device.index()).enqueue([op, later, targets] {
-    Silence silence;
-    const c10::WarningUtils::WarningHandlerGuard quiet(&silence);
-    torch::jit::Stack computed = later;
-    op.callBoxed(computed);
-    for (size_t i = 0; i < targets.size(); ++i) copy_results(computed[i], targets[i]);
-  });
+  auto results = allocate_results(schema, inputs, inferred, device);
+  current_stream(device.index())
+      .enqueue([op, targets = std::move(results.targets),
+                arguments = converted(inputs, for_the_stream, c10::Device(at::kCPU))] {
+        Silence silence;
+        const c10::WarningUtils::WarningHandlerGuard quiet(&silence);
+        torch::jit::Stack computed = arguments;
+        op.callBoxed(computed);
+        for (size_t i = 0; i < targets.size(); ++i) copy_results(computed[i], targets[i]);
+      });
   torch::jit::drop(*stack, inputs.size());
-  for (auto& result : results) torch::jit::push(*stack, std::move(result));
+  for (auto& result : results.values) torch::jit::push(*stack, std::move(result));
 }
 
 }  // namespace ldt::test_device

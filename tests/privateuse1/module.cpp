@@ -16,7 +16,8 @@ namespace {
 using Microseconds = std::chrono::microseconds;
 
 void sleep(const c10::Stream& handle, int64_t microseconds) {
-  stream(handle).enqueue([=] { std::this_thread::sleep_for(Microseconds(microseconds)); });
+  ldt_test_enqueue(handle.device_index(), handle.id(),
+                   [=] { std::this_thread::sleep_for(Microseconds(microseconds)); });
 }
 
 void synchronize_all() {

@@ -35,7 +35,7 @@ def start() -> Any:
     compiled = importlib.util.module_from_spec(spec)
     loader.exec_module(compiled)
     torch.utils.rename_privateuse1_backend("npu")
-    torch._register_device_module("npu", _device_module())
+    torch._register_device_module("npu", _DeviceModule("torch.npu"))
     dist.Backend.register_backend("hccl", functools.partial(_make_group, compiled), devices=["npu"])
     return compiled
 
@@ -62,7 +62,7 @@ def sleep(milliseconds: float, stream: torch.Stream | None = None) -> None:
 
 def hccl_group(*ranks: int) -> dist.ProcessGroup:
     """A new group of the stand-in, for its members to use; every rank of the world calls it."""
-    return dist.new_group(list(ranks), backend="hccl")  # type: ignore[no-any-return]
+    return dist.new_group(list(ranks), backend="hccl")
 
 
 def _make_group(compiled: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -70,20 +70,31 @@ def _make_group(compiled: Any, store: dist.Store, rank: int, size: int, timeout:
     return compiled.make_group(gloo, timeout)
 
 
-def _device_module() -> ModuleType:
+class _DeviceModule(ModuleType):
     """As much of ``torch.npu`` as torch and ldt ask for; torch.accelerator has most of it."""
-    module = ModuleType("torch.npu")
-    accelerator = torch.accelerator
-    module.is_available = lambda: True  # type: ignore[attr-defined]
-    module.is_initialized = lambda: True  # type: ignore[attr-defined]
-    module.current_device = accelerator.current_device_index  # type: ignore[attr-defined]
-    module.device_count = accelerator.device_count  # type: ignore[attr-defined]
-    module.set_device = lambda device: accelerator.set_device_index(torch.device(device).index)  # type: ignore[attr-defined]
-    module.current_stream = accelerator.current_stream  # type: ignore[attr-defined]
-    module.synchronize = accelerator.synchronize  # type: ignore[attr-defined]
-    module.stream = lambda stream: stream  # type: ignore[attr-defined]  # a torch.Stream is a context manager
-    module.Stream = torch.Stream  # type: ignore[attr-defined]
-    module.Event = torch.Event  # type: ignore[attr-defined]
-    module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
-    module.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
-    return module
+
+    Stream = torch.Stream
+    Event = torch.Event
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    device_count = staticmethod(torch.accelerator.device_count)
+    set_device = staticmethod(torch.accelerator.set_device_index)
+    synchronize = staticmethod(torch.accelerator.synchronize)
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    is_initialized = is_available
+
+    @staticmethod
+    def stream(stream: torch.Stream) -> torch.Stream:
+        return stream  # is a context manager itself
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        """Random numbers are the CPU's."""
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False

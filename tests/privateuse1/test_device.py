@@ -69,8 +69,8 @@ def _recorded_use() -> None:
             assert (copy == 1).all().item()
 
 
-def _late_write() -> None:
-    with pytest.raises(AssertionError, match="1 blocks of memory"), npu.late(0, most_microseconds=0) as device:
+def _write_late() -> None:
+    with npu.late(0, most_microseconds=0) as device:
         target = torch.ones(100, device=device)
         torch.accelerator.synchronize()
         side = torch.Stream(device)
@@ -78,6 +78,11 @@ def _late_write() -> None:
             npu.sleep(100)
             target.fill_(3)
         del target
+
+
+def _late_write() -> None:
+    with pytest.raises(AssertionError, match="1 blocks of memory"):
+        _write_late()
 
 
 def _error_on_a_stream() -> None:
@@ -88,8 +93,25 @@ def _error_on_a_stream() -> None:
             torch.accelerator.synchronize()
 
 
+def _late_stream() -> None:
+    with npu.late(0, most_microseconds=0) as device:
+        source = torch.ones(10, device=device)
+        side = torch.Stream(device)
+        npu.start().delay(side, seed=1, most_microseconds=20_000)
+        start = time.monotonic()
+        for _ in range(40):
+            source.add_(1)
+        torch.accelerator.current_stream().synchronize()
+        on_time = time.monotonic() - start
+        with side:
+            for _ in range(40):
+                source.add_(1)
+        side.synchronize()
+        assert time.monotonic() - start > on_time + 0.04
+
+
 @pytest.mark.parametrize(
-    "check", [_unordered_read, _ordered_read, _early_free, _recorded_use, _error_on_a_stream]
+    "check", [_unordered_read, _ordered_read, _early_free, _recorded_use, _error_on_a_stream, _late_stream]
 )
 def test_what_goes_wrong_on_streams_shows(pool: RankPool, check: Callable[[], None]) -> None:
     pool.run(check, ranks=[0])
