@@ -28,6 +28,7 @@ void synchronize_all() {
 
 PYBIND11_MODULE(_test_device, module) {
   py::module_::import("torch.distributed");  // its types are those of this module
+  module.attr("DEVICES") = static_cast<int>(kDevices);
   module.def(
       "delay_all", [](uint64_t seed, int64_t most) { delay_all(seed, Microseconds(most)); },
       py::arg("seed"), py::arg("most_microseconds"));

@@ -77,7 +77,6 @@ class _DeviceModule(ModuleType):
     Event = torch.Event
     current_device = staticmethod(torch.accelerator.current_device_index)
     current_stream = staticmethod(torch.accelerator.current_stream)
-    device_count = staticmethod(torch.accelerator.device_count)
     set_device = staticmethod(torch.accelerator.set_device_index)
     synchronize = staticmethod(torch.accelerator.synchronize)
 
@@ -86,6 +85,14 @@ class _DeviceModule(ModuleType):
         return True
 
     is_initialized = is_available
+
+    @staticmethod
+    def device_count() -> int:
+        return int(start().DEVICES)
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
 
     @staticmethod
     def stream(stream: torch.Stream) -> torch.Stream:

@@ -178,6 +178,8 @@ void Stream::run() {
     if (delay.count() > 0) std::this_thread::sleep_for(delay);
     try {
       work();
+    } catch (const c10::Error& error) {
+      async_error().note(error.what_without_backtrace());
     } catch (const std::exception& error) {
       async_error().note(error.what());
     }
