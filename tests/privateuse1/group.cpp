@@ -100,13 +100,17 @@ class GroupWork final : public c10d::Work {
 
 class StreamGroup final : public c10d::Backend {
  public:
-  StreamGroup(c10::intrusive_ptr<c10d::Backend> gloo, std::chrono::milliseconds timeout)
+  StreamGroup(c10::intrusive_ptr<c10d::Backend> gloo, std::chrono::milliseconds timeout,
+              bool can_abort)
       : Backend(gloo->getRank(), gloo->getSize()),
-        wire_(std::make_shared<Wire>(std::move(gloo), timeout)) {}
+        wire_(std::make_shared<Wire>(std::move(gloo), timeout)),
+        can_abort_(can_abort) {}
 
   const std::string getBackendName() const override { return "hccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { wire_->limit(timeout); }
-  void abort() override { wire_->fail("the group was aborted"); }
+  void abort() override {
+    if (can_abort_) wire_->fail("the group was aborted");
+  }
   void shutdown() override { abort(); }
   void setSequenceNumberForGroup() override {}
 
@@ -177,14 +181,15 @@ class StreamGroup final : public c10d::Backend {
   }
 
   const std::shared_ptr<Wire> wire_;
+  const bool can_abort_;
   Stream* stream_ = nullptr;
 };
 
 }  // namespace
 
 c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> gloo,
-                                             std::chrono::milliseconds timeout) {
-  return c10::make_intrusive<StreamGroup>(std::move(gloo), timeout);
+                                             std::chrono::milliseconds timeout, bool can_abort) {
+  return c10::make_intrusive<StreamGroup>(std::move(gloo), timeout, can_abort);
 }
 
 }  // namespace ldt::test_device

@@ -41,7 +41,7 @@ PYBIND11_MODULE(_test_device, module) {
   module.def("sleep", &sleep, py::arg("stream"), py::arg("microseconds"));
   module.def("synchronize_all", &synchronize_all, py::call_guard<py::gil_scoped_release>());
   module.def("writes_after_free", &writes_after_free);
-  module.def("make_group", &make_group, py::arg("gloo"), py::arg("timeout"));
+  module.def("make_group", &make_group, py::arg("gloo"), py::arg("timeout"), py::arg("can_abort"));
 }
 
 }  // namespace ldt::test_device

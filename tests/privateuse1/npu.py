@@ -23,6 +23,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 # Where `LDT_BUILD_TESTS=ON pip install --editable .` builds, unless the variable names another build folder.
 BUILD = Path(os.environ.get("LDT_BUILD_DIR", ROOT / "build" / "latest"))
+WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
 MODULE = BUILD / f"_test_device{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -36,7 +37,9 @@ def start() -> Any:
     loader.exec_module(compiled)
     torch.utils.rename_privateuse1_backend("npu")
     torch._register_device_module("npu", _DeviceModule("torch.npu"))
-    dist.Backend.register_backend("hccl", functools.partial(_make_group, compiled), devices=["npu"])
+    for name, can_abort in (("hccl", True), (WITHOUT_ABORT, False)):
+        make = functools.partial(_make_group, compiled, can_abort)
+        dist.Backend.register_backend(name, make, devices=["npu"])
     return compiled
 
 
@@ -65,9 +68,10 @@ def hccl_group(*ranks: int) -> dist.ProcessGroup:
     return dist.new_group(list(ranks), backend="hccl")
 
 
-def _make_group(compiled: Any, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-    return compiled.make_group(gloo, timeout)
+def _make_group(
+    compiled: Any, can_abort: bool, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Any:
+    return compiled.make_group(dist.ProcessGroupGloo(store, rank, size, timeout), timeout, can_abort)
 
 
 class _DeviceModule(ModuleType):

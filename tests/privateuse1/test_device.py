@@ -126,7 +126,7 @@ def _group() -> None:
     with npu.late(5) as device:
         group = npu.hccl_group(0, 1)
         rank = dist.get_rank()
-        npu.sleep(300)
+        npu.sleep(1000)
         start = time.monotonic()
         total = torch.full((3,), float(rank + 1), device=device)
         works = [dist.all_reduce(total, group=group, async_op=True)]
@@ -136,7 +136,7 @@ def _group() -> None:
         works.append((dist.isend if rank else dist.irecv)(passed, 1 - rank, group=group))
         for work in works:
             work.wait()
-        assert time.monotonic() - start < 0.3  # the host went ahead of all of it
+        assert time.monotonic() - start < 0.8  # the host went ahead of all of it
         assert total.tolist() == [3.0] * 3
         assert told.tolist() == [1] * 3
         assert passed.tolist() == [7] * 3

@@ -66,10 +66,12 @@ def _pooled_receive_overtakes_compute() -> list[bool]:
                 dist.barrier()
                 continue
             target = lane.empty([1000], torch.float32) if pooled else torch.zeros(1000, device=device)
+            compute = torch.accelerator.current_stream()
             npu.sleep(1000)
             work = lane.recv([target], SENDER)
-            time.sleep(0.4)
-            landed.append(work.is_completed())
+            while not work.is_completed() and not compute.query():
+                time.sleep(0.01)
+            landed.append(not compute.query())
             dist.barrier()
             work.wait()
             assert (target == 1).all().item()

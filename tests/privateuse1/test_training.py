@@ -163,23 +163,39 @@ def _two_steps(pipeline: ldt.Pipeline, batch: Any) -> None:
         pipeline.step(batch if pipeline.mesh.is_edge else None)
 
 
+def _failing_step(device: torch.device, backend: str) -> tuple[str, float]:
+    chunks: list[Any] = [chunk.to(device) for chunk in toy_chunks(TOPOLOGY, WIDTH)]
+    chunks[2] = Failing().to(device)
+    batch = [(x.to(device), y.to(device)) for x, y in toy_microbatches(4, WIDTH)]
+    mesh = ldt.connect(TOPOLOGY, backend, device=device)
+    pipeline = ldt.Pipeline(mine(chunks, mesh), mesh, loss_fn=toy_loss if mesh.is_edge else None)
+    start = time.monotonic()
+    with pytest.raises((ArithmeticError, ldt.LdtError)) as error:
+        _two_steps(pipeline, batch)
+    mesh.close()
+    return str(error.value), time.monotonic() - start
+
+
 def _failing() -> tuple[str, float]:
     with npu.late(3, 300) as device:
-        chunks: list[Any] = [chunk.to(device) for chunk in toy_chunks(TOPOLOGY, WIDTH)]
-        chunks[2] = Failing().to(device)
-        batch = [(x.to(device), y.to(device)) for x, y in toy_microbatches(4, WIDTH)]
-        mesh = ldt.connect(TOPOLOGY, "hccl")
-        pipeline = ldt.Pipeline(mine(chunks, mesh), mesh, loss_fn=toy_loss if mesh.is_edge else None)
-        start = time.monotonic()
-        with pytest.raises((ArithmeticError, ldt.LdtError)) as error:
-            _two_steps(pipeline, batch)
-        mesh.close()
+        answer = _failing_step(device, "hccl")
         torch.accelerator.synchronize()  # nothing on the device waits for messages that do not come
-        dist.barrier()
-        return str(error.value), time.monotonic() - start
+        return answer
 
 
 def test_a_failure_ends_the_step_on_all_ranks_and_frees_their_streams(pool: RankPool) -> None:
     for text, seconds in pool.run(_failing):
         assert "a chunk that fails" in text
         assert seconds < 15
+
+
+def _failing_without_abort() -> tuple[str, float]:
+    npu.start()
+    return _failing_step(torch.device("npu", dist.get_rank()), npu.WITHOUT_ABORT)
+
+
+def test_a_failure_is_told_and_the_mesh_closes_where_the_device_cannot_be_freed() -> None:
+    with RankPool(WORLD_SIZE) as pool:  # of its own: its streams stay stuck
+        for text, seconds in pool.run(_failing_without_abort):
+            assert "a chunk that fails" in text
+            assert seconds < 25
