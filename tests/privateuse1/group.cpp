@@ -4,7 +4,6 @@
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <map>
 #include <mutex>
 #include <utility>
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[2]
 # Where `LDT_BUILD_TESTS=ON pip install --editable .` builds, unless the variable names another build folder.
 BUILD = Path(os.environ.get("LDT_BUILD_DIR", ROOT / "build" / "latest"))
-WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
 MODULE = BUILD / f"_test_device{sysconfig.get_config_var('EXT_SUFFIX')}"
+WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
 
 
 @functools.cache
