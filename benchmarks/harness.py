@@ -1,113 +1,210 @@
-"""What all benchmarks share: ranks, rows with time and correctness side by side, and an exit code that is the gate.
+"""What all benchmarks share: options, ranks, rows of time and correctness side by side, an exit code that is the gate.
 
-Output is a table whose context stands in lines that begin with ``#``; ``--json FILE`` writes the same rows. Every
-row has ``wrong``, which counts elements that are not what they must be; any makes the exit code 1.
+Output is a table whose context stands in lines that begin with ``#``; a row is printed as soon as it is measured, so
+that a failure later on leaves the ones before it. ``--json FILE`` writes the same rows, ``--plot FILE`` draws them.
+Every row has ``wrong``, which counts elements that are not what they must be; any makes the exit code 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import multiprocessing
 import os
 import platform
 import re
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, field, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from clock import meet
+from picture import draw
+from transports import TRANSPORTS
 
 import ldt
 
+__all__ = ["Row", "column", "parse", "parser", "run"]
+
+TIMEOUT = timedelta(seconds=120)  # of anything that ranks do together
+
 
 class Row(Protocol):
-    """A dataclass whose fields are the columns of the table: ``COLUMNS`` has title and format of each."""
-
-    COLUMNS: ClassVar[Mapping[str, str]]
+    """A frozen dataclass. A field made by ``column`` is one of the table; others are in the JSON file only."""
 
     @property
     def wrong(self) -> int:
-        """Elements that are not what they must be."""
+        """Elements that are not what they must be, over all ranks."""
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+def column(title: str, spec: str) -> Any:
+    """A field with a title and a format, such as ``">10.1f"``. Its value may be None, where there is none."""
+    return field(metadata={"title": title, "spec": spec})
+
+
+# -- options -----------------------------------------------------------------------------------------------------
+
+
+def parser(description: str, transports: bool = True) -> argparse.ArgumentParser:
+    """Options that every benchmark has; ``--transports`` only where lanes carry what is measured."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
+    options.add_argument("--plot", type=Path, metavar="FILE", help="also draw the rows (needs matplotlib)")
+    options.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cuda if there is a GPU for each rank"
+    )
+    options.add_argument(
+        "--stacks-after",
+        type=float,
+        metavar="SECONDS",
+        help="if it is not done by then, show where every rank stands, and go on",
+    )
+    if transports:
+        options.add_argument(
+            "--transports",
+            nargs="+",
+            choices=TRANSPORTS["cuda"],
+            help="of lanes; default: all that can be on the device, without those that cannot be connected",
+        )
     return options
 
 
-def run(
-    ranks: int,
-    measure: Callable[[Any], Sequence[Row]],
-    kind: type[Row],
-    arguments: argparse.Namespace,
-    context: str,
-    backend: str = "gloo",
-) -> int:
-    """Run ``measure(arguments)`` on ranks, print rank 0's rows of ``kind``, and return the exit code.
+def parse(options: argparse.ArgumentParser, ranks: Callable[[argparse.Namespace], int]) -> argparse.Namespace:
+    """The arguments, with ``ranks`` for what was given, and a device that has enough of them."""
+    given = options.parse_args()
+    given.ranks = ranks(given)
+    gpus = torch.cuda.device_count()
+    if given.device is None:
+        given.device = "cuda" if gpus >= given.ranks else "cpu"
+    elif given.device == "cuda" and gpus < given.ranks:
+        options.error(
+            f"--device cuda: expected {given.ranks} GPUs, one for each rank, got {gpus}: "
+            "ask for fewer ranks, or give --device cpu"
+        )
+    return given
 
-    With "nccl" each rank has the GPU of its number.
+
+# -- ranks -------------------------------------------------------------------------------------------------------
+
+
+def run(measure: Callable[[Any], Iterable[Row]], arguments: argparse.Namespace, context: str) -> int:
+    """Run ``measure(arguments)`` on all ranks, report the rows of rank 0 while they come, return the exit code.
+
+    With ``--device cuda`` each rank has the GPU of its number, and both gloo and NCCL.
     """
     with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "rows"
-        inputs = (ranks, f"file://{folder}/store", str(result), measure, arguments, backend)
-        mp.start_processes(_rank, inputs, nprocs=ranks, start_method="spawn")  # type: ignore
-        rows = [kind(**row) for row in json.loads(result.read_text())]
-    notes = [
-        f"# {context}",
-        f"# ldt {ldt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores ({platform.machine()}), {ranks} processes, {backend}"
-        + (f", {torch.cuda.get_device_name()}" if backend == "nccl" else ""),
-    ]
-    sys.stdout.write("\n".join([*notes, *_table(kind, rows)]) + "\n")
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"context": notes, "rows": list(map(vars, rows))}, indent=1))
-    return 1 if any(row.wrong for row in rows) else 0
-
-
-def _table(kind: type[Row], rows: Sequence[Row]) -> list[str]:
-    widths = [f"{spec[0]}{re.search('[0-9]+', spec)[0]}" for spec in kind.COLUMNS.values()]  # type: ignore[index]
-    head = " ".join(format(title, width) for title, width in zip(kind.COLUMNS, widths, strict=True))
-    lines = [
-        " ".join(
-            format(value, spec) for value, spec in zip(vars(row).values(), kind.COLUMNS.values(), strict=True)
-        )
-        for row in rows
-    ]
-    return [f"#{head[1:] if head.startswith(' ') else head}", *lines]
+        inputs = (folder, measure, arguments, context)
+        multiprocessing.set_forkserver_preload(["ldt.runtime"])  # once, not in each rank
+        mp.start_processes(_rank, inputs, nprocs=arguments.ranks, start_method="forkserver")  # type: ignore
+        return 1 if int((Path(folder) / "wrong").read_text()) else 0
 
 
 def _rank(
     rank: int,
-    ranks: int,
-    store: str,
-    result: str,
-    measure: Callable[[Any], Sequence[Row]],
-    arguments: Any,
-    backend: str,
+    folder: str,
+    measure: Callable[[Any], Iterable[Row]],
+    arguments: argparse.Namespace,
+    context: str,
 ) -> None:
     torch.set_num_threads(1)
-    if backend == "nccl":
+    if arguments.stacks_after:
+        faulthandler.dump_traceback_later(arguments.stacks_after)
+    backend = "gloo"
+    if arguments.device == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"  # figures are compared over gloo
+    store = f"file://{folder}/store"
     dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        backend, init_method=store, rank=rank, world_size=arguments.ranks, timeout=TIMEOUT
     )
-    rows = measure(arguments)
+    report = Report(arguments, context, talks=rank == 0)
+    try:
+        for row in measure(arguments):
+            report.add(row)
+    finally:
+        report.write()
     if rank == 0:
-        Path(result).write_text(json.dumps(list(map(vars, rows))))
-    dist.barrier()
+        (Path(folder) / "wrong").write_text(str(report.wrong))
+    meet()
     dist.destroy_process_group()
 
 
-def slowest(values: Sequence[float]) -> list[float]:
-    """Element by element, the largest value over all ranks."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, dist.ReduceOp.MAX)
-    return list(tensor.tolist())
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+class Report:
+    """Prints rows, with a head wherever their kind changes, and writes the files that were asked for."""
+
+    def __init__(self, arguments: argparse.Namespace, context: str, talks: bool = True) -> None:
+        self._arguments = arguments
+        self._talks = talks
+        self._rows: list[Any] = []
+        self._notes = [f"# {context}", _where(arguments)]
+        if talks:
+            print("\n".join(self._notes), flush=True)
+
+    @property
+    def wrong(self) -> int:
+        return sum(row.wrong for row in self._rows)
+
+    def add(self, row: Row) -> None:
+        if self._talks:
+            if not self._rows or type(self._rows[-1]) is not type(row):
+                print(_head(row), flush=True)
+            print(_line(row), flush=True)
+        self._rows.append(row)
+
+    def write(self) -> None:
+        if not self._talks:
+            return
+        if self._arguments.json:
+            rows = [{"table": type(row).__name__, **asdict(row)} for row in self._rows]
+            self._arguments.json.write_text(json.dumps({"context": self._notes, "rows": rows}, indent=1))
+        if self._arguments.plot:
+            draw(self._rows, self._arguments.plot)
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    text = (
+        f"# ldt {ldt.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{os.cpu_count()} cores ({platform.machine()}), {arguments.ranks} processes"
+    )
+    if arguments.device == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        text += f", {arguments.ranks} × {torch.cuda.get_device_name()}, NCCL {nccl}"
+    return text
+
+
+def _columns(row: Row) -> list[tuple[str, str, Any]]:
+    """Title, format and value of each."""
+    return [
+        (part.metadata["title"], part.metadata["spec"], getattr(row, part.name))
+        for part in fields(row)  # type: ignore[arg-type]
+        if part.metadata
+    ]
+
+
+def _head(row: Row) -> str:
+    text = " ".join(format(title, _width(spec)) for title, spec, _ in _columns(row))
+    return f"# {text}"
+
+
+def _line(row: Row) -> str:
+    cells = (
+        format("-", _width(spec)) if value is None else format(value, spec)
+        for _, spec, value in _columns(row)
+    )
+    return f"  {' '.join(cells)}"
+
+
+def _width(spec: str) -> str:
+    """Of ``">10.1f"`` what text is formatted with: ``">10"``."""
+    found = re.match("[<>][0-9]+", spec)
+    assert found is not None, spec
+    return found[0]

@@ -18,12 +18,14 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from harness import parser, run
+from harness import Row, column, parse, parser, run
+from picture import Picture
+from transports import device_of
 
 from ldt.runtime.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
 from ldt.runtime.specs import TensorSpec
@@ -35,26 +37,16 @@ Tensors = Mapping[str, torch.Tensor]
 class StepRow:
     """One direction of one path over one kind of masks."""
 
-    COLUMNS: ClassVar[Mapping[str, str]] = {
-        "masks": "<8",
-        "path": "<12",
-        "what": "<8",
-        "p50 µs": ">10.0f",
-        "p90 µs": ">10.0f",
-        "returns µs": ">11.0f",
-        "GB/s": ">7.2f",
-        "message": ">8",
-        "wrong": ">6",
-    }
-    masks: str
-    path: str
-    what: str
-    p50: float
-    p90: float
-    returns: float
-    gigabytes_per_second: float
-    message: int
-    wrong: int
+    PICTURE: ClassVar[Picture] = Picture("masks", ("p50",), ("path", "what"))
+    masks: str = column("masks", "<8")
+    path: str = column("path", "<12")
+    what: str = column("what", "<8")
+    p50: float = column("p50 µs", ">10.0f")
+    p90: float = column("p90 µs", ">10.0f")
+    returns: float = column("returns µs", ">11.0f")
+    gigabytes_per_second: float = column("GB/s", ">7.2f")
+    message: int = column("message", ">8")
+    wrong: int = column("#wrong", ">7")
 
 
 def mask_of(kind: str, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -177,10 +169,9 @@ def rows_of(
     return made
 
 
-def measure(arguments: argparse.Namespace) -> list[StepRow]:
-    device = torch.device(arguments.device)
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    device = device_of(arguments)
     generator = torch.Generator().manual_seed(0)
-    rows = []
 
     def unpack_all(data: torch.Tensor) -> Sequence[Tensors]:
         message = unpack(data, device)
@@ -197,7 +188,7 @@ def measure(arguments: argparse.Namespace) -> list[StepRow]:
             steps[path] = [{"attention_mask": mask, "position_ids": positions_of(mask)} for mask in masks]
         if kind in ("none", "left"):
             truth = steps["one call"]
-            rows += rows_of(
+            yield from rows_of(
                 (kind, "tensor ops"),
                 truth,
                 lambda truth=truth: pack_with_tensor_ops(truth),  # type: ignore[misc]
@@ -206,30 +197,27 @@ def measure(arguments: argparse.Namespace) -> list[StepRow]:
             )
         for path, truth in steps.items():
             message = message_of(truth)
-            rows += rows_of(
+            yield from rows_of(
                 (kind, path),
                 truth,
                 lambda message=message: pack(message),  # type: ignore[misc]
                 unpack_all,
                 arguments,
             )
-    return rows
 
 
 if __name__ == "__main__":
-    options = parser(__doc__.splitlines()[0])
+    options = parser(__doc__.splitlines()[0], transports=False)
     kinds = ["none", "left", "packed", "holes"]
-    options.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where masks lie")
     options.add_argument("--microbatches", type=int, default=64, help="per step")
     options.add_argument("--batch", type=int, default=4, help="rows of a mask")
     options.add_argument("--length", type=int, default=4096, help="elements of a row")
     options.add_argument("--count", type=int, default=50, help="steps per row")
     options.add_argument("--masks", nargs="+", default=kinds, choices=kinds, help="kinds of masks")
-    chosen = options.parse_args()
-    kernels = "with" if has_metadata_kernels(torch.device(chosen.device)) else "without"
+    given = parse(options, lambda given: 1)
+    kernels = "with" if has_metadata_kernels(torch.device(given.device)) else "without"
     context = (
-        f"{chosen.microbatches} microbatches of {chosen.batch} rows of {chosen.length} elements, "
-        f"{chosen.device}, {kernels} kernels"
+        f"{given.microbatches} microbatches of {given.batch} rows of {given.length} elements, "
+        f"{given.device}, {kernels} kernels"
     )
-    backend = "nccl" if chosen.device == "cuda" else "gloo"
-    sys.exit(run(1, measure, StepRow, chosen, context, backend))
+    sys.exit(run(measure, given, context))

@@ -1,15 +1,18 @@
-"""How much of a receive and its broadcast inside the stage is exposed behind compute?
+"""What does the broadcast inside the stage add to a receive, and how much of both does compute hide?
 
-Rank 0 sends to a stage of ``--tp`` ranks, of which rank 1 leads. Each message is launched, then comes a gap of compute
-twice as long as the slowest path takes (a sleep: compute on an accelerator leaves the host's cores free), then a wait.
-Paths:
+Rank 0 sends to a stage of ``--stage`` ranks that rank 1 leads; with ``--two-ranks``, and by itself on two GPUs, rank 0
+is a member of the stage, too. Paths:
 
-- ``receive``    the bare receive on the leader, without any broadcast: the floor
-- ``hand-made``  irecv, and in its wait a blocking broadcast, as code without lanes does: the baseline
-- ``fused``      one lane, whose broadcast runs behind the receive
+- ``receive alone``  the bare receive on the leader, without any broadcast: the floor
+- ``hand-made``      irecv, and in its wait a broadcast, as code without lanes does: the baseline
+- ``fused, ...``     one lane over that transport, whose broadcast runs behind the receive; with ``--chunk-bytes`` also
+                     lanes over process groups with pieces of those sizes
 
-Times are in microseconds per message: median and 99th percentile (below 100 messages: the longest) from launch to end
-without a gap, and the median of the time blocked in the wait after the gap (``exposed``), each of the slowest rank.
+``p50`` and ``p99`` are from launch to end without other work, on the host. For ``exposed``, compute of about twice the
+bare receive is launched before the wait. On a GPU that is GEMMs, and exposed is how much longer the compute stream
+takes with the message than without. On the CPU it is a sleep (compute on an accelerator leaves the host's cores free)
+of twice the slowest path, and exposed is the time blocked in the wait. ``share`` is exposed over p50. The slowest rank
+counts.
 """
 
 from __future__ import annotations
@@ -18,173 +21,156 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from harness import parser, run, slowest
+from clock import Stopwatch, high, settle, slowest
+from courier import Courier
+from gemms import LOADS, Gemms
+from harness import Row, column, parse, parser, run
+from picture import Picture
+from stage_paths import stage_paths
+from transports import device_of
 
-from ldt._C import Lane
 from ldt.cli.units import nbytes
 
-SENDER, LEADER = 0, 1
-Wait = Callable[[], object]
-Launch = Callable[[torch.Tensor], Wait]
+SIZES = {
+    "cuda": [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20],
+    "cpu": [64 << 10, 1 << 20, 16 << 20, 64 << 20],
+}
+Compute = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class MessageRow:
     """One path at one size."""
 
-    COLUMNS: ClassVar[Mapping[str, str]] = {
-        "bytes": ">12",
-        "count": ">6",
-        "path": "<22",
-        "p50 µs": ">10.0f",
-        "p99 µs": ">10.0f",
-        "exposed µs": ">11.0f",
-        "GB/s": ">7.2f",
-        "wrong": ">6",
-    }
-    bytes: int
-    count: int
-    path: str
-    p50: float
-    p99: float
-    exposed: float
-    gigabytes_per_second: float
-    wrong: int
+    PICTURE: ClassVar[Picture] = Picture("size", ("p50", "exposed"), ("path",))
+    size: int = column("size", ">12")
+    stage: int = column("stage", ">6")
+    count: int = column("count", ">6")
+    path: str = column("path", "<20")
+    p50: float = column("p50 µs", ">10.1f")
+    p99: float = column("p99 µs", ">10.1f")
+    over_receive: float = column("over receive", ">12.2f")
+    exposed: float = column("exposed µs", ">11.1f")
+    share: float = column("share", ">7.1%")
+    gigabytes_per_second: float = column("GB/s", ">7.2f")
+    wrong: int = column("#wrong", ">7")
 
 
-def stage_ranks() -> list[int]:
-    return list(range(LEADER, dist.get_world_size()))
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    device = device_of(arguments)
+    with stage_paths(arguments) as paths:
+        gemms = Gemms(LOADS["cuda"][0], device) if device.type == "cuda" else None
+        gemm = slowest([gemms.time_of_one()])[0] if gemms else 0.0
+        for size in arguments.sizes or SIZES[arguments.device]:
+            couriers = [Courier(path, size, device) for path in paths]
+            direct = [slowest([courier.carry() for _ in range(5)]) for courier in couriers]
+            compute: Compute
+            if gemms is not None:
+                gemms.kind = replace(gemms.kind, count=max(2, round(2 * min(direct[0]) / gemm)))
+                compute = gemms
+            else:
+                compute = Sleep(2 * max(min(times) for times in direct))
+            yield from rows_of(size, couriers, compute, arguments, device)
 
 
-def bare_receive() -> Launch:
-    group = dist.new_group([SENDER, LEADER])
+@dataclass
+class Sleep:
+    """What compute on an accelerator is to the host."""
 
-    def launch(buffer: torch.Tensor) -> Wait:
-        if dist.get_rank() > LEADER:
-            return lambda: None
-        work = (
-            dist.isend(buffer, LEADER, group)
-            if dist.get_rank() == SENDER
-            else dist.irecv(buffer, SENDER, group)
+    seconds: float
+
+    def __call__(self) -> None:
+        time.sleep(self.seconds)
+
+
+def rows_of(
+    size: int,
+    couriers: Sequence[Courier],
+    compute: Compute,
+    arguments: argparse.Namespace,
+    device: torch.device,
+) -> Iterator[MessageRow]:
+    """Paths take turns, so that what else the machine does hits all of them alike."""
+    times: list[list[float]] = [[] for _ in couriers]
+    exposures: list[list[float]] = [[] for _ in couriers]
+    exposed = exposed_on_stream if device.type == "cuda" else exposed_on_host
+    for _ in range(arguments.count):
+        for courier, took, showed in zip(couriers, times, exposures, strict=True):
+            took.append(courier.carry())
+            showed.append(exposed(courier, compute, device))
+    receive = statistics.median(slowest(times[0]))
+    for courier, mine, showed in zip(couriers, times, exposures, strict=True):
+        took = slowest(mine)
+        median, left = statistics.median(took), max(0.0, statistics.median(slowest(showed)))
+        yield MessageRow(
+            size=size,
+            stage=arguments.stage,
+            count=len(took),
+            path=courier.path.name,
+            p50=median * 1e6,
+            p99=high(took) * 1e6,
+            over_receive=median / receive,
+            exposed=left * 1e6,
+            share=left / median,
+            gigabytes_per_second=size / median / 1e9,
+            wrong=courier.wrong(),
         )
-        assert work is not None
-        return work.wait
-
-    return launch
 
 
-def hand_made() -> Launch:
-    receive, stage = bare_receive(), dist.new_group(stage_ranks())
-
-    def launch(buffer: torch.Tensor) -> Wait:
-        wait_for_receive = receive(buffer)
-
-        def wait() -> None:
-            wait_for_receive()
-            if dist.get_rank() != SENDER:
-                dist.broadcast(buffer, LEADER, stage)
-
-        return wait
-
-    return launch
-
-
-def fused(chunk_bytes: int | None) -> Launch:
-    p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group(stage_ranks())
-    rank = dist.get_rank()
-    lane = Lane("fused", p2p=None if rank > LEADER else p2p, stage=None if rank == SENDER else stage,
-                chunk_bytes=chunk_bytes, announce=False)  # fmt: skip
-
-    def launch(buffer: torch.Tensor) -> Wait:
-        work = lane.send([buffer], LEADER) if rank == SENDER else lane.recv([buffer], SENDER)
-        return work.wait
-
-    return launch
+def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) -> float:
+    """By how many seconds the current stream is later than with the compute alone, which is measured right before."""
+    watch = Stopwatch(device)
+    settle(device)
+    watch.start()
+    compute()
+    alone = watch.stop()
+    courier.pack()
+    settle(device)
+    watch.start()
+    wait = courier.start()
+    compute()
+    wait()
+    both = watch.stop()
+    courier.check()
+    return both - alone
 
 
-def time_one(launch: Launch, buffer: torch.Tensor, gap: float) -> tuple[float, float, int]:
-    """Seconds from launch to end, of that blocked in the wait, and wrong elements."""
-    truth = torch.arange(buffer.numel(), dtype=torch.int32)
-    buffer.copy_(truth) if dist.get_rank() == SENDER else buffer.zero_()
-    dist.barrier()
-    start = time.perf_counter()
-    wait = launch(buffer)
-    time.sleep(gap)
+def exposed_on_host(courier: Courier, compute: Compute, device: torch.device) -> float:
+    """Seconds blocked in the wait."""
+    courier.pack()
+    settle(device)
+    wait = courier.start()
+    compute()
     blocked = time.perf_counter()
     wait()
-    end = time.perf_counter()
-    return end - start, end - blocked, int((buffer != truth).sum())
+    seconds = time.perf_counter() - blocked
+    courier.check()
+    return seconds
 
 
-def fastest(launch: Launch, buffer: torch.Tensor) -> float:
-    """Seconds without a gap, of five times."""
-    return min(time_one(launch, buffer, 0.0)[0] for _ in range(5))
-
-
-def measure(arguments: argparse.Namespace) -> list[MessageRow]:
-    paths = {"receive": bare_receive(), "hand-made": hand_made()}
-    paths |= {
-        f"fused{f' {chunk >> 10} KiB' if chunk else ''}": fused(chunk)
-        for chunk in arguments.chunk_bytes or [None]
-    }
-    rows = []
-    for message_bytes in arguments.sizes:
-        buffer = torch.empty(max(1, message_bytes // 4), dtype=torch.int32)
-        gap = 2 * slowest([max(fastest(launch, buffer) for launch in paths.values())])[0]
-        # Paths take turns, so that what else the machine does hits all of them alike.
-        direct = {path: [time_one(launch, buffer, 0.0)] for path, launch in paths.items()}
-        hidden = {path: [time_one(launch, buffer, gap)] for path, launch in paths.items()}
-        for _ in range(arguments.count):
-            for path, launch in paths.items():
-                direct[path].append(time_one(launch, buffer, 0.0))
-                hidden[path].append(time_one(launch, buffer, gap))
-        for path in paths:
-            # The bare receive leaves the members out: they have nothing there to be wrong.
-            alone = path == "receive" and dist.get_rank() > LEADER
-            wrong = 0 if alone else sum(sample[2] for sample in direct[path] + hidden[path])
-            seconds = [sample[0] for sample in direct[path][1:]]
-            exposed = [sample[1] for sample in hidden[path][1:]]
-            rows.append(message_row(path, buffer.nbytes, seconds, exposed, wrong))
-    return rows
-
-
-def message_row(
-    path: str, message_bytes: int, seconds: Sequence[float], exposed: Sequence[float], wrong: int
-) -> MessageRow:
-    """The row of this measurement over all ranks; every rank calls it with as many values."""
-    times, blocked = slowest(seconds), slowest(exposed)
-    total_wrong = torch.tensor(wrong)
-    dist.all_reduce(total_wrong)
-    median = statistics.median(times)
-    return MessageRow(
-        bytes=message_bytes,
-        count=len(times),
-        path=path,
-        p50=median * 1e6,
-        p99=sorted(times)[max(0, round(0.99 * len(times)) - 1)] * 1e6,
-        exposed=statistics.median(blocked) * 1e6,
-        gigabytes_per_second=message_bytes / median / 1e9,
-        wrong=int(total_wrong),
-    )
+def ranks_of(given: argparse.Namespace) -> int:
+    """One more than the stage has; on two GPUs a stage of two makes do with two."""
+    if given.device != "cpu" and given.stage == 2 and torch.cuda.device_count() == 2:
+        given.two_ranks = True
+    return 2 if given.two_ranks else 1 + given.stage
 
 
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
-    sizes = [64 << 10, 1 << 20, 16 << 20, 64 << 20]
+    options.add_argument("--sizes", type=nbytes, nargs="+", help="per message: 64KiB, 256MiB")
+    options.add_argument("--count", type=int, default=20, help="messages for each row")
+    options.add_argument("--stage", type=int, default=2, help="ranks of the receiving stage")
+    options.add_argument("--two-ranks", action="store_true", help="rank 0 is also a member of the stage")
     options.add_argument(
-        "--sizes", type=nbytes, nargs="+", default=sizes, help="per message: 4096, 64KiB, 16MiB"
+        "--chunk-bytes", type=nbytes, nargs="+", help="pieces of lanes to compare: 1MiB, 4MiB"
     )
-    options.add_argument("--count", type=int, default=30, help="messages per row")
-    options.add_argument(
-        "--chunk-bytes", type=int, nargs="+", help="piece sizes of the fused lane to compare"
-    )
-    options.add_argument("--tp", type=int, default=2, help="ranks of the receiving stage")
-    given = options.parse_args()
-    context = f"receive on rank 1, broadcast in a stage of {given.tp}; gap: twice the slowest path"
-    sys.exit(run(1 + given.tp, measure, MessageRow, given, context))
+    given = parse(options, ranks_of)
+    if given.two_ranks and given.stage != 2:
+        options.error(f"--two-ranks: expected a stage of 2, got --stage {given.stage}")
+    members = "0 and 1" if given.two_ranks else f"1 to {given.stage}"
+    sys.exit(run(measure, given, f"rank 0 sends, rank 1 receives, broadcast in the stage of ranks {members}"))

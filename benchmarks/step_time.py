@@ -1,9 +1,18 @@
-"""How long does a step take in the fixed order, in one fitted to the link, and as simulated?
+"""How long does a U-shaped training step take, against its own simulation and torch.distributed.pipelining?
 
-Processes on this machine, gloo, a link that delays every message. Compute is a sleep, so that processes do not
-compete for cores. Costs are measured once per topology and latency; both plans are simulated with them.
-``measured`` is the median of the edge's time for a whole step, agreement on it included. Gradients of every plan are
-compared with those of the unsplit model.
+A transformer over stages of ``--tp`` ranks: stage 0 has the first and the last layers. Paths:
+
+- ``ldt ushape``, ``ldt optimize``  over lanes of each transport: the fixed order, and the one planned from the costs
+- ``torch ushape``, ``torch optimize``  the same compute orders and chunks in torch's own runtime
+- ``torch 1F1B, no U``  torch's one-forward-one-backward with as many layers on each stage, in a row: what a step takes
+  without the U
+
+Costs are measured once, over the first transport, and every plan is simulated with them. ``measured`` is the median of
+the host's time for a step, from a barrier on the host until the current stream is done, of the slowest rank; paths take
+turns. Gradients of the first and the last step of each path are compared with the unsplit model's, which every rank
+computes. With as many microbatches as a power of two all ways add the same sums in the same order; ``#unequal`` counts
+elements that differ all the same (attention on a GPU may add in any order), ``#wrong`` those that differ by more than
+1e-5 (bf16: 1/64) of the largest of their tensor.
 """
 
 from __future__ import annotations
@@ -11,130 +20,200 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
-from delayed_lane import delay
-from harness import parser, run
+from clock import settle, slowest, total
+from harness import Row, column, parse, parser, run
+from picture import Picture
 from torch import nn
+from torch_pipelines import Step, step_in_a_row, step_of_plan
+from transformer import PRESETS, Setting, cut, make_layers, make_microbatches, mean_squared_error
+from transports import connect_each, device_of, note
 
 import ldt
-from ldt.cli.units import seconds
-from ldt.plan import Costs, optimize, simulate, ushape
-from ldt.testing import SleepingChunk, toy_loss, toy_microbatches, unsplit_step
+from ldt.plan import Costs, Plan, optimize, simulate, ushape
+from ldt.runtime.device import synchronize_current_stream
 
-WIDTH = 16
-EDGE_SHARE = 0.25  # compute of head and tail, of a chunk in the middle
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One plan on one topology at one latency."""
+    """One path in one setting."""
 
-    COLUMNS: ClassVar[Mapping[str, str]] = {
-        "topology": "<34",
-        "latency ms": ">10.0f",
-        "plan": "<18",
-        "simulated ms": ">12.1f",
-        "measured ms": ">12.1f",
-        "off by": ">7.1%",
-        "wrong": ">6",
-    }
-    topology: str
-    latency: float
-    plan: str
-    simulated: float
-    measured: float
-    error: float
-    wrong: int
+    PICTURE: ClassVar[Picture] = Picture("path", ("measured", "ratio"), ("setting",))
+    setting: str = column("setting", "<30")
+    count: int = column("count", ">6")
+    path: str = column("path", "<28")
+    simulated: float | None = column("simulated ms", ">12.2f")
+    measured: float = column("measured ms", ">12.2f")
+    ratio: float | None = column("ratio", ">7.3f")
+    unequal: int = column("#unequal", ">9")
+    wrong: int = column("#wrong", ">7")
 
 
-def measure(arguments: argparse.Namespace) -> list[StepRow]:
-    rows = []
-    for stages in arguments.stages:
-        for laps in arguments.laps:
-            for latency in arguments.latency:
-                topology = ldt.Topology([1] * stages, laps=laps)
-                if dist.get_rank() < stages:
-                    rows += measure_topology(topology, latency, arguments)
-                dist.barrier()
-    return rows
+@dataclass
+class StepPath:
+    """One way to do a step on this rank, and the modules whose gradients it leaves."""
+
+    name: str
+    step: Step
+    simulated: float | None
+    modules: Sequence[nn.Module]
 
 
-def measure_topology(topology: ldt.Topology, latency: float, arguments: argparse.Namespace) -> list[StepRow]:
-    chunks = make_chunks(topology, arguments.forward)
-    batch = toy_microbatches(arguments.microbatches, WIDTH)
-    _, reference = unsplit_step(make_chunks(topology, 0.0), batch, toy_loss)
-    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
-        delay(mesh, latency)
-        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
-        costs = Costs.measure(ldt.Pipeline(mine, mesh, loss_fn=toy_loss), batch if mesh.is_edge else None)
-        plans = {
-            "ushape": ushape(topology, len(batch)),
-            "optimize": optimize(topology, len(batch), costs),
-            "optimize, split": optimize(topology, len(batch), costs, split_backward=True),
-        }
-        rows = []
-        for name, plan in plans.items():
-            times, wrong = run_steps(
-                ldt.Pipeline(mine, mesh, plan, toy_loss), batch, reference, arguments.steps
-            )
-            expected = simulate(plan, costs).makespan
-            took = statistics.median(times)
-            error = took / expected - 1
-            text = topology.to_text()
-            rows.append(StepRow(text, latency * 1e3, name, expected * 1e3, took * 1e3, error, wrong))
-        return rows
+class Model:
+    """The layers, a step's microbatches, and the gradients that a step must leave."""
+
+    def __init__(self, setting: Setting, topology: ldt.Topology, device: torch.device) -> None:
+        self.topology = topology
+        self.layers = make_layers(setting, topology, device)
+        self.chunks = cut(self.layers, setting.chunk_layers(topology))
+        self.stages = cut(self.layers, setting.stage_layers(topology))
+        self.microbatches = make_microbatches(setting, device)
+        self._tolerance = 1 / 64 if setting.dtype == torch.bfloat16 else 1e-5
+        self._truth = self._unsplit()
+
+    def chunks_of(self, stage: int) -> dict[int, nn.Module]:
+        return {index: self.chunks[index] for index in self.topology.chunks_of(stage)}
+
+    def forget(self) -> None:
+        """Drop all gradients."""
+        for layer in self.layers:
+            layer.zero_grad()
+
+    def compare(self, modules: Sequence[nn.Module]) -> tuple[int, int]:
+        """Elements of this rank's gradients that are not equal to the unsplit model's, and those that are wrong."""
+        mine = {id(parameter) for module in modules for parameter in module.parameters()}
+        unequal = wrong = 0
+        for parameter, expected in self._truth:
+            if id(parameter) not in mine:
+                continue
+            got = torch.full_like(expected, torch.nan) if parameter.grad is None else parameter.grad
+            off = (got - expected).abs()
+            right = off <= self._tolerance * expected.abs().max()  # which what is no number is not
+            unequal += int((off != 0).sum())
+            wrong += int((~right).sum())
+        return unequal, wrong
+
+    def _unsplit(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        for inputs, target in self.microbatches:
+            output = inputs
+            for layer in self.layers:
+                output = layer(output)
+            torch.autograd.backward(mean_squared_error(output, target) / len(self.microbatches))
+        parameters = [parameter for layer in self.layers for parameter in layer.parameters()]
+        grads = [parameter.grad for parameter in parameters]
+        self.forget()
+        return [(p, grad) for p, grad in zip(parameters, grads, strict=True) if grad is not None]
 
 
-def make_chunks(topology: ldt.Topology, forward: float) -> list[nn.Module]:
-    torch.manual_seed(0)
-    shares = [EDGE_SHARE, *[1.0] * (topology.num_chunks - 2), EDGE_SHARE]
-    return [SleepingChunk(WIDTH, forward * share, forward * share) for share in shares]
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    device, topology = device_of(arguments), ldt.Topology(arguments.tp)
+    meshes = connect_each(topology, arguments)
+    with ExitStack() as stack:
+        for mesh in meshes.values():
+            stack.enter_context(mesh)
+        for name in arguments.preset:
+            setting = setting_of(name, arguments)
+            text = f"{name} h{setting.hidden} s{setting.sequence} M{setting.microbatches}"
+            model = Model(setting, topology, device)
+            paths = paths_of(model, meshes)
+            yield from rows_of(text, model, paths, arguments.steps, device)
+            del model, paths  # the next one needs the memory
 
 
-def run_steps(
-    pipeline: ldt.Pipeline,
-    batch: list[tuple[torch.Tensor, torch.Tensor]],
-    reference: list[nn.Module],
-    steps: int,
-) -> tuple[list[float], int]:
-    """Seconds of each step but the first, and wrong elements of all gradients."""
-    mesh, times, wrong = pipeline.mesh, [], 0
-    theirs = [reference[index] for index in mesh.topology.chunks_of(mesh.stage)]
-    for _ in range(steps + 1):
-        for chunk in pipeline.chunks:
-            chunk.zero_grad()
-        result = pipeline.step(batch if mesh.is_edge else None)
-        times.append(result.stats.seconds)
-        grads = [
-            [p.grad for p in nn.ModuleList(modules).parameters()] for modules in (pipeline.chunks, theirs)
-        ]
-        wrong += sum(int(torch.ne(a, b).sum()) for a, b in zip(*grads, strict=True))
-    return times[1:], int(mesh.control.sum([wrong])[0])
+def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
+    """The preset with what was given in its place."""
+    options = {field.name: getattr(arguments, field.name) for field in fields(Setting)}
+    return replace(PRESETS[name], **{option: value for option, value in options.items() if value is not None})
+
+
+def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
+    """All of them, ready to run."""
+    topology, number = model.topology, len(model.microbatches)
+    mesh = next(iter(meshes.values()))
+    chunks = model.chunks_of(mesh.stage)
+    batch = model.microbatches if mesh.is_edge else None
+    costs = measured_costs(ldt.Pipeline(list(chunks.values()), mesh, loss_fn=mean_squared_error), batch)
+    plans = {"ushape": ushape(topology, number), "optimize": optimize(topology, number, costs)}
+    makespans = {name: simulate(plan, costs).makespan for name, plan in plans.items()}
+    paths = [
+        StepPath(
+            f"ldt {name}, {transport}", ldt_step(model, mesh, plan), makespans[name], list(chunks.values())
+        )
+        for transport, mesh in meshes.items()
+        for name, plan in plans.items()
+    ]
+    if set(topology.tp) != {1}:
+        note(
+            f"torch.distributed.pipelining is left out: it has no stages of several ranks, as in {topology.to_text()}"
+        )
+        return paths
+    for name, plan in plans.items():
+        step = step_of_plan(plan, chunks, model.microbatches, mean_squared_error)
+        paths.append(StepPath(f"torch {name}", step, makespans[name], list(chunks.values())))
+    stage = model.stages[mesh.stage]
+    step = step_in_a_row(stage, model.microbatches, mean_squared_error)
+    return [*paths, StepPath("torch 1F1B, no U", step, None, [stage])]
+
+
+def measured_costs(pipeline: ldt.Pipeline, batch: object) -> Costs:
+    """Told in a note."""
+    costs = Costs.measure(pipeline, batch)
+    figures = {"forward": costs.forward, "backward": costs.backward}
+    for name, seconds in figures.items():
+        assert isinstance(seconds, Sequence)
+        note(f"{name} of each chunk: {', '.join(f'{value * 1e3:.2f}' for value in seconds)} ms")
+    return costs
+
+
+def ldt_step(model: Model, mesh: ldt.Mesh, plan: Plan) -> Step:
+    modules = list(model.chunks_of(mesh.stage).values())
+    pipeline = ldt.Pipeline(modules, mesh, plan, mean_squared_error)
+    batch = model.microbatches if mesh.is_edge else None
+    return lambda: pipeline.step(batch)
+
+
+def rows_of(
+    text: str, model: Model, paths: Sequence[StepPath], steps: int, device: torch.device
+) -> Iterator[StepRow]:
+    times: list[list[float]] = [[] for _ in paths]
+    differ = [[0, 0] for _ in paths]
+    last = WARM_UP + steps - 1
+    for turn in range(last + 1):  # paths take turns
+        for path, taken, counts in zip(paths, times, differ, strict=True):
+            model.forget()
+            settle(device)
+            start = time.perf_counter()
+            path.step()
+            synchronize_current_stream(device)
+            taken.append(time.perf_counter() - start)
+            if turn in (0, last):
+                counts[:] = map(sum, zip(counts, model.compare(path.modules), strict=True))
+    for path, taken, counts in zip(paths, times, differ, strict=True):
+        seconds = statistics.median(slowest(taken[WARM_UP:]))
+        simulated = None if path.simulated is None else path.simulated * 1e3
+        ratio = None if path.simulated is None else seconds / path.simulated
+        unequal, wrong = map(total, counts)
+        yield StepRow(text, steps, path.name, simulated, seconds * 1e3, ratio, unequal, wrong)
 
 
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4], help="numbers of stages")
-    options.add_argument("--laps", type=int, nargs="+", default=[1, 2])
-    options.add_argument("--latency", type=seconds, nargs="+", default=[0.0, 0.02, 0.04], help="0 20ms 40ms")
+    options.add_argument("--tp", type=int, nargs="+", default=[1, 1], help="ranks of each stage")
     options.add_argument(
-        "--forward", type=seconds, default=0.02, help="of a chunk in the middle; backward: twice"
+        "--preset", nargs="+", choices=PRESETS, help="default: large medium small on GPUs, tiny on the CPU"
     )
-    options.add_argument("--microbatches", type=int, default=16)
-    options.add_argument("--steps", type=int, default=3, help="counted steps of each plan")
-    given = options.parse_args()
-    sys.exit(
-        run(
-            max(given.stages),
-            measure,
-            StepRow,
-            given,
-            f"{given.microbatches} microbatches, forward {given.forward * 1e3:g} ms, backward twice that, edge chunks "
-            f"{EDGE_SHARE} of it",
-        )
-    )
+    for field in fields(Setting):
+        options.add_argument(f"--{field.name.replace('_', '-')}", type=int, help="instead of the preset's")
+    options.add_argument("--steps", type=int, default=7, help="counted steps of each path")
+    given = parse(options, lambda given: sum(given.tp))
+    given.preset = given.preset or (["tiny"] if given.device == "cpu" else ["large", "medium", "small"])
+    context = f"stages of {', '.join(map(str, given.tp))} ranks, first and last layers on stage 0"
+    sys.exit(run(measure, given, context))

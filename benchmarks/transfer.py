@@ -1,7 +1,7 @@
 """How should a message get to all ranks of a stage: by the leader, in shares, or each rank to its peer?
 
-Stage 0 of ``--tp`` ranks sends to stage 1 of as many, over the channels that a pipeline has. ``p50`` is from launch to
-the end on the slowest rank; ``over leader`` how many times faster than that way.
+Stage 0 of ``--tp`` ranks sends to stage 1 of as many, over the channels that a pipeline has, on each transport. ``p50``
+is from launch to the end on the slowest rank, ``over leader`` how many times faster than that way of that transport.
 """
 
 from __future__ import annotations
@@ -9,91 +9,102 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import torch
-import torch.distributed as dist
-from harness import parser, run, slowest
+from clock import high, slowest
+from courier import Courier, Path, Wait
+from harness import Row, column, parse, parser, run
+from picture import Picture
+from transports import connect_or_note, transports_of
 
 import ldt
 from ldt.cli.units import nbytes
-from ldt.runtime.device import synchronize_current_stream
+from ldt.runtime.specs import TensorSpec
 from ldt.runtime.strands import Transfer
+
+WAYS = [way for way in get_args(Transfer) if way != "auto"]
+SIZES = {"cuda": [1 << 20, 16 << 20, 64 << 20, 256 << 20], "cpu": [64 << 10, 1 << 20, 16 << 20, 64 << 20]}
 
 
 @dataclass(frozen=True)
 class TransferRow:
-    """One way at one size."""
+    """One way over one transport at one size."""
 
-    COLUMNS: ClassVar[Mapping[str, str]] = {
-        "bytes": ">12",
-        "tp": ">4",
-        "transfer": "<10",
-        "p50 µs": ">10.1f",
-        "GB/s": ">8.2f",
-        "over leader": ">12.2f",
-        "wrong": ">6",
-    }
-    bytes: int
-    tp: int
-    transfer: str
-    p50: float
-    gigabytes_per_second: float
-    over_leader: float
-    wrong: int
+    PICTURE: ClassVar[Picture] = Picture("size", ("p50",), ("transport", "way"))
+    size: int = column("size", ">12")
+    tp: int = column("tp", ">4")
+    count: int = column("count", ">6")
+    transport: str = column("transport", "<12")
+    way: str = column("transfer", "<10")
+    p50: float = column("p50 µs", ">10.1f")
+    p99: float = column("p99 µs", ">10.1f")
+    gigabytes_per_second: float = column("GB/s", ">8.2f")
+    over_leader: float | None = column("over leader", ">12.2f")
+    wrong: int = column("#wrong", ">7")
 
 
-def measure(arguments: argparse.Namespace) -> list[TransferRow]:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """One transport after the other, as meshes of all of them would take many communicators."""
     topology = ldt.Topology([arguments.tp] * 2)
-    device = torch.device("cuda", dist.get_rank()) if arguments.backend == "nccl" else torch.device("cpu")
-    ways: tuple[Transfer, ...] = ("leader", "scatter", "direct")
-    meshes = {way: ldt.connect(topology, arguments.backend, transfer=way, device=device) for way in ways}
-    rows = []
-    for size in arguments.sizes:
-        truth = torch.arange(size // 4, dtype=torch.int32, device=device)
-        wrong: dict[str, int] = {way: one(mesh, truth)[1] for way, mesh in meshes.items()}
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(arguments.count):  # ways take turns
-            for way, mesh in meshes.items():
-                times[way].append(one(mesh, truth)[0])
-        medians = {name: statistics.median(slowest(values)) for name, values in times.items()}
-        for name, median in medians.items():
-            total = torch.tensor(wrong[name])
-            dist.all_reduce(total)
-            figures = median * 1e6, size / median / 1e9, medians["leader"] / median
-            rows.append(TransferRow(size, arguments.tp, name, *figures, int(total)))
-    for mesh in meshes.values():
-        mesh.close()
-    return rows
+    for transport in transports_of(arguments):
+        found = {way: connect_or_note(topology, transport, arguments, transfer=way) for way in WAYS}
+        meshes = {way: mesh for way, mesh in found.items() if mesh is not None}
+        for size in arguments.sizes or SIZES[arguments.device]:
+            yield from rows_of(transport, meshes, size, arguments)
+        for mesh in meshes.values():
+            mesh.close()
 
 
-def one(mesh: ldt.Mesh, truth: torch.Tensor) -> tuple[float, int]:
-    """Seconds, and wrong elements on this rank."""
+def rows_of(
+    transport: str, meshes: Mapping[str, ldt.Mesh], size: int, arguments: argparse.Namespace
+) -> Iterator[TransferRow]:
+    couriers = {way: Courier(path_over(mesh), size, mesh.device) for way, mesh in meshes.items()}
+    times: dict[str, list[float]] = {way: [] for way in couriers}
+    for _ in range(arguments.count + 1):  # ways take turns
+        for way, courier in couriers.items():
+            times[way].append(courier.carry())
+    took = {way: slowest(values[1:]) for way, values in times.items()}
+    for way, courier in couriers.items():
+        median = statistics.median(took[way])
+        yield TransferRow(
+            size=size,
+            tp=arguments.tp,
+            count=arguments.count,
+            transport=transport,
+            way=way,
+            p50=median * 1e6,
+            p99=high(took[way]) * 1e6,
+            gigabytes_per_second=size / median / 1e9,
+            over_leader=statistics.median(took["leader"]) / median if "leader" in took else None,
+            wrong=courier.wrong(),
+        )
+
+
+def path_over(mesh: ldt.Mesh) -> Path:
+    """From stage 0 to stage 1. A rank of stage 0 without a strand takes no part."""
     end = mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
     sends = mesh.stage == 0
-    buffer = truth if sends else torch.zeros_like(truth)
-    synchronize_current_stream(mesh.device)
-    dist.all_reduce(torch.zeros(1))
-    start = time.perf_counter()
-    if end is not None:
-        work = end.send([buffer], "") if sends else end.receive([buffer], "")
-        if work is not None:
-            work.wait()
-    synchronize_current_stream(mesh.device)
-    seconds = time.perf_counter() - start
-    return seconds, 0 if sends else int((buffer != truth).sum())
+
+    def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
+        work = None
+        if end is not None:
+            work = end.send([source], "") if sends else end.receive([target], "")
+        return work.wait if work is not None else lambda: None
+
+    def empty(number: int) -> torch.Tensor:
+        assert end is not None, "each rank of the receiving stage hears all strands"
+        return end.buffers([TensorSpec((number,), torch.int32, False)], [(number,)], mesh.device)[0]
+
+    return Path("", sends, not sends, start, empty)
 
 
 if __name__ == "__main__":
     options = parser(__doc__.splitlines()[0])
-    sizes = [1 << 16, 1 << 20, 16 << 20, 64 << 20]
-    options.add_argument("--sizes", type=nbytes, nargs="+", default=sizes, help="per message: 64KiB, 256MiB")
-    options.add_argument("--count", type=int, default=20, help="messages per row")
+    options.add_argument("--sizes", type=nbytes, nargs="+", help="per message: 64KiB, 256MiB")
+    options.add_argument("--count", type=int, default=20, help="messages for each row")
     options.add_argument("--tp", type=int, default=2, help="ranks of each stage")
-    options.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
-    given = options.parse_args()
-    context = f"two stages of {given.tp} ranks each"
-    sys.exit(run(2 * given.tp, measure, TransferRow, given, context, backend=given.backend))
+    given = parse(options, lambda given: 2 * given.tp)
+    sys.exit(run(measure, given, f"two stages of {given.tp} ranks each"))

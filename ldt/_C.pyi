@@ -1,6 +1,6 @@
 """What the compiled module offers. Checked against the module by tests/build."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +26,8 @@ class Lane:
     Without, they are undefined: the caller has agreed on them ahead. If one end announces and the other does not,
     each waits for what the other never sends, until the timeout fails the lane; on the CPU, the error of the end
     that announces then says so.
+
+    ``carrier``: what moves the payload on a device with streams, None for the groups; the same kind on both ends.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Lane:
         chunk_bytes: int | None = None,
         timeout: timedelta | float = ...,
         announce: bool | None = None,
+        carrier: NcclCommunicators | PeerEdges | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -59,8 +62,58 @@ class Lane:
     def abort(self, reason: str) -> None:
         """Everything pending and everything later fails with ``reason``. Returns at once."""
 
+    def overdue(self) -> str:
+        """What has been under way for longer than the timeout, in words; empty where the backend looks after that."""
+
     def stats(self) -> dict[str, float]:
-        """sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds, pool_bytes."""
+        """Counts: sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, wait_seconds,
+        pool_bytes, and bounced: tensors that the copy engine brought in two steps, as the sender's host came first.
+        """
+
+class NcclCommunicators:
+    """The payload goes by NCCL's own calls. Addresses of the communicators of the lane's groups, None without one."""
+
+    def __init__(self, *, p2p: int | None, stage: int | None) -> None: ...
+
+def has_nccl() -> bool:
+    """Whether torch has loaded a libnccl.so.2 that lanes can call."""
+
+class PeerMemory:
+    """Memory of this process that others on the host write to, for one lane. Raises LaneError: not on this device."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+class PeerReceiver:
+    """The receiving end of an edge into ``memory``."""
+
+    def __init__(self, memory: PeerMemory) -> None: ...
+    def offer(self) -> str:
+        """What the PeerSender of the other process needs, in one line."""
+
+class PeerSender:
+    """The sending end of an edge. Raises LaneError if ``offer`` cannot be used: other host, no access.
+
+    Of what lies in ``memory``, the other end may read by itself.
+    """
+
+    def __init__(self, device: torch.device, offer: str, memory: PeerMemory | None = None) -> None: ...
+
+class PeerEdges:
+    """The payload goes by the copy engine: a lane's ends of edges on this rank, ``senders`` and ``receivers`` by peer.
+
+    In a stage, what was received goes on along a chain of its ranks: ``from_stage`` is the end before, ``to_stage`` the
+    one behind.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: PeerMemory | None,
+        senders: Mapping[int, PeerSender],
+        receivers: Mapping[int, PeerReceiver],
+        from_stage: PeerReceiver | None,
+        to_stage: PeerSender | None,
+    ) -> None: ...
 
 def abort_all(reason: str) -> None:
     """Aborts and stops every lane of this process; runs at exit."""

@@ -1,6 +1,10 @@
 // ldt._C.Lane: arguments in Python's types, the GIL released wherever a lane's threads may need it.
+#include <pybind11/stl.h>
+
 #include "bindings/bindings.h"
+#include "bindings/carriers.h"
 #include "bindings/timeout.h"
+#include "carriers/nccl_carrier.h"
 #include "lanes/lane.h"
 #include "transports/group_transport.h"
 
@@ -63,10 +67,27 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
   }
 }
 
+std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOptions& options,
+                                      const std::shared_ptr<Transport>& groups, int stage_root) {
+  if (const auto* edges = std::get_if<PeerEdges>(&choice)) {
+    return std::make_unique<PeerCarrier>(*edges, options.chunk_bytes, options.timeout);
+  }
+  if (const auto* numbers = std::get_if<NcclCommunicators>(&choice)) {
+    const auto pointer = [](const std::optional<int64_t>& number) {
+      return reinterpret_cast<void*>(number.value_or(0));
+    };
+    const NcclCarrier::Communicators communicators{pointer(numbers->point_to_point),
+                                                   pointer(numbers->stage), stage_root};
+    return std::make_unique<NcclCarrier>(groups, communicators, options.device,
+                                         options.chunk_bytes);
+  }
+  return nullptr;
+}
+
 std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage,
                                int stage_root, c10::Device device,
                                std::optional<int64_t> chunk_bytes, Timeout timeout,
-                               std::optional<bool> announce) {
+                               std::optional<bool> announce, const CarrierChoice& carrier) {
   auto transport = std::make_shared<GroupTransport>(share(p2p), share(stage), stage_root);
   LaneOptions options;
   options.timeout = checked_timeout(timeout.seconds, c10::str("lane ", name));
@@ -75,7 +96,8 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
   options.device = device.is_cpu() ? c10::Device(at::kCPU) : device;  // "cpu:0" is the CPU
   options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
   options.announce = announce.value_or(device.is_cpu());
-  auto made = make_lane(std::move(options), std::move(transport));
+  auto chosen = make_carrier(carrier, options, transport, stage_root);
+  auto made = make_lane(std::move(options), std::move(transport), std::move(chosen));
   // The last owner may be Python's garbage collector, and the destructor joins threads.
   Lane* raw = made.get();
   std::shared_ptr<Lane> lane(raw, [made = std::move(made)](Lane*) mutable {
@@ -99,6 +121,7 @@ py::dict stats_of(const Lane& lane) {
   counts["received_messages"] = stats.received_messages.load();
   counts["broadcast_bytes"] = stats.broadcast_bytes.load();
   counts["wait_seconds"] = static_cast<double>(stats.wait_nanoseconds.load()) * 1e-9;
+  counts["bounced"] = lane.bounced();
   counts["pool_bytes"] = lane.pool_bytes();
   return counts;
 }
@@ -110,7 +133,8 @@ void bind_lanes(py::module_& module) {
       .def(py::init(&new_lane), py::arg("name"), py::kw_only(), py::arg("p2p").none(true),
            py::arg("stage").none(true), py::arg("stage_root") = 0,
            py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
-           py::arg("timeout") = Timeout{1800}, py::arg("announce") = py::none())
+           py::arg("timeout") = Timeout{1800}, py::arg("announce") = py::none(),
+           py::arg("carrier") = py::none())
       .def("send", &Lane::send, py::arg("tensors"), py::arg("peer"), py::arg("label") = "",
            py::call_guard<py::gil_scoped_release>())
       .def(
@@ -132,6 +156,7 @@ void bind_lanes(py::module_& module) {
           },
           py::arg("timeout") = Timeout{10}, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Lane::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def("overdue", &Lane::overdue, py::call_guard<py::gil_scoped_release>())
       .def("stats", &stats_of)
       .def_property_readonly("name", [](const Lane& lane) { return lane.options().name; })
       .def_property_readonly("chunk_bytes",

@@ -3,25 +3,22 @@
 
 namespace ldt {
 
-std::shared_ptr<c10::Event> EventPool::record(const c10::Stream& stream) {
-  std::unique_ptr<c10::Event> event;
+std::shared_ptr<const End> EventPool::record(const c10::Stream& stream) {
+  std::unique_ptr<EventEnd> end;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (!idle_.empty()) {
-      event = std::move(idle_.back());
+      end = std::move(idle_.back());
       idle_.pop_back();
     }
   }
-  if (!event) {
-    event = std::make_unique<c10::Event>(device_.type());
-  }
-  event->record(stream);
+  if (!end) end = std::make_unique<EventEnd>(device_.type());
+  end->record(stream);
   // The deleter owns the pool, so an event may outlive the lane that asked for it.
-  return std::shared_ptr<c10::Event>(event.release(),
-                                     [pool = shared_from_this()](c10::Event* done) {
-                                       std::lock_guard<std::mutex> lock(pool->mutex_);
-                                       pool->idle_.emplace_back(done);
-                                     });
+  return std::shared_ptr<EventEnd>(end.release(), [pool = shared_from_this()](EventEnd* done) {
+    const std::lock_guard<std::mutex> lock(pool->mutex_);
+    pool->idle_.emplace_back(done);
+  });
 }
 
 }  // namespace ldt

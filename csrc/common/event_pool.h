@@ -8,6 +8,8 @@
 #include <mutex>
 #include <vector>
 
+#include "common/end.h"
+
 namespace ldt {
 
 /// Hands out events of one device. An event comes back by itself when its last owner lets go.
@@ -15,13 +17,24 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(c10::Device device) : device_(device) {}
 
-  /// An event that nobody else holds, recorded on `stream`.
-  std::shared_ptr<c10::Event> record(const c10::Stream& stream);
+  /// The end of what is on `stream` now.
+  std::shared_ptr<const End> record(const c10::Stream& stream);
 
  private:
+  class EventEnd final : public End {
+   public:
+    explicit EventEnd(c10::DeviceType type) : event_(type) {}
+    void record(const c10::Stream& stream) { event_.record(stream); }
+    bool is_reached() const override { return event_.query(); }
+    void block(const c10::Stream& stream) const override { event_.block(stream); }
+
+   private:
+    c10::Event event_;
+  };
+
   c10::Device device_;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<c10::Event>> idle_;
+  std::vector<std::unique_ptr<EventEnd>> idle_;
 };
 
 }  // namespace ldt

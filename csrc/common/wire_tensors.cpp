@@ -51,7 +51,7 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
 }
 
 WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
-                         const std::string& title) {
+                         const Title& title) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
     if (!travels(tensor)) {
@@ -70,16 +70,17 @@ WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device dev
 }
 
 WireTensors WireTensors::for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                  const std::string& title) {
+                                  const Title& title) {
   WireTensors wire(tensors, device, title);
   for (const auto& tensor : wire.tensors_) {
-    wire.staged_.push_back(tensor.resolve_conj().resolve_neg().contiguous());
+    wire.staged_.push_back(is_plain(tensor) ? tensor
+                                            : tensor.resolve_conj().resolve_neg().contiguous());
   }
   return wire;
 }
 
 WireTensors WireTensors::for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                     const std::string& title) {
+                                     const Title& title) {
   WireTensors wire(tensors, device, title);
   for (size_t i = 0; i < wire.tensors_.size(); ++i) {
     const auto& tensor = wire.tensors_[i];

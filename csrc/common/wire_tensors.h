@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "common/title.h"
+
 namespace ldt {
 
 /// "float32": the name that torch has in Python.
@@ -27,10 +29,10 @@ class WireTensors {
   /// Non-contiguous tensors and conjugated or negated views are copied now, on the current stream;
   /// the copy lives here.
   static WireTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
-                              const std::string& title);
+                              const Title& title);
   /// Such targets get a contiguous staging tensor; `unstage` copies it over.
   static WireTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                 const std::string& title);
+                                 const Title& title);
 
   /// uint8 views of the contiguous data, at most `chunk_bytes` each, in order. Tensors without
   /// elements have none.
@@ -41,10 +43,12 @@ class WireTensors {
   void release();
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
+  /// What travels: the tensors, or in place of one that is not plain its copy.
+  const std::vector<at::Tensor>& contiguous() const { return staged_; }
   int64_t bytes() const { return bytes_; }
 
  private:
-  WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device, const std::string& title);
+  WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device, const Title& title);
 
   std::vector<at::Tensor> tensors_;  // aliases of what the caller gave
   std::vector<at::Tensor>

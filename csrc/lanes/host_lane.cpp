@@ -77,21 +77,21 @@ Lane::Work HostLane::launch(ChainWorker& worker, std::shared_ptr<HostMessage> me
 }
 
 Lane::Work HostLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                                 const std::string& title) {
+                                 const Title& title) {
   auto wire = WireTensors::for_send(tensors, options_.device, title);
   return launch(outgoing_, std::make_shared<SendMessage>(context_, c10d::OpType::SEND,
-                                                         std::move(wire), peer, title));
+                                                         std::move(wire), peer, title.text()));
 }
 
 Lane::Work HostLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                                    const std::string& title) {
+                                    const Title& title) {
   auto wire = WireTensors::for_receive(tensors, options_.device, title);
   if (transport_->is_leader()) {
     return launch(incoming_, std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV,
-                                                              std::move(wire), peer, title));
+                                                              std::move(wire), peer, title.text()));
   }
   return launch(incoming_, std::make_shared<MemberMessage>(context_, c10d::OpType::BROADCAST,
-                                                           std::move(wire), peer, title));
+                                                           std::move(wire), peer, title.text()));
 }
 
 void HostLane::abort(const std::string& reason) {

@@ -3,6 +3,7 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "carriers/group_carrier.h"
 #include "common/timeout.h"
 #include "common/wire_tensors.h"
 #include "lanes/host_lane.h"
@@ -19,7 +20,7 @@ Lane::Lane(LaneOptions options, std::shared_ptr<Transport> transport)
 // An error of our own leaves the lane as it was; one of the transport may leave half a message
 // under way, and then the two ends are out of step for good.
 template <typename Launch>
-Lane::Work Lane::guarded(const std::string& title, Launch launch) {
+Lane::Work Lane::guarded(const Title& title, Launch launch) {
   try {
     return launch();
   } catch (const StageError&) {
@@ -38,7 +39,7 @@ Lane::Work Lane::guarded(const std::string& title, Launch launch) {
 }
 
 Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const std::string& label) {
-  const auto text = title("send", peer, tensors, label);
+  const Title text(label, [&] { return describe_message("send", peer, tensors, label); });
   failure_->throw_if_happened();
   if (!transport_->is_leader()) {
     throw_lane_error(text,
@@ -50,7 +51,7 @@ Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const st
 
 Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
                          const std::string& label) {
-  const auto text = title("receive", peer, tensors, label);
+  const Title text(label, [&] { return describe_message("receive", peer, tensors, label); });
   failure_->throw_if_happened();
   if (transport_->is_leader()) {
     check_peer(text, peer);
@@ -58,8 +59,9 @@ Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
   return guarded(text, [&] { return launch_receive(tensors, peer, text); });
 }
 
-std::string Lane::title(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
-                        const std::string& label) {
+std::string Lane::describe_message(const char* verb, int peer,
+                                   const std::vector<at::Tensor>& tensors,
+                                   const std::string& label) const {
   const auto route = transport_->is_leader() ? name_of(peer) : std::string("the stage's leader");
   const char* preposition = verb[0] == 's' ? " to " : " from ";
   return c10::str("lane ", options_.name, ": ", verb, label.empty() ? "" : " ", label, preposition,
@@ -72,7 +74,7 @@ std::string Lane::name_of(int peer) const {
   return known ? c10::str("rank ", ranks[peer]) : c10::str("group rank ", peer);
 }
 
-void Lane::check_peer(const std::string& title, int peer) const {
+void Lane::check_peer(const Title& title, int peer) const {
   if (peer < 0 || peer >= transport_->num_peers() || peer == transport_->own_peer()) {
     throw_lane_error(title, ": expected as peer a group rank from 0 to ",
                      transport_->num_peers() - 1, " other than ", transport_->own_peer(),
@@ -80,7 +82,8 @@ void Lane::check_peer(const std::string& title, int peer) const {
   }
 }
 
-std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport) {
+std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport,
+                                std::unique_ptr<Carrier> carrier) {
   if (options.chunk_bytes < 1) {
     throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ",
                      options.chunk_bytes);
@@ -90,6 +93,7 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> 
     throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got 0 ms");
   }
   if (options.device.is_cpu()) {
+    if (carrier) throw_lane_error("lane ", options.name, ": a lane on the CPU has no carrier");
     return std::make_shared<HostLane>(std::move(options), std::move(transport));
   }
   if (!c10::impl::hasDeviceGuardImpl(options.device.type()) || !options.device.has_index()) {
@@ -97,7 +101,8 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> 
                      ": expected the CPU, or a device with streams and an index such as ",
                      "cuda:0, got ", options.device);
   }
-  return std::make_shared<StreamLane>(std::move(options), std::move(transport));
+  if (!carrier) carrier = std::make_unique<GroupCarrier>(transport, options.chunk_bytes);
+  return std::make_shared<StreamLane>(std::move(options), std::move(transport), std::move(carrier));
 }
 
 }  // namespace ldt

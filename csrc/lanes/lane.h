@@ -8,8 +8,10 @@
 #include <memory>
 #include <string>
 
+#include "carriers/carrier.h"
 #include "common/failure.h"
 #include "common/stats.h"
+#include "common/title.h"
 #include "lanes/receive_pool.h"
 #include "transports/transport.h"
 
@@ -54,16 +56,21 @@ class Lane {
   virtual void close(std::chrono::milliseconds timeout) = 0;
   /// Everything pending and everything later fails with `reason`. Returns at once.
   virtual void abort(const std::string& reason) = 0;
+  /// What has been under way for longer than the timeout, in words; empty if nothing has, and where
+  /// something else looks after that.
+  virtual std::string overdue() { return {}; }
 
   const LaneOptions& options() const { return options_; }
   const LaneStats& stats() const { return *stats_; }
+  /// See Carrier::bounced.
+  virtual int64_t bounced() const { return 0; }
   int64_t pool_bytes() const { return pool_->bytes(); }
 
  protected:
   virtual Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                           const std::string& title) = 0;
+                           const Title& title) = 0;
   virtual Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                              const std::string& title) = 0;
+                              const Title& title) = 0;
 
   LaneOptions options_;
   std::shared_ptr<Transport> transport_;
@@ -72,16 +79,18 @@ class Lane {
   std::shared_ptr<ReceivePool> pool_;
 
  private:
-  std::string title(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
-                    const std::string& label);
+  std::string describe_message(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
+                               const std::string& label) const;
   std::string name_of(int peer) const;
-  void check_peer(const std::string& title, int peer) const;
+  void check_peer(const Title& title, int peer) const;
   template <typename Launch>
-  Work guarded(const std::string& title, Launch launch);
+  Work guarded(const Title& title, Launch launch);
 };
 
-/// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU).
-/// Throws LaneError for options that make no sense.
-std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport);
+/// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU). Payload of a
+/// stream lane goes by `carrier`, without one by `transport`, which is then what compares
+/// announcements only. Throws LaneError for options that make no sense.
+std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport,
+                                std::unique_ptr<Carrier> carrier = nullptr);
 
 }  // namespace ldt

@@ -40,8 +40,11 @@ int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   return static_cast<int64_t>(bytes);
 }
 
-ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream)
-    : device_(device), stream_(stream), events_(std::make_shared<EventPool>(device)) {}
+ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream, Allocate allocate)
+    : device_(device),
+      stream_(stream),
+      allocate_(std::move(allocate)),
+      events_(std::make_shared<EventPool>(device)) {}
 
 at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   if (c10::isQIntType(dtype)) {
@@ -86,13 +89,24 @@ ReceivePool::Block ReceivePool::take(int64_t bytes) {
     }
     make_room(1);
   }
+  return new_block(bytes);
+}
+
+ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
   c10::InferenceMode off(false);  // the block will serve training, too
   c10::OptionalStreamGuard on_lane_stream(stream_);
-  return Block{at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_)), nullptr};
+  Block block;
+  if (allocate_) {
+    block.memory = allocate_(bytes);
+    block.last_use = events_->record(*stream_);
+  } else {
+    block.memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device_));
+  }
+  return block;
 }
 
 void ReceivePool::give_back(void* address) noexcept {
-  std::shared_ptr<c10::Event> last_use;
+  std::shared_ptr<const End> last_use;
   if (stream_) {
     try {
       const c10::impl::VirtualGuardImpl backend(device_.type());
@@ -120,25 +134,36 @@ void ReceivePool::make_room(size_t blocks) {
   const auto most = std::max(peak_in_use_, in_use_.size() + blocks);
   while (!idle_.empty() && in_use_.size() + idle_.size() + blocks > most) {
     const auto oldest = idle_.begin();
-    if (oldest->last_use) {
+    for (const auto& event : {oldest->last_receive, oldest->last_read, oldest->last_use}) {
       // The memory goes back to the lane's stream, whose next allocation may be the same memory.
-      oldest->last_use->block(*stream_);
+      if (event) event->block(*stream_);
     }
     idle_.erase(oldest);
   }
 }
 
-bool ReceivePool::claim(const at::Tensor& tensor) {
+ReceivePool::Claim ReceivePool::claim(const at::Tensor& tensor) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found == in_use_.end() || found->second.claimed) {
-    return false;
+  if (found == in_use_.end() || found->second.claimed) return Claim::kForeign;
+  auto& block = found->second;
+  block.claimed = true;
+  auto claim = Claim::kFree;
+  for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {
+    if (!event || event->is_reached()) continue;
+    event->block(*stream_);
+    claim = Claim::kPending;
   }
-  found->second.claimed = true;
-  if (found->second.last_use) {
-    found->second.last_use->block(*stream_);
-  }
-  return true;
+  return claim;
+}
+
+void ReceivePool::note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
+                            std::shared_ptr<const End> read) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = in_use_.find(tensor.storage().mutable_data());
+  if (found == in_use_.end()) return;
+  found->second.last_receive = std::move(received);
+  found->second.last_read = std::move(read);
 }
 
 int64_t ReceivePool::bytes() const {

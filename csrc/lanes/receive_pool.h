@@ -2,9 +2,9 @@
 #pragma once
 
 #include <ATen/ATen.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -26,32 +26,51 @@ int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype);
 /// before it. Outlives its lane while tensors are out.
 class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
  public:
-  /// `stream` is the lane's, without one on the CPU. Memory belongs to that stream.
-  ReceivePool(c10::Device device, std::optional<c10::Stream> stream);
+  /// Gives bytes on the device. They may be some that were given back, with work on the lane's
+  /// stream that still uses them.
+  using Allocate = std::function<at::Tensor(int64_t bytes)>;
+
+  /// `stream` is the lane's, without one on the CPU. Memory belongs to that stream, and comes from
+  /// torch's own allocator unless `allocate` says otherwise.
+  ReceivePool(c10::Device device, std::optional<c10::Stream> stream, Allocate allocate = nullptr);
 
   /// A tensor with undefined contents, to be received into before anything else uses it. Zero
   /// elements take no block. Throws LaneError for sizes or a dtype that cannot be.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype);
-  /// For a tensor of this pool that was not received into yet: makes the lane's stream wait for
-  /// the block's last user, and nothing else has to be waited for. False for all other tensors,
-  /// which the caller's queued work may be using.
-  bool claim(const at::Tensor& tensor);
+  enum class Claim {
+    kForeign,  // not of this pool, or received into before: the caller's queued work may be using
+               // it
+    kPending,  // the lane's stream waits for the last user of its memory
+    kFree,     // nothing uses its memory
+  };
+  /// Whether nothing but the last user of its memory has to be waited for, before `tensor` is
+  /// received into. Makes the lane's stream wait for that one.
+  Claim claim(const at::Tensor& tensor);
+  /// That a claimed tensor is received into until `received`, and its memory read by others until
+  /// `read` (empty: by none): it may come back before that.
+  void note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
+                 std::shared_ptr<const End> read);
   /// All memory the pool holds, in use or idle.
   int64_t bytes() const;
 
  private:
   struct Block {
-    at::Tensor memory;                     // uint8
-    std::shared_ptr<c10::Event> last_use;  // empty: never used, or on the CPU
-    bool claimed = false;                  // received into since it was handed out
+    at::Tensor memory;  // uint8
+    // What the next receive into it has to wait for. Empty: nothing.
+    std::shared_ptr<const End> last_use;
+    std::shared_ptr<const End> last_receive;
+    std::shared_ptr<const End> last_read;
+    bool claimed = false;  // received into since it was handed out
   };
 
   Block take(int64_t bytes);
+  Block new_block(int64_t bytes);
   void give_back(void* address) noexcept;
   void make_room(size_t blocks);
 
   const c10::Device device_;
   const std::optional<c10::Stream> stream_;
+  const Allocate allocate_;
   const std::shared_ptr<EventPool> events_;
   mutable std::mutex mutex_;
   std::unordered_map<void*, Block> in_use_;

@@ -3,9 +3,12 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <thread>
 
+#include "common/streams.h"
 #include "common/timeout.h"
+#include "peers/peer_device.h"
 #include "works/stream_work.h"
 
 namespace ldt {
@@ -13,22 +16,17 @@ namespace {
 
 constexpr std::chrono::milliseconds kAbortPatience{2000};
 
-c10::Stream new_stream(c10::Device device) {
-  // High priority: a transfer that is ready should not queue behind the kernels it is meant to hide
-  // behind.
-  return c10::impl::VirtualGuardImpl(device.type())
-      .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-}
-
 void order_after(const Transport::Work& transfer) { transfer->wait(); }
 
 }  // namespace
 
-StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport)
+StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport,
+                       std::unique_ptr<Carrier> carrier)
     : Lane(std::move(options), std::move(transport)),
-      stream_(new_stream(options_.device)),
+      carrier_(std::move(carrier)),
+      stream_(new_lane_stream(options_.device)),
       events_(std::make_shared<EventPool>(options_.device)) {
-  pool_ = std::make_shared<ReceivePool>(options_.device, stream_);
+  pool_ = std::make_shared<ReceivePool>(options_.device, stream_, carrier_->allocator());
 }
 
 StreamLane::~StreamLane() {
@@ -45,82 +43,96 @@ void StreamLane::wait_for_current_stream() {
   events_->record(current)->block(stream_);
 }
 
+// What is captured runs when the graph is replayed, once for each replay. But a lane counts its
+// messages at launch, and asks its events what is done.
+void StreamLane::refuse_capture(const Title& title) const {
+  auto* driver = peer_device(options_.device.type());
+  const c10::impl::VirtualGuardImpl backend(options_.device.type());
+  if (driver == nullptr || !driver->is_capturing(backend.getStream(options_.device))) return;
+  throw_lane_error(
+      title,
+      ": the current stream is being captured into a graph, and messages of a lane cannot "
+      "be: capture what computes, and send and receive outside of the graph");
+}
+
 Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                                   const std::string& title) {
+                                   const Title& title) {
+  refuse_capture(title);
   retire();
-  auto wire = WireTensors::for_send(tensors, options_.device,
-                                    title);  // copies, if any, on the current stream
+  // Copies, if any, are made on the current stream.
+  auto wire = WireTensors::for_send(tensors, options_.device, title);
   wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   if (options_.announce) {
     const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
     const auto theirs = exchange_announcements(own, peer, /*speak_first=*/true);
-    if (!own.matches(theirs)) throw_mismatch(title, own, theirs, "the receiver expects");
+    if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the receiver expects");
   }
-  std::vector<Transport::Work> transfers;
-  for (const auto& piece : wire.pieces(options_.chunk_bytes)) {
-    transfers.push_back(transport_->send(piece, peer, Transport::kPayload));
-  }
-  for (const auto& transfer : transfers) order_after(transfer);
+  auto end = carrier_->send(stream_, wire, peer);
+  if (!end) end = events_->record(stream_);
   stats_->sent_bytes += wire.bytes();
   stats_->sent_messages += 1;
-  return finish(c10d::OpType::SEND, std::move(wire));
+  return finish(c10d::OpType::SEND, std::move(end), std::move(wire), title.label());
 }
 
 Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                                      const std::string& title) {
+                                      const Title& title) {
+  refuse_capture(title);
   retire();
-  bool pooled = true;
-  for (const auto& tensor : tensors) {
-    if (tensor.numel() > 0) pooled = pool_->claim(tensor) && pooled;
-  }
+  const auto claims = claim(tensors);
+  const bool pooled =
+      std::find(claims.begin(), claims.end(), ReceivePool::Claim::kForeign) == claims.end();
   // A tensor of the caller's may still be read by what is queued on the current stream.
   if (!pooled) wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   auto wire = WireTensors::for_receive(tensors, options_.device, title);
+  const bool agreed = !options_.announce || agree(wire, peer, title);
   const bool broadcasts = transport_->has_stage();
-  const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
-  bool agreed = true;
-  if (options_.announce) {
-    if (transport_->is_leader()) {
-      const auto theirs = exchange_announcements(own, peer, /*speak_first=*/false);
-      agreed = !broadcasts || stage_agreement().lead(own, theirs);
-      if (!own.matches(theirs)) throw_mismatch(title, own, theirs, "the sender has");
-    } else {
-      stage_agreement().follow(title, own);
-    }
-  }
-  receive_and_broadcast(wire.pieces(options_.chunk_bytes), peer, broadcasts && agreed);
+  const auto ends = carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
   if (!agreed) {
-    finish(c10d::OpType::RECV, std::move(wire));
-    throw_disagreement(title, own);
+    const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
+    finish(c10d::OpType::RECV, events_->record(stream_), std::move(wire), title.label());
+    throw_disagreement(title.text(), own);
   }
   wire.unstage();
-  if (transport_->is_leader()) {
-    stats_->received_bytes += wire.bytes();
-    stats_->received_messages += 1;
-  }
-  if (broadcasts) stats_->broadcast_bytes += wire.bytes();
-  // A pooled block is only ever written again in the order of this lane's stream: nothing has to
+  count_received(wire.bytes(), broadcasts);
+  // A pooled block is only ever written again after the end of this message: nothing has to
   // hold it until the device is done, so a host that runs far ahead takes no more memory than one
   // that does not.
   if (pooled) wire.release();
-  return finish(c10d::OpType::RECV, std::move(wire));
+  const auto end = ends.data ? ends.data : events_->record(stream_);
+  for (const auto& tensor : tensors) pool_->note_ends(tensor, end, ends.reading);
+  return finish(c10d::OpType::RECV, end, std::move(wire), title.label());
 }
 
-// A backend starts a transfer when the current stream gets there. So the next receive is issued
-// before the lane's stream waits for the broadcast of the piece before it: the two run side by
-// side.
-void StreamLane::receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer,
-                                       bool broadcasts) {
-  std::vector<Transport::Work> broadcast;
-  for (const auto& piece : pieces) {
-    if (transport_->is_leader()) {
-      order_after(transport_->receive(piece, peer, Transport::kPayload));
-    }
-    if (broadcasts) broadcast.push_back(in_stage([&] { return transport_->broadcast(piece); }));
+std::vector<ReceivePool::Claim> StreamLane::claim(const std::vector<at::Tensor>& tensors) {
+  std::vector<ReceivePool::Claim> claims;
+  for (const auto& tensor : tensors) {
+    claims.push_back(tensor.numel() > 0 ? pool_->claim(tensor) : ReceivePool::Claim::kFree);
   }
-  for (const auto& collective : broadcast) order_after(collective);
+  return claims;
+}
+
+// Compares what this end expects with what the sender has, and in the stage what all expect. False:
+// sender and leader agree, but not the whole stage, so there must be no broadcast.
+bool StreamLane::agree(const WireTensors& wire, int peer, const Title& title) {
+  const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
+  if (!transport_->is_leader()) {
+    stage_agreement().follow(title.text(), own);
+    return true;
+  }
+  const auto theirs = exchange_announcements(own, peer, /*speak_first=*/false);
+  const bool agreed = !transport_->has_stage() || stage_agreement().lead(own, theirs);
+  if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the sender has");
+  return agreed;
+}
+
+void StreamLane::count_received(int64_t bytes, bool broadcasts) {
+  if (transport_->is_leader()) {
+    stats_->received_bytes += bytes;
+    stats_->received_messages += 1;
+  }
+  if (broadcasts) stats_->broadcast_bytes += bytes;
 }
 
 Announcement StreamLane::exchange_announcements(const Announcement& own, int peer,
@@ -143,19 +155,20 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*transport_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, WireTensors wire) {
-  const std::shared_ptr<const c10::Event> end = events_->record(stream_);
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_.push_back({end, std::move(wire)});
-  }
-  return c10::make_intrusive<StreamWork>(type, end, failure_);
+Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
+                              const std::string& label) {
+  auto work = c10::make_intrusive<StreamWork>(type, options_.device, end, failure_);
+  const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
+  const std::lock_guard<std::mutex> lock(mutex_);
+  in_flight_.push_back(
+      {std::move(end), std::move(wire), verb, label, std::chrono::steady_clock::now()});
+  return work;
 }
 
 bool StreamLane::retire() {
   std::deque<InFlight> done;  // freed after the lock: a tensor's deleter may come back to the lane
   std::lock_guard<std::mutex> lock(mutex_);
-  while (!in_flight_.empty() && in_flight_.front().end->query()) {
+  while (!in_flight_.empty() && in_flight_.front().end->is_reached()) {
     done.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
   }
@@ -171,9 +184,22 @@ bool StreamLane::drain(std::chrono::milliseconds timeout) {
   return true;
 }
 
+std::string StreamLane::overdue() {
+  if (carrier_->has_own_timeout() || retire()) return {};
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (in_flight_.empty()) return {};
+  const auto& oldest = in_flight_.front();
+  const auto age = std::chrono::steady_clock::now() - oldest.since;
+  if (age < options_.timeout) return {};
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(age).count();
+  return c10::str("lane ", options_.name, ": ", oldest.verb, " ", oldest.label,
+                  " has been under way for ", seconds, " s, longer than the timeout of ",
+                  options_.timeout.count() / 1000.0, " s");
+}
+
 void StreamLane::abort(const std::string& reason) {
   // A transfer whose peer is gone keeps the device waiting: only the backend can end it.
-  if (failure_->set(reason) && !retire()) transport_->abort();
+  if (failure_->set(reason) && !retire()) carrier_->abort();
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {

@@ -6,6 +6,7 @@
 #include <deque>
 #include <mutex>
 
+#include "carriers/carrier.h"
 #include "common/wire_tensors.h"
 #include "lanes/agreement.h"
 #include "lanes/lane.h"
@@ -18,38 +19,49 @@ namespace ldt {
 ///
 /// A launch begins with the lane's stream waiting for what the message needs, and ends with an
 /// event after its last transfer. Between the two nothing waits on the host, unless messages are
-/// announced (a debug mode: comparing needs the peer's word on the host).
+/// announced (a debug mode: comparing needs the peer's word on the host). How the payload moves is
+/// the carrier's business. While a graph is captured, a launch throws LaneError.
 class StreamLane final : public Lane {
  public:
-  StreamLane(LaneOptions options, std::shared_ptr<Transport> transport);
+  StreamLane(LaneOptions options, std::shared_ptr<Transport> transport,
+             std::unique_ptr<Carrier> carrier);
   ~StreamLane() override;
 
   void close(std::chrono::milliseconds timeout) override;
   void abort(const std::string& reason) override;
+  std::string overdue() override;
+  int64_t bounced() const override { return carrier_->bounced(); }
 
  private:
   /// A message that the device may still be reading or writing.
   struct InFlight {
-    std::shared_ptr<const c10::Event> end;
+    std::shared_ptr<const End> end;
     WireTensors wire;
+    const char* verb;
+    std::string label;
+    std::chrono::steady_clock::time_point since;
   };
 
-  Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                   const std::string& title) override;
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const Title& title) override;
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                      const std::string& title) override;
+                      const Title& title) override;
 
   void wait_for_current_stream();
-  void receive_and_broadcast(const std::vector<at::Tensor>& pieces, int peer, bool broadcasts);
+  void refuse_capture(const Title& title) const;
+  std::vector<ReceivePool::Claim> claim(const std::vector<at::Tensor>& tensors);
+  bool agree(const WireTensors& wire, int peer, const Title& title);
+  void count_received(int64_t bytes, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
-  Work finish(c10d::OpType type, WireTensors wire);
+  Work finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
+              const std::string& label);
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
   /// left.
   bool retire();
   /// Waits until none is left; false if that takes longer.
   bool drain(std::chrono::milliseconds timeout);
 
+  const std::unique_ptr<Carrier> carrier_;
   const c10::Stream stream_;
   const std::shared_ptr<EventPool> events_;
   std::mutex mutex_;

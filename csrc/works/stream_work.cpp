@@ -1,20 +1,21 @@
 // Making the caller's stream wait.
 #include "works/stream_work.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "common/failure.h"
 
 namespace ldt {
 
-StreamWork::StreamWork(c10d::OpType type, std::shared_ptr<const c10::Event> end,
+StreamWork::StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const End> end,
                        std::shared_ptr<const Failure> failure)
-    : Work(-1, type), end_(std::move(end)), failure_(std::move(failure)) {}
+    : Work(-1, type), device_(device), end_(std::move(end)), failure_(std::move(failure)) {}
 
-bool StreamWork::isSuccess() const { return end_->query() && !failure_->happened(); }
+bool StreamWork::isSuccess() const { return end_->is_reached() && !failure_->happened(); }
 
 bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
   failure_->throw_if_happened();
-  const c10::impl::VirtualGuardImpl backend(end_->device_type());
-  end_->block(backend.getStream(end_->device()));
+  end_->block(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   return true;
 }
 

@@ -1,24 +1,24 @@
-// A c10d work whose end is an event on a lane's stream; wait() orders streams and never blocks the
-// host.
+// A c10d work that ends on a device; wait() orders streams and never blocks the host.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <memory>
+
+#include "common/end.h"
 
 namespace ldt {
 
 class Failure;
 
-/// One message of a stream lane. wait() makes the caller's current stream wait for the lane's end
-/// event; as often as wanted, from any thread, under any stream of the device. It holds no tensors.
+/// One message of a stream lane. wait() makes the caller's current stream wait for the message's
+/// end; as often as wanted, from any thread, under any stream of the device. It holds no tensors.
 class StreamWork final : public c10d::Work {
  public:
-  StreamWork(c10d::OpType type, std::shared_ptr<const c10::Event> end,
+  StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const End> end,
              std::shared_ptr<const Failure> failure);
 
-  bool isCompleted() override { return end_->query(); }
+  bool isCompleted() override { return end_->is_reached(); }
   bool isSuccess() const override;
   /// Throws LaneError if the lane has failed. The timeout is the backend's business: the host does
   /// not wait.
@@ -27,7 +27,8 @@ class StreamWork final : public c10d::Work {
   std::vector<at::Tensor> result() override { return {}; }
 
  private:
-  std::shared_ptr<const c10::Event> end_;
+  const c10::Device device_;
+  std::shared_ptr<const End> end_;
   std::shared_ptr<const Failure> failure_;
 };
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ldt.runtime.calibrate import calibrate
+from ldt.runtime.carriers import TransportChoice, check_transport
 from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
@@ -24,7 +25,7 @@ __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
 
-_SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "backend", "device")
+_SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
 
 
 def connect(
@@ -33,6 +34,7 @@ def connect(
     lanes: LanePolicy = "dedicated",
     *,
     transfer: TransferChoice = "leader",
+    transport: TransportChoice = "auto",
     ranks: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
@@ -52,6 +54,12 @@ def connect(
     With "direct" and "auto", chunks may return DTensors that are split (``Shard``) over ``mesh.tp_mesh``: each rank
     sends the parts that the ranks of the next stage need straight to those. A dict gives links ways of their own, by
     their two stages: ``{(0, 1): "leader", (1, 2): "direct"}``; the others are "leader".
+
+    ``transport`` is what moves the bytes between GPUs. "copy_engine" writes into memory of the other process on the
+    same host, with no kernel and no work of the host when a message's turn comes; "nccl" calls NCCL on the lane's own
+    stream; "c10d" goes through process groups, of any backend; "auto" takes the first of them that each lane can use
+    and says in the log why. ``mesh.transport_of(channel)`` tells. On the CPU all is "c10d".
+
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched, by the backend's own means).
 
@@ -72,10 +80,11 @@ def connect(
         store, rank, key = _private_store(), 0, "ldt/alone"
     device = choose_device(device, backend)
     deadline = time.monotonic() + timeout.total_seconds()
-    given = (topology.to_text(), lanes, transfers.to_text(), str(backend), device.type)
+    check_transport(transport, device)
+    given = (topology.to_text(), lanes, transfers.to_text(), transport, str(backend), device.type)
     settings = dict(zip(_SAME_ON_ALL_RANKS, given, strict=True))
     check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
-    mesh = Mesh(topology, lanes, transfers, ranks, rank, device, store, key, share_edge_errors)
+    mesh = Mesh(topology, lanes, transfers, transport, ranks, rank, device, store, key, share_edge_errors)
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
         mesh.endpoints.update(calibrate(mesh, deadline))

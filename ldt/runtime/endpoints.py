@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import Lane
+from ldt.runtime.carriers import Carrier
+from ldt.runtime.edges import LaneId
 from ldt.runtime.groups import group_specs, lane_name, stage_name
 from ldt.runtime.shards import overlap, span_of
 from ldt.runtime.specs import TensorSpec
@@ -20,6 +22,7 @@ from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
 __all__ = ["Endpoint", "StrandEnd", "make_endpoints"]
 
+_WHOLE = 1 << 62  # bytes, as a size of pieces
 Parts = Mapping[Strand, Sequence[torch.Tensor]]
 
 
@@ -141,29 +144,39 @@ def make_endpoints(
     groups: Mapping[str, dist.ProcessGroup],
     device: torch.device,
     timeout: timedelta,
+    carriers: Mapping[LaneId, Carrier],
 ) -> dict[Channel, Endpoint]:
-    """The ends of all channels that touch ``rank``'s node. Of what its node sends, a rank without a strand has none."""
+    """The ends of all channels that touch ``rank``'s node. Of what its node sends, a rank without a strand has none.
+
+    Lanes that ``carriers`` lacks are carried by their groups.
+    """
     node = topology.node_of(rank)
     place = topology.ranks_of(node).index(rank)
     members = {spec.name: spec.ranks for spec in group_specs(topology, policy, transfers)}
     made: dict[tuple[LaneKey, Strand], Lane] = {}
+    by_lane = lanes(topology, policy)
+    broadcast = {key for channel, key in by_lane.items() if topology.tp[channel.target.stage] > 1}
 
     def lane_of(key: LaneKey, strand: Strand, mine: bool) -> Lane:
         """There is a stage group where the node receives on it; specs are agreed, so nothing is announced."""
+        carrier = carriers.get((key, strand))
+        cut = device.type == "cpu" or (key in broadcast and not strand.direct)
         if (key, strand) not in made:
             made[key, strand] = Lane(
                 lane_name(key, strand),
                 device=device,
+                chunk_bytes=None if cut else _WHOLE,  # pieces are for broadcasting one while the next comes
                 p2p=groups[lane_name(key, strand)] if mine else None,
                 stage=groups.get(stage_name(key, node, strand)),
                 stage_root=strand.target,
                 timeout=timeout,
                 announce=False,
+                carrier=None if carrier is None else carrier.handle,
             )
         return made[key, strand]
 
     endpoints = {}
-    for channel, key in lanes(topology, policy).items():
+    for channel, key in by_lane.items():
         if node not in (channel.source, channel.target):
             continue
         sends = channel.source == node

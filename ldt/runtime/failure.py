@@ -101,7 +101,8 @@ class FailureWatch:
 
     A thread looks into the store every 0.1 s over a connection of its own, so that a rank that is blocked in a
     transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes.
-    With ``attendance`` the thread also publishes that ranks wait for each other in different calls.
+    With ``attendance`` the thread also publishes that ranks wait for each other in different calls, and with
+    ``overdue`` what that returns if it is not empty.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class FailureWatch:
         key: str,
         on_failure: Callable[[FailureReport], None],
         attendance: Attendance | None = None,
+        overdue: Callable[[], str] = str,
     ) -> None:
         self._store = store.clone() if hasattr(store, "clone") else store
         self._key = key
         self._on_failure = on_failure
         self._attendance = attendance
+        self._overdue = overdue
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
         self._known = threading.Event()
@@ -184,6 +187,7 @@ class FailureWatch:
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None
                 trouble = self._attendance.compare(self._store) if self._attendance is not None else None
+                trouble = trouble or self._overdue()
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > _LOST_SECONDS:
@@ -192,7 +196,7 @@ class FailureWatch:
             lost_since = None
             if text is not None:
                 self._settle(FailureReport.from_text(text))
-            elif trouble is not None:
+            elif trouble:
                 self.publish(FailureReport.of_unknown(trouble))
 
 

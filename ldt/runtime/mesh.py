@@ -18,18 +18,22 @@ from ldt._C import Lane, LaneError
 from ldt.errors import LdtError, RemoteStageError
 from ldt.runtime import groups as naming
 from ldt.runtime.attendance import Attendance
+from ldt.runtime.carriers import Carrier, CarrierChoice, TransportChoice
 from ldt.runtime.connecting import await_connected, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
 from ldt.runtime.disclosure import disclose, reveal
+from ldt.runtime.edges import LaneId
 from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.place import Place
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
+from ldt.runtime.rendezvous import share
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.strands import Transfers
 from ldt.topology import Channel, LanePolicy, Node, Topology
+from ldt.topology import lanes as lanes_of
 
 __all__ = ["Mesh"]
 
@@ -53,6 +57,7 @@ class Mesh(Place):
         topology: Topology,
         lanes: LanePolicy,
         transfers: Transfers,
+        transport: TransportChoice,
         ranks: tuple[int, ...],
         rank: int,
         device: torch.device,
@@ -63,12 +68,15 @@ class Mesh(Place):
         super().__init__(topology, ranks, rank)
         self.lanes = lanes
         self.transfers = transfers
+        self.transport = transport
         self.device = device
         self._shares_errors = share_edge_errors or not self.is_edge
         self._key = key
+        self._store = store
         self._backend: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._endpoints: dict[Channel, Endpoint] = {}
+        self._carriers: dict[LaneId, Carrier] = {}
         self._device_meshes: dict[str, DeviceMesh] = {}
         self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
@@ -76,7 +84,9 @@ class Mesh(Place):
         self._control: ControlPlane | None = None
         self._post: Post | None = None
         self._attendance = Attendance(f"{key}/call", ranks[rank])
-        self.failures = FailureWatch(store, f"{key}/failure", self._on_failure, self._attendance)
+        self.failures = FailureWatch(
+            store, f"{key}/failure", self._on_failure, self._attendance, self._overdue
+        )
 
     # -- torch's own device meshes ---------------------------------------------------------------------------
 
@@ -125,6 +135,12 @@ class Mesh(Place):
         """Every lane that this rank has an end of."""
         lanes = (strand.lane for end in self._endpoints.values() for strand in end.strands.values())
         return list({id(lane): lane for lane in lanes}.values())
+
+    def transport_of(self, channel: Channel) -> str:
+        """What carries ``channel``: "copy_engine", "nccl" or "c10d". KeyError if this rank has no end of it."""
+        strand = next(iter(self._endpoints[channel].strands))
+        carrier = self._carriers.get((lanes_of(self.topology, self.lanes)[channel], strand))
+        return "c10d" if carrier is None else carrier.transport
 
     def lane_for(self, channel: Channel) -> Lane:
         """The lane that carries ``channel`` on this rank. KeyError if this rank has no end of it."""
@@ -236,8 +252,16 @@ class Mesh(Place):
         )
         self._control = ControlPlane(self, relay, self.failures, lambda: self._attendance.current)
         self._post = make_post(self, relay, self.failures, self._groups)
+        self._carriers = self._choose_carriers(deadline)
         self._endpoints = make_endpoints(
-            self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device, transfer_timeout
+            self.topology,
+            self.lanes,
+            self.transfers,
+            self.rank,
+            self._groups,
+            self.device,
+            transfer_timeout,
+            self._carriers,
         )
         if dist.is_initialized():
             self._part_of_stage("tp")  # now, as a chunk may first ask for it while its shapes are inferred
@@ -255,6 +279,22 @@ class Mesh(Place):
         for group in self._groups.values():
             if dist.get_backend(group) != naming.GLOO:
                 group.set_timeout(transfer_timeout)  # on a stream nobody else limits a transfer
+
+    def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
+        def share_with_all(name: str, value: Any) -> list[Any]:
+            key = f"{self._key}/carriers/{name}"
+            return share(self._store, key, self.ranks[self.rank], self.ranks, value, self.failures, deadline)
+
+        return CarrierChoice(
+            self.transport,
+            self.topology,
+            self.lanes,
+            self.transfers,
+            self.rank,
+            self._groups,
+            self.device,
+            share_with_all,
+        ).make()
 
     def _publish(self, error: BaseException, place: str) -> FailureReport:
         """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
@@ -309,12 +349,17 @@ class Mesh(Place):
             except Exception:  # the others must be aborted all the same
                 logger.exception("%s could not abort lane %s", self, lane.name)
 
+    def _overdue(self) -> str:
+        """What takes longer than a transfer may; empty if nothing does."""
+        return next(filter(None, (lane.overdue() for lane in self.all_lanes())), "")
+
     def _drop_lanes(self) -> None:
         """A method of its own, so that no variable outlives it: a lane holds its groups."""
         for lane in self.all_lanes():
             if not self.failed:
                 lane.close(timedelta(seconds=5))
         self._endpoints.clear()
+        self._carriers.clear()
         for lane in self._post_lanes():
             lane.abort("the mesh is closed")  # it waits for letters that do not come
         self._post = None

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ldt.errors import LdtError
+from ldt.runtime.failure import FailureWatch
 
-__all__ = ["check_in", "mesh_key"]
+__all__ = ["check_in", "mesh_key", "share"]
 
 _POLL_SECONDS = 0.02
 _COMPLETE = "complete"
@@ -49,6 +50,30 @@ def check_in(
             raise LdtError(
                 f"connect: {name} must be the same on all ranks: rank {rank} has {mine!r}, {theirs}"
             )
+
+
+def share(
+    store: Any,
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: Any,
+    failures: FailureWatch,
+    deadline: float,
+) -> list[Any]:
+    """Give ``value`` (for JSON) to all ``ranks`` (global ones) under ``key``, and return what each of them gave.
+
+    Raises LdtError naming the ranks that did not by ``deadline`` (``time.monotonic()``), RemoteStageError if another
+    rank failed.
+    """
+    store.set(f"{key}/{rank}", json.dumps(value))
+    while not store.check([f"{key}/{other}" for other in ranks]):
+        failures.check()
+        if time.monotonic() > deadline:
+            missing = [other for other in ranks if not store.check([f"{key}/{other}"])]
+            raise LdtError(f"connect: ranks {missing} did not give their {key} in time; look at their output")
+        time.sleep(_POLL_SECONDS)
+    return [json.loads(store.get(f"{key}/{other}")) for other in ranks]
 
 
 def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) -> None:

@@ -18,12 +18,15 @@ std::shared_ptr<HostContext> new_context() {
   return context;
 }
 
+const std::string kLabel;
+const Title kTitle(kLabel, [] { return std::string("probe"); });
+
 /// Starts nothing by itself: the test does.
 class Probe final : public HostMessage {
  public:
   explicit Probe(std::shared_ptr<const HostContext> context)
       : HostMessage(std::move(context), c10d::OpType::SEND,
-                    WireTensors::for_send({at::ones({2})}, at::kCPU, "probe"), 0, "probe") {}
+                    WireTensors::for_send({at::ones({2})}, at::kCPU, kTitle), 0, kTitle.text()) {}
   using HostMessage::started;
   using HostMessage::wait_for_transfer;
 

@@ -4,6 +4,7 @@
 #include "testing.h"
 
 using ldt::ReceivePool;
+using Claim = ReceivePool::Claim;
 
 namespace {
 std::shared_ptr<ReceivePool> new_pool() {
@@ -60,11 +61,11 @@ TEST(the_pool_follows_the_sizes_that_come) {
 TEST(only_the_first_receive_into_a_block_takes_the_short_wait) {
   auto pool = new_pool();
   auto tensor = pool->empty({16}, at::kFloat);
-  EXPECT(pool->claim(tensor));
-  EXPECT(!pool->claim(tensor));
-  EXPECT(!pool->claim(at::empty({16})));
+  EXPECT(pool->claim(tensor) == Claim::kFree);
+  EXPECT(pool->claim(tensor) == Claim::kForeign);
+  EXPECT(pool->claim(at::empty({16})) == Claim::kForeign);
   tensor.reset();
-  EXPECT(pool->claim(pool->empty({16}, at::kFloat)));
+  EXPECT(pool->claim(pool->empty({16}, at::kFloat)) == Claim::kFree);
 }
 
 TEST(tensors_outlive_the_pool) {

@@ -9,6 +9,7 @@ import torch
 
 import ldt
 from ldt.plan import Costs, Plan, optimize
+from ldt.runtime.carriers import TransportChoice
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
@@ -28,7 +29,7 @@ def fitted(pipeline: ldt.Pipeline, microbatches: list[tuple[torch.Tensor, torch.
     return optimize(mesh.topology, len(microbatches), costs, split_backward=True, lanes=mesh.lanes)
 
 
-def steps(laps: int, policy: LanePolicy, fit: bool) -> float:
+def steps(laps: int, policy: LanePolicy, fit: bool, transport: TransportChoice) -> float:
     topology = Topology([1, 1], laps=laps)
     device = torch.device("cuda", torch.distributed.get_rank())
     torch.cuda.set_device(device)
@@ -36,7 +37,8 @@ def steps(laps: int, policy: LanePolicy, fit: bool) -> float:
     microbatches = [(x.to(device), y.to(device)) for x, y in toy_microbatches(8, width=256)]
     losses, reference = unsplit_step(chunks, copy.deepcopy(microbatches), toy_loss)
     side = torch.cuda.Stream()
-    with ldt.connect(topology, "nccl", policy, device=device) as mesh, torch.cuda.stream(side):
+    connected = ldt.connect(topology, "nccl", policy, device=device, transport=transport)
+    with connected as mesh, torch.cuda.stream(side):
         side.wait_stream(torch.cuda.default_stream())
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
@@ -61,10 +63,11 @@ def steps(laps: int, policy: LanePolicy, fit: bool) -> float:
     return float(sum(losses))
 
 
+@pytest.mark.parametrize("transport", ["c10d", "nccl", "copy_engine"])
 @pytest.mark.parametrize("fit", [False, True])
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
 @pytest.mark.parametrize("laps", [1, 2])
 def test_steps_on_a_side_stream_equal_the_unsplit_model(
-    pool: RankPool, laps: int, policy: LanePolicy, fit: bool
+    pool: RankPool, laps: int, policy: LanePolicy, fit: bool, transport: TransportChoice
 ) -> None:
-    assert all(loss > 0 for loss in pool.run(steps, laps, policy, fit, timeout=120))
+    assert all(loss > 0 for loss in pool.run(steps, laps, policy, fit, transport, timeout=120))

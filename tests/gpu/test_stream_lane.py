@@ -12,8 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ldt._C import Lane, LaneError
+import ldt
+from ldt._C import LaneError
+from ldt.runtime.carriers import TransportChoice
 from ldt.testing import RankPool
+from ldt.testing.fused_pair import LEADER, SENDER, FusedPair
 
 WORLD_SIZE = 2
 
@@ -22,38 +25,21 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 
-SENDER, LEADER = 0, 1
 CYCLES = 20_000_000  # of torch.cuda._sleep: about 10 ms
 
 
-class FusedPair:
-    """The two ends of a fused lane: rank 0 sends and hears the broadcast, rank 1 receives and broadcasts."""
-
-    def __init__(self, *, announce: bool = False, chunk_bytes: int = 1 << 20) -> None:
-        self.rank = dist.get_rank()
-        self.device = torch.device("cuda", self.rank)
-        torch.cuda.set_device(self.device)
-        p2p, stage = (dist.new_group([0, 1], backend="nccl") for _ in range(2))
-        common = {"device": self.device, "chunk_bytes": chunk_bytes, "announce": announce}
-        if self.rank == SENDER:
-            self.sends = Lane("sends", p2p=p2p, stage=None, **common)
-            self.hears = Lane("hears", p2p=None, stage=stage, stage_root=LEADER, **common)
-        else:
-            self.hears = Lane("hears", p2p=p2p, stage=stage, stage_root=LEADER, **common)
-
-    def launch(self, message: list[torch.Tensor]) -> tuple[list[dist.Work], list[torch.Tensor]]:
-        works = [self.sends.send(message, LEADER)] if self.rank == SENDER else []
-        targets = [self.hears.empty(tensor.shape, tensor.dtype) for tensor in message]
-        return [*works, self.hears.recv(targets, SENDER)], targets
-
-    def close(self) -> None:
-        torch.cuda.synchronize()
-        for lane in {self.hears, self.sends} if self.rank == SENDER else {self.hears}:
-            lane.close()
+TRANSPORTS = ["c10d", "nccl", "copy_engine"]
+each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
-def _any_tensors() -> None:
-    pair = FusedPair(chunk_bytes=4096)
+def make_pair(transport: str, *, announce: bool = False, chunk_bytes: int = 1 << 20) -> FusedPair:
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    return FusedPair(device, transport, announce=announce, chunk_bytes=chunk_bytes)
+
+
+def _any_tensors(transport: str) -> None:
+    pair = make_pair(transport, chunk_bytes=4096)
     for round_ in range(20):
         message = [
             torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(round_)).to(
@@ -70,12 +56,13 @@ def _any_tensors() -> None:
     pair.close()
 
 
-def test_any_tensors_arrive_bit_exact(pool: RankPool) -> None:
-    pool.run(_any_tensors, timeout=120)
+@each_transport
+def test_any_tensors_arrive_bit_exact(pool: RankPool, transport: str) -> None:
+    pool.run(_any_tensors, transport, timeout=120)
 
 
-def _side_stream_rounds(rounds: int) -> None:
-    pair = FusedPair()
+def _side_stream_rounds(transport: str, rounds: int) -> None:
+    pair = make_pair(transport)
     side = torch.cuda.Stream()
     results = []
     with torch.cuda.stream(side):
@@ -96,12 +83,13 @@ def _side_stream_rounds(rounds: int) -> None:
     pair.close()
 
 
-def test_late_sources_and_early_reuse_on_a_side_stream(pool: RankPool) -> None:
-    pool.run(_side_stream_rounds, 500, timeout=120)
+@each_transport
+def test_late_sources_and_early_reuse_on_a_side_stream(pool: RankPool, transport: str) -> None:
+    pool.run(_side_stream_rounds, transport, 500, timeout=120)
 
 
-def _host_does_not_block() -> tuple[bool, bool]:
-    pair = FusedPair()
+def _host_does_not_block(transport: str) -> tuple[bool, bool]:
+    pair = make_pair(transport)
     pair.launch([torch.ones(4, device=pair.device)])
     torch.cuda.synchronize()
     torch.cuda._sleep(CYCLES * 20)
@@ -118,42 +106,41 @@ def _host_does_not_block() -> tuple[bool, bool]:
     return busy, done_early
 
 
-def test_neither_launch_nor_wait_blocks_the_host(pool: RankPool) -> None:
-    for busy, done_early in pool.run(_host_does_not_block, timeout=60):
+@each_transport
+def test_neither_launch_nor_wait_blocks_the_host(pool: RankPool, transport: str) -> None:
+    for busy, done_early in pool.run(_host_does_not_block, transport, timeout=60):
         assert busy
         assert not done_early
 
 
-def _large_both_ways() -> None:
+def _large_both_ways(transport: TransportChoice) -> None:
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
-    lanes = [Lane(f"lane {i}", p2p=group, stage=None, device=device) for i, group in enumerate(groups)]
-    outgoing, incoming = lanes[rank], lanes[1 - rank]
-    for sender, lane in enumerate(
-        lanes
-    ):  # NCCL connects at first use: on all ranks in one order, as connect() does
-        first = torch.zeros(1, device=device)
-        (lane.send([first], 1 - rank) if rank == sender else lane.recv([first], sender)).wait()
-    works, targets = [], []
-    for microbatch in range(4):
-        message = torch.full((64 << 20,), rank * 4 + microbatch, device=device, dtype=torch.bfloat16)
-        works.append(outgoing.send([message], 1 - rank))
-        targets.append(incoming.empty([64 << 20], torch.bfloat16))
-        works.append(incoming.recv([targets[-1]], 1 - rank))
-    for work in works:
-        work.wait()
-    for microbatch, target in enumerate(targets):
-        assert (target == (1 - rank) * 4 + microbatch).all()
+    with ldt.connect(ldt.Topology([1, 1]), "nccl", transport=transport, device=device) as mesh:
+        forward = [end for channel, end in mesh.endpoints.items() if channel.direction == "F"]
+        outgoing, incoming = sorted(forward, key=lambda end: not end.sends)
+        for first in range(0, 8, 4):
+            works, targets = [], []
+            for microbatch in range(first, first + 4):
+                message = torch.full((64 << 20,), rank * 8 + microbatch, device=device, dtype=torch.bfloat16)
+                works.append(outgoing.send([message], "out"))
+                targets.append(incoming.lane.empty([64 << 20], torch.bfloat16))
+                works.append(incoming.receive([targets[-1]], "in"))
+            for work in works:
+                assert work is not None
+                work.wait()
+            for microbatch, target in zip(range(first, first + 4), targets, strict=True):
+                assert (target == (1 - rank) * 8 + microbatch).all()
 
 
-def test_128_mib_both_ways_do_not_block_one_another(pool: RankPool) -> None:
-    pool.run(_large_both_ways, timeout=60)
+@each_transport
+def test_128_mib_both_ways_do_not_block_one_another(pool: RankPool, transport: TransportChoice) -> None:
+    pool.run(_large_both_ways, transport, timeout=60)
 
 
-def _mismatch() -> list[str]:
-    pair = FusedPair(announce=True)
+def _mismatch(transport: str) -> list[str]:
+    pair = make_pair(transport, announce=True)
     texts = []
     shape = [4, 8] if pair.rank == SENDER else [4, 6]
     calls = (
@@ -170,16 +157,17 @@ def _mismatch() -> list[str]:
     return texts
 
 
-def test_announced_messages_are_checked(pool: RankPool) -> None:
-    (sender, member), (leader,) = pool.run(_mismatch, timeout=60)
+@each_transport
+def test_announced_messages_are_checked(pool: RankPool, transport: str) -> None:
+    (sender, member), (leader,) = pool.run(_mismatch, transport, timeout=60)
     for text in (sender, leader):
         assert "float32[4, 8]" in text
         assert "float32[4, 6]" in text
     assert "unlike this stage's leader" in member
 
 
-def _abort_of_a_receive() -> None:
-    pair = FusedPair()
+def _abort_of_a_receive(transport: str) -> None:
+    pair = make_pair(transport)
     for work in pair.launch([torch.ones(4, device=pair.device)])[0]:
         work.wait()
     torch.cuda.synchronize()
@@ -196,12 +184,13 @@ def _abort_of_a_receive() -> None:
     assert time.monotonic() - start < 20
 
 
-def test_an_abort_frees_the_device(pool: RankPool) -> None:
-    pool.run(_abort_of_a_receive, timeout=60)
+@each_transport
+def test_an_abort_frees_the_device(pool: RankPool, transport: str) -> None:
+    pool.run(_abort_of_a_receive, transport, timeout=60)
 
 
-def _same_tensor_twice() -> None:
-    pair = FusedPair()
+def _same_tensor_twice(transport: str) -> None:
+    pair = make_pair(transport)
     target = pair.hears.empty([1 << 18], torch.float32)
     seen = []
     for value in range(50):
@@ -216,5 +205,70 @@ def _same_tensor_twice() -> None:
     pair.close()
 
 
-def test_a_second_receive_into_a_tensor_waits_for_its_reader(pool: RankPool) -> None:
-    pool.run(_same_tensor_twice, timeout=60)
+@each_transport
+def test_a_second_receive_into_a_tensor_waits_for_its_reader(pool: RankPool, transport: str) -> None:
+    pool.run(_same_tensor_twice, transport, timeout=60)
+
+
+def _late_receiver(transport: str) -> None:
+    """Messages that are sent long before there is memory for them, and into memory that is not the lane's."""
+    pair = make_pair(transport)
+    sizes = [1, 1000, 1 << 20, (5 << 20) + 3]
+    messages = [torch.arange(size, device=pair.device).to(torch.uint8) for size in sizes]
+    works = [pair.sends.send([message], LEADER) for message in messages] if pair.sends else []
+    if pair.rank == LEADER:
+        time.sleep(0.3)
+    targets = [torch.zeros(size, device=pair.device, dtype=torch.uint8) for size in sizes]
+    works += [pair.hears.recv([target], SENDER) for target in targets]
+    for work in works:
+        work.wait()
+    assert all(map(torch.equal, targets, messages))
+    pair.close()
+
+
+@each_transport
+def test_who_receives_late_loses_nothing(pool: RankPool, transport: str) -> None:
+    pool.run(_late_receiver, transport, timeout=60)
+
+
+def _more_messages_than_entries() -> None:
+    pair = make_pair("copy_engine")
+    total = torch.zeros((), device=pair.device)
+    for number in range(3000):
+        works, (target,) = pair.launch([torch.full((8,), float(number), device=pair.device)])
+        for work in works:
+            work.wait()
+        total += (target != number).sum()
+    assert total == 0
+    pair.close()
+
+
+def test_the_ledger_goes_around(pool: RankPool) -> None:
+    pool.run(_more_messages_than_entries, timeout=60)
+
+
+def _captured(transport: str) -> None:
+    pair = make_pair(transport)
+    message = torch.ones(4, device=pair.device)
+    for work in pair.launch([message])[0]:
+        work.wait()
+    torch.cuda.synchronize()
+    graph, side, target = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros_like(message)
+    with torch.cuda.graph(graph, stream=side):
+        doubled = message * 2
+        with pytest.raises(LaneError, match="being captured into a graph"):
+            pair.hears.recv([target], SENDER)
+        if pair.sends is not None:
+            with pytest.raises(LaneError, match="being captured into a graph"):
+                pair.sends.send([doubled], LEADER)
+    graph.replay()
+    works, (target,) = pair.launch([doubled])  # the lanes go on
+    for work in works:
+        work.wait()
+    assert (target == 2).all()
+    pair.close()
+
+
+@each_transport
+def test_a_lane_refuses_to_be_captured(pool: RankPool, transport: str) -> None:
+    pool.run(_captured, transport, timeout=60)

@@ -1,0 +1,126 @@
+"""Paths between two ranks of a pair, there and back: torch.distributed's own calls, and lanes over each transport.
+
+With n pairs, rank r of the lower half belongs to rank r + n. Up is from the lower to the upper one. Each direction has
+a communicator of its own, as channels have on dedicated lanes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from courier import Courier, Path, Wait
+from transports import connect_each, device_of, new_group
+
+import ldt
+from ldt.runtime.strands import LEADERS
+from ldt.topology import Direction
+
+__all__ = ["BothWays", "P2pPaths", "is_lower"]
+
+Call = Callable[[torch.Tensor, int, dist.ProcessGroup], Wait]
+
+
+class BothWays(NamedTuple):
+    """This rank sends on one of them and receives on the other."""
+
+    up: Path
+    down: Path
+
+    @property
+    def name(self) -> str:
+        return self.up.name
+
+
+def is_lower() -> bool:
+    return dist.get_rank() < dist.get_world_size() // 2
+
+
+class P2pPaths:
+    """All of them, the baselines first. A context manager: it holds the meshes of the lanes."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._device = device_of(arguments)
+        topology = ldt.Topology([1, 1], dp=arguments.pairs)
+        self._meshes = connect_each(topology, arguments)
+        self.paths = [
+            self._of_torch("isend/irecv", _isend, _irecv),
+            self._of_torch("batch_isend_irecv", _batch_of(dist.isend), _batch_of(dist.irecv)),
+            *(self._of_mesh(f"lane, {name}", mesh) for name, mesh in self._meshes.items()),
+        ]
+        for way in (way for path in self.paths for way in path):
+            # NCCL connects at first use and blocks the host, so all ranks begin with one direction.
+            Courier(way, 4, self._device).carry()
+
+    def __enter__(self) -> list[BothWays]:
+        return self.paths
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return  # what hangs on a device would hide the error
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        for mesh in self._meshes.values():
+            mesh.close()
+
+    def _of_torch(self, name: str, send: Call, receive: Call) -> BothWays:
+        pairs, rank = dist.get_world_size() // 2, dist.get_rank()
+        lower = rank % pairs
+        peer = rank + pairs if is_lower() else lower
+
+        def path(group: dist.ProcessGroup, sends: bool) -> Path:
+            def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
+                return send(source, peer, group) if sends else receive(target, peer, group)
+
+            return Path(
+                name,
+                sends,
+                not sends,
+                start,
+                lambda number: torch.empty(number, dtype=torch.int32, device=self._device),
+            )
+
+        up, down = (
+            [new_group([pair, pair + pairs], self._device) for pair in range(pairs)] for _ in range(2)
+        )
+        return BothWays(path(up[lower], is_lower()), path(down[lower], not is_lower()))
+
+    def _of_mesh(self, name: str, mesh: ldt.Mesh) -> BothWays:
+        def path(direction: Direction) -> Path:
+            end = mesh.endpoints[mesh.topology.channel(0, direction, mesh.replica)]
+            lane, peer = end.strands[LEADERS]
+            assert peer is not None, "stages of one rank have leaders only"
+
+            def start(source: torch.Tensor, target: torch.Tensor) -> Wait:
+                return (lane.send([source], peer) if end.sends else lane.recv([target], peer)).wait
+
+            return Path(
+                name, end.sends, not end.sends, start, lambda number: lane.empty([number], torch.int32)
+            )
+
+        return BothWays(path("F"), path("B"))
+
+
+def _isend(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Wait:
+    work = dist.isend(tensor, peer, group)
+    assert work is not None
+    return work.wait
+
+
+def _irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Wait:
+    work = dist.irecv(tensor, peer, group)
+    assert work is not None
+    return work.wait
+
+
+def _batch_of(call: Callable[..., object]) -> Call:
+    """A batch of one message, as torch.distributed.pipelining makes them."""
+
+    def start(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Wait:
+        works = dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, group)])
+        return works[0].wait if len(works) == 1 else lambda: [work.wait() for work in works]
+
+    return start

@@ -1,0 +1,47 @@
+// ldt._C's carriers: what connects a lane's payload to NCCL's communicators or to other processes'
+// memory.
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "bindings/carriers.h"
+#include "carriers/nccl_carrier.h"
+#include "carriers/peer_carrier.h"
+
+namespace py = pybind11;
+
+namespace ldt {
+
+void bind_carriers(py::module_& module) {
+  py::class_<NcclCommunicators>(module, "NcclCommunicators")
+      .def(py::init([](std::optional<int64_t> p2p, std::optional<int64_t> stage) {
+             return NcclCommunicators{p2p, stage};
+           }),
+           py::kw_only(), py::arg("p2p").none(true), py::arg("stage").none(true));
+
+  module.def("has_nccl", [] { return nccl_library() != nullptr; });
+
+  py::class_<PeerMemory, std::shared_ptr<PeerMemory>>(module, "PeerMemory")
+      .def(py::init([](c10::Device device) {
+             return std::make_shared<PeerMemory>(device, require_peer_device(device));
+           }),
+           py::arg("device"));
+  py::class_<PeerReceiver, std::shared_ptr<PeerReceiver>>(module, "PeerReceiver")
+      .def(py::init<std::shared_ptr<PeerMemory>>(), py::arg("memory"))
+      .def("offer", &PeerReceiver::offer);
+  py::class_<PeerSender, std::shared_ptr<PeerSender>>(module, "PeerSender")
+      .def(py::init<c10::Device, const std::string&, std::shared_ptr<PeerMemory>>(),
+           py::arg("device"), py::arg("offer"), py::arg("memory") = py::none());
+  py::class_<PeerEdges>(module, "PeerEdges")
+      .def(py::init([](std::shared_ptr<PeerMemory> memory,
+                       std::map<int, std::shared_ptr<PeerSender>> senders,
+                       std::map<int, std::shared_ptr<PeerReceiver>> receivers,
+                       std::shared_ptr<PeerReceiver> from_stage,
+                       std::shared_ptr<PeerSender> to_stage) {
+             return PeerEdges{std::move(memory), std::move(senders), std::move(receivers),
+                              std::move(from_stage), std::move(to_stage)};
+           }),
+           py::kw_only(), py::arg("memory").none(true), py::arg("senders"), py::arg("receivers"),
+           py::arg("from_stage").none(true), py::arg("to_stage").none(true));
+}
+
+}  // namespace ldt

@@ -1,0 +1,21 @@
+// What Python gives a lane to carry its payload.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <variant>
+
+#include "carriers/peer_carrier.h"
+
+namespace ldt {
+
+/// Addresses of NCCL's communicators, which c10d gives away as numbers.
+struct NcclCommunicators {
+  std::optional<int64_t> point_to_point;
+  std::optional<int64_t> stage;
+};
+
+/// None: the process groups.
+using CarrierChoice = std::variant<std::monostate, NcclCommunicators, PeerEdges>;
+
+}  // namespace ldt

@@ -1,0 +1,46 @@
+// How the payload of a stream lane moves: the interface that stream lanes are written against.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <vector>
+
+#include "common/end.h"
+#include "common/wire_tensors.h"
+#include "lanes/receive_pool.h"
+
+namespace ldt {
+
+/// When a receive is over.
+struct Ends {
+  std::shared_ptr<const End> data;  // what was received is there; empty: in the order of the stream
+  std::shared_ptr<const End> reading;  // another process has read it from here; empty: none does
+};
+
+/// What has to be enqueued is on `stream`, which is the current one, or in an order with it: what
+/// is on it before happens before. Nothing waits on the host.
+class Carrier {
+ public:
+  virtual ~Carrier() = default;
+
+  /// Returns when the tensors may be overwritten; empty: in the order of the stream.
+  virtual std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                          int peer) = 0;
+  /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
+  /// the stage while it receives. `claims` has one for each tensor of `wire`.
+  virtual Ends receive(const c10::Stream& stream, const WireTensors& wire,
+                       const std::vector<ReceivePool::Claim>& claims, int peer,
+                       bool broadcasts) = 0;
+  /// Ends what is under way, as far as that can be. Of no use after.
+  virtual void abort() = 0;
+  /// Memory for the lane's receive pool that this carrier serves best; by default any of the
+  /// device.
+  virtual ReceivePool::Allocate allocator() { return nullptr; }
+  /// How many of the tensors received so far were copied once more, as the sender came first.
+  virtual int64_t bounced() const { return 0; }
+  /// Whether something else ends a transfer that takes too long.
+  virtual bool has_own_timeout() const = 0;
+};
+
+}  // namespace ldt

@@ -1,0 +1,33 @@
+// Sends, receives and broadcasts of c10d, put into the order of one stream.
+#include "carriers/group_carrier.h"
+
+#include "common/error.h"
+
+namespace ldt {
+
+std::shared_ptr<const End> GroupCarrier::send(const c10::Stream& /*stream*/,
+                                              const WireTensors& wire, int peer) {
+  std::vector<Transport::Work> transfers;
+  for (const auto& piece : wire.pieces(chunk_bytes_)) {
+    transfers.push_back(transport_->send(piece, peer, Transport::kPayload));
+  }
+  for (const auto& transfer : transfers) transfer->wait();
+  return nullptr;
+}
+
+// A backend starts a transfer when the current stream gets there. So the next receive is issued
+// before the lane's stream waits for the broadcast of the piece before it: the two run side by
+// side.
+Ends GroupCarrier::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
+                           const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
+                           bool broadcasts) {
+  std::vector<Transport::Work> broadcast;
+  for (const auto& piece : wire.pieces(chunk_bytes_)) {
+    if (transport_->is_leader()) transport_->receive(piece, peer, Transport::kPayload)->wait();
+    if (broadcasts) broadcast.push_back(in_stage([&] { return transport_->broadcast(piece); }));
+  }
+  for (const auto& collective : broadcast) collective->wait();
+  return {};
+}
+
+}  // namespace ldt

@@ -1,0 +1,28 @@
+// Payload over c10d process groups, on any device with streams.
+#pragma once
+
+#include "carriers/carrier.h"
+#include "transports/transport.h"
+
+namespace ldt {
+
+/// The backends' own wait() orders the current stream. Messages are cut into pieces of
+/// `chunk_bytes`, equal on all ranks.
+class GroupCarrier final : public Carrier {
+ public:
+  GroupCarrier(std::shared_ptr<Transport> transport, int64_t chunk_bytes)
+      : transport_(std::move(transport)), chunk_bytes_(chunk_bytes) {}
+
+  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                  int peer) override;
+  Ends receive(const c10::Stream& stream, const WireTensors& wire,
+               const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  void abort() override { transport_->abort(); }
+  bool has_own_timeout() const override { return true; }
+
+ private:
+  std::shared_ptr<Transport> transport_;
+  int64_t chunk_bytes_;
+};
+
+}  // namespace ldt

@@ -1,0 +1,42 @@
+// Looking up NCCL's functions.
+#include "carriers/nccl_library.h"
+
+#include <dlfcn.h>
+
+#include "common/error.h"
+
+namespace ldt {
+namespace {
+
+template <typename Function>
+bool look_up(void* library, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  return function != nullptr;
+}
+
+const NcclLibrary* load() {
+  // Only the one that torch uses: its communicators are no use to another.
+  void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+  if (library == nullptr) return nullptr;
+  static NcclLibrary nccl;
+  const bool complete = look_up(library, "ncclSend", nccl.send) &&
+                        look_up(library, "ncclRecv", nccl.receive) &&
+                        look_up(library, "ncclBroadcast", nccl.broadcast) &&
+                        look_up(library, "ncclGroupStart", nccl.group_start) &&
+                        look_up(library, "ncclGroupEnd", nccl.group_end) &&
+                        look_up(library, "ncclGetErrorString", nccl.get_error_string);
+  return complete ? &nccl : nullptr;
+}
+
+}  // namespace
+
+void NcclLibrary::check(Result result, const char* what) const {
+  if (result != 0) throw_lane_error(what, ": ", get_error_string(result));
+}
+
+const NcclLibrary* nccl_library() {
+  static const NcclLibrary* const library = load();
+  return library;
+}
+
+}  // namespace ldt

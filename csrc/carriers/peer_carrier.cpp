@@ -1,0 +1,99 @@
+// One edge after another, in the order of the lane's stream.
+#include "carriers/peer_carrier.h"
+
+#include <algorithm>
+
+namespace ldt {
+namespace {
+
+// A piece more adds its own time to the first byte's way through a stage, a piece less the time of
+// a few stream operations. Measured with benchmarks/recv_broadcast.py; see docs/performance.md.
+constexpr int64_t kPieces = 8;
+constexpr int64_t kSmallestPiece = int64_t{1} << 20;
+
+template <typename End>
+End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const char* direction) {
+  const auto found = ends.find(peer);
+  if (found == ends.end()) {
+    throw_lane_error("this lane has no edge ", direction, " group rank ", peer,
+                     "; edges are made when the lane is connected");
+  }
+  return *found->second;
+}
+
+}  // namespace
+
+std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire,
+                                             int peer) {
+  auto& to = end_for(edges_.senders, peer, "to");
+  for (const auto& tensor : wire.contiguous()) {
+    const auto bytes = static_cast<int64_t>(tensor.nbytes());
+    if (bytes == 0) continue;
+    to.begin(stream, {static_cast<const char*>(tensor.const_data_ptr()), bytes, bytes}, patience_);
+    to.push(stream, bytes);
+  }
+  return to.sent();
+}
+
+Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
+                          const std::vector<ReceivePool::Claim>& claims, int peer,
+                          bool broadcasts) {
+  auto& from = edges_.from_stage ? *edges_.from_stage : end_for(edges_.receivers, peer, "from");
+  auto* const to = broadcasts ? edges_.to_stage.get() : nullptr;
+  const auto& tensors = wire.contiguous();
+  bool by_itself = to == nullptr;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].numel() == 0) continue;
+    const PeerReceiver::Target target{static_cast<char*>(tensors[i].mutable_data_ptr()),
+                                      static_cast<int64_t>(tensors[i].nbytes()),
+                                      claims[i] != ReceivePool::Claim::kForeign,
+                                      claims[i] == ReceivePool::Claim::kFree};
+    if (to != nullptr) {
+      pass_on(stream, target, from, *to);
+      continue;
+    }
+    from.begin(stream, target, target.bytes, patience_);
+    if (!from.comes_by_itself()) from.await(stream, target.bytes);
+    by_itself = by_itself && from.comes_by_itself();
+  }
+  if (by_itself) return {from.end(), nullptr};
+  from.end()->block(stream);  // those that came by themselves among others
+  return {nullptr, to == nullptr ? nullptr : to->taken()};
+}
+
+void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target& target,
+                          PeerReceiver& from, PeerSender& to) {
+  const auto piece = piece_bytes(target.bytes);
+  from.begin(stream, target, piece, patience_);
+  // A block of the pool is not written to again before the end that receive() returns.
+  to.begin(stream, {target.address, target.bytes, piece, target.may_post}, patience_);
+  for (int64_t done = 0; done < target.bytes; done += piece) {
+    from.await(stream, piece);
+    to.push(stream, piece);
+  }
+}
+
+int64_t PeerCarrier::piece_bytes(int64_t message_bytes) const {
+  const auto share = (message_bytes + kPieces - 1) / kPieces;
+  return std::min(chunk_bytes_, std::max(kSmallestPiece, share));
+}
+
+int64_t PeerCarrier::bounced() const {
+  int64_t count = edges_.from_stage ? edges_.from_stage->bounced() : 0;
+  for (const auto& [peer, end] : edges_.receivers) count += end->bounced();
+  return count;
+}
+
+void PeerCarrier::abort() {
+  for (const auto& [peer, end] : edges_.senders) end->abort();
+  for (const auto& [peer, end] : edges_.receivers) end->abort();
+  if (edges_.from_stage) edges_.from_stage->abort();
+  if (edges_.to_stage) edges_.to_stage->abort();
+}
+
+ReceivePool::Allocate PeerCarrier::allocator() {
+  if (!edges_.memory) return nullptr;
+  return [memory = edges_.memory](int64_t bytes) { return memory->lend(bytes); };
+}
+
+}  // namespace ldt

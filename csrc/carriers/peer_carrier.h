@@ -1,0 +1,48 @@
+// Payload by the copy engine, into memory of other processes on this host.
+#pragma once
+
+#include <map>
+
+#include "carriers/carrier.h"
+#include "peers/peer_receiver.h"
+#include "peers/peer_sender.h"
+
+namespace ldt {
+
+/// The ends of edges that a lane has on this rank. Inside a stage, a message is passed on along a
+/// chain of its ranks, piece by piece, while it comes in.
+struct PeerEdges {
+  std::shared_ptr<PeerMemory> memory;                      // of the receive pool; null on senders
+  std::map<int, std::shared_ptr<PeerSender>> senders;      // by peer
+  std::map<int, std::shared_ptr<PeerReceiver>> receivers;  // by peer
+  std::shared_ptr<PeerReceiver> from_stage;                // on a member
+  std::shared_ptr<PeerSender> to_stage;                    // null on the last of the chain
+};
+
+class PeerCarrier final : public Carrier {
+ public:
+  /// `chunk_bytes`: the largest piece that is passed on at once. `patience`: how long another
+  /// rank's host may be behind by a whole ledger.
+  PeerCarrier(PeerEdges edges, int64_t chunk_bytes, std::chrono::milliseconds patience)
+      : edges_(std::move(edges)), chunk_bytes_(chunk_bytes), patience_(patience) {}
+
+  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
+                                  int peer) override;
+  Ends receive(const c10::Stream& stream, const WireTensors& wire,
+               const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  void abort() override;
+  int64_t bounced() const override;
+  ReceivePool::Allocate allocator() override;
+  bool has_own_timeout() const override { return false; }
+
+ private:
+  void pass_on(const c10::Stream& stream, const PeerReceiver::Target& target, PeerReceiver& from,
+               PeerSender& to);
+  int64_t piece_bytes(int64_t message_bytes) const;
+
+  const PeerEdges edges_;
+  const int64_t chunk_bytes_;
+  const std::chrono::milliseconds patience_;
+};
+
+}  // namespace ldt

@@ -1,0 +1,183 @@
+// Peer memory by CUDA IPC, order by stream memory operations on host pages that both processes pin.
+#include "peers/cuda_device.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <array>
+#include <mutex>
+
+#include "common/error.h"
+#include "peers/cuda_driver.h"
+
+namespace ldt {
+namespace {
+
+// Of cuda.h.
+constexpr int kCan64BitMemoryOperations = 122;
+constexpr unsigned kLazyPeerAccess = 1;
+constexpr unsigned kRegisterPortable = 1;
+constexpr unsigned kRegisterMapped = 2;
+constexpr unsigned kGreaterOrEqual = 0;
+constexpr int kAlreadyRegistered = 712;
+
+class CudaPeerDevice final : public PeerDevice {
+ public:
+  explicit CudaPeerDevice(const CudaDriver& driver) : driver_(driver) {}
+
+  std::string unavailable(c10::Device device) override {
+    int number = 0;
+    int can = 0;
+    const auto result = driver_.device_get(&number, device.index());
+    if (result != 0) return driver_.text_of(result);
+    driver_.device_get_attribute(&can, kCan64BitMemoryOperations, number);
+    return can != 0 ? "" : c10::str(device, " has no 64 bit stream memory operations");
+  }
+
+  Memory allocate(c10::Device device, size_t bytes) override {
+    const auto context = in(device);
+    CudaDriver::Address address = 0;
+    CudaDriver::IpcHandle handle{};
+    const auto result = driver_.allocate(&address, bytes);
+    if (result != 0) {
+      throw_lane_error("memory for what a lane receives: ", device, " could not give ", bytes,
+                       " bytes: ", driver_.text_of(result),
+                       "; free some, for example with torch.cuda.empty_cache()");
+    }
+    driver_.check(driver_.get_ipc_handle(&handle, address), "cuIpcGetMemHandle");
+    Memory memory;
+    memory.address = reinterpret_cast<void*>(address);
+    std::copy(std::begin(handle.bytes), std::end(handle.bytes), memory.handle.begin());
+    return memory;
+  }
+
+  void free(c10::Device device, void* address) noexcept override {
+    warn_of(device, [&] { driver_.check(driver_.free(to_address(address)), "cuMemFree"); });
+  }
+
+  void* map(c10::Device device, const MemoryHandle& handle, size_t /*bytes*/) override {
+    const auto context = in(device);
+    CudaDriver::IpcHandle opaque{};
+    std::copy(handle.begin(), handle.end(), std::begin(opaque.bytes));
+    CudaDriver::Address address = 0;
+    driver_.check(driver_.open_ipc_handle(&address, opaque, kLazyPeerAccess), "cuIpcOpenMemHandle");
+    return reinterpret_cast<void*>(address);
+  }
+
+  void unmap(c10::Device device, void* address) noexcept override {
+    warn_of(device, [&] {
+      driver_.check(driver_.close_ipc_handle(to_address(address)), "cuIpcCloseMemHandle");
+    });
+  }
+
+  void enlist(c10::Device device, void* pages, size_t bytes) override {
+    const auto context = in(device);
+    const auto result = driver_.register_host(pages, bytes, kRegisterPortable | kRegisterMapped);
+    if (result != kAlreadyRegistered) driver_.check(result, "cuMemHostRegister");
+  }
+
+  void dismiss(c10::Device device, void* pages) noexcept override {
+    warn_of(device, [&] { driver_.check(driver_.unregister_host(pages), "cuMemHostUnregister"); });
+  }
+
+  void copy(const c10::Stream& stream, void* target, const void* source, size_t bytes) override {
+    const auto context = in(stream.device());
+    driver_.check(driver_.copy(to_address(target), to_address(source), bytes, native(stream)),
+                  "cuMemcpyAsync");
+  }
+
+  void wait_for(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
+    const auto context = in(stream.device());
+    driver_.check(driver_.wait_value64(native(stream), to_address(&flag), count, kGreaterOrEqual),
+                  "cuStreamWaitValue64");
+  }
+
+  void wait_for_count(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
+    const auto context = in(stream.device());
+    driver_.check(driver_.wait_value32(native(stream), to_address(&flag),
+                                       static_cast<uint32_t>(count), kGreaterOrEqual),
+                  "cuStreamWaitValue32");
+  }
+
+  void write(const c10::Stream& stream, Flag& flag, uint64_t count) override {
+    const auto context = in(stream.device());
+    const auto low = static_cast<uint32_t>(count);
+    // The lower half alone, so that a released flag stays released; once in 2^32 the upper half,
+    // too.
+    const auto result = low != 0
+                            ? driver_.write_value32(native(stream), to_address(&flag), low, 0)
+                            : driver_.write_value64(native(stream), to_address(&flag), count, 0);
+    driver_.check(result, "cuStreamWriteValue");
+  }
+
+  bool is_capturing(const c10::Stream& stream) override {
+    int status = 0;
+    driver_.check(driver_.is_capturing(native(stream), &status), "cuStreamIsCapturing");
+    return status != 0;
+  }
+
+ private:
+  static CudaDriver::Address to_address(const void* pointer) {
+    return reinterpret_cast<CudaDriver::Address>(pointer);
+  }
+
+  static CudaDriver::Stream native(const c10::Stream& stream) {
+    return c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
+  }
+
+  // The driver works in the thread's context, which in a thread that did nothing with CUDA yet is
+  // none. torch uses the primary one; another device's, if that was current, comes back at the end.
+  class InContext {
+   public:
+    InContext(const CudaDriver& driver, CudaDriver::Context context) : driver_(driver) {
+      driver_.check(driver_.get_current_context(&before_), "cuCtxGetCurrent");
+      changed_ = before_ != context;
+      if (changed_) driver_.check(driver_.set_current_context(context), "cuCtxSetCurrent");
+    }
+    ~InContext() {
+      if (changed_) driver_.set_current_context(before_);
+    }
+
+   private:
+    const CudaDriver& driver_;
+    CudaDriver::Context before_ = nullptr;
+    bool changed_ = false;
+  };
+
+  InContext in(c10::Device device) { return InContext(driver_, primary_context(device)); }
+
+  CudaDriver::Context primary_context(c10::Device device) {
+    auto& context = contexts_.at(static_cast<size_t>(device.index()));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (context == nullptr) {
+      int number = 0;
+      driver_.check(driver_.device_get(&number, device.index()), "cuDeviceGet");
+      driver_.check(driver_.retain_primary_context(&context, number), "cuDevicePrimaryCtxRetain");
+    }
+    return context;
+  }
+
+  template <typename Step>
+  void warn_of(c10::Device device, const Step& step) noexcept {
+    try {
+      const auto context = in(device);
+      step();
+    } catch (const std::exception& error) {  // as at interpreter exit, when the driver has left
+      TORCH_WARN("peer memory of ", device, ": ", error.what());
+    }
+  }
+
+  const CudaDriver& driver_;
+  std::mutex mutex_;
+  std::array<CudaDriver::Context, 64> contexts_{};
+};
+
+}  // namespace
+
+PeerDevice* cuda_peer_device() {
+  static auto* const device =
+      cuda_driver() == nullptr ? nullptr : new CudaPeerDevice(*cuda_driver());
+  return device;
+}
+
+}  // namespace ldt

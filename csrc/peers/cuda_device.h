@@ -1,0 +1,12 @@
+// The copy engine and stream memory operations of CUDA, through the driver that torch has loaded.
+#pragma once
+
+#include "peers/peer_device.h"
+
+namespace ldt {
+
+/// Null where no driver can be loaded. Needs no toolkit to build: the driver's functions are looked
+/// up by name.
+PeerDevice* cuda_peer_device();
+
+}  // namespace ldt

@@ -1,0 +1,49 @@
+// Tables of memory in a ledger: written by the side that exports it, read by the side that maps it.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "peers/edge.h"
+#include "peers/peer_memory.h"
+
+namespace ldt {
+
+/// This side's memory, as far as the other one may use it.
+class Exports {
+ public:
+  Exports(std::shared_ptr<PeerMemory> memory, std::shared_ptr<SharedLedger> ledger,
+          Ledger::Side side);
+  ~Exports();
+
+  /// Fills in where `address` lies. False if the other side cannot get at it.
+  bool locate(const void* address, Proposal& proposal);
+  const std::shared_ptr<PeerMemory>& memory() const { return memory_; }
+
+ private:
+  std::shared_ptr<PeerMemory> memory_;
+  std::shared_ptr<SharedLedger> ledger_;
+  const Ledger::Side side_;
+  std::vector<size_t> listed_;  // blocks of memory_ in the order of the ledger's table
+};
+
+/// The other side's memory.
+class Imports {
+ public:
+  Imports(c10::Device device, std::shared_ptr<SharedLedger> ledger, Ledger::Side other_side);
+  ~Imports();
+
+  /// Maps the block on first use. Throws LaneError if the driver refuses.
+  char* address_of(uint32_t block, uint64_t offset);
+
+ private:
+  const c10::Device device_;
+  PeerDevice& driver_;
+  std::shared_ptr<SharedLedger> ledger_;
+  const Ledger::Side other_side_;
+  std::array<char*, Ledger::kMaxBlocks> mapped_{};
+};
+
+}  // namespace ldt

@@ -1,0 +1,37 @@
+// An end that another process's device tells by a flag.
+#pragma once
+
+#include <memory>
+
+#include "common/end.h"
+#include "peers/edge.h"
+
+namespace ldt {
+
+/// Reached when the flag has `count`. Costs nothing until a stream waits for it.
+class FlagEnd : public End {
+ public:
+  FlagEnd(PeerDevice& driver, std::shared_ptr<SharedLedger> ledger, const Flag& flag,
+          uint64_t count)
+      : driver_(driver), ledger_(std::move(ledger)), flag_(flag), count_(count) {}
+  bool is_reached() const override { return flag_.has_reached(count_); }
+  void block(const c10::Stream& stream) const override { driver_.wait_for(stream, flag_, count_); }
+
+ protected:
+  PeerDevice& driver_;
+  const std::shared_ptr<SharedLedger> ledger_;  // has the flag
+  const Flag& flag_;
+  const uint64_t count_;
+};
+
+/// The same for the end whose own device writes the flag.
+class OwnFlagEnd final : public FlagEnd {
+ public:
+  using FlagEnd::FlagEnd;
+  bool is_reached() const override { return flag_.has_counted(count_); }
+  void block(const c10::Stream& stream) const override {
+    driver_.wait_for_count(stream, flag_, count_);
+  }
+};
+
+}  // namespace ldt

@@ -1,0 +1,50 @@
+// Each entry goes around: open for a message, taken by the end that comes first, opened by the
+// other one for the message that is kEntries later.
+#include "peers/ledger.h"
+
+namespace ldt {
+namespace {
+
+enum class Phase : uint64_t { kOpen, kReceiverFirst, kSenderFirst };
+
+constexpr uint64_t state_of(uint64_t number, Phase phase) {
+  return number << 2 | static_cast<uint64_t>(phase);
+}
+
+constexpr Phase first_is(Ledger::Side side) {
+  return side == Ledger::Side::kReceiver ? Phase::kReceiverFirst : Phase::kSenderFirst;
+}
+
+constexpr Ledger::Side other(Ledger::Side side) {
+  return side == Ledger::Side::kReceiver ? Ledger::Side::kSender : Ledger::Side::kReceiver;
+}
+
+Ledger::Course course_of(Ledger::Side first, const Proposal& decided) {
+  if (!decided.has_memory) return Ledger::Course::kBounced;
+  return first == Ledger::Side::kReceiver ? Ledger::Course::kPosted : Ledger::Course::kOffered;
+}
+
+}  // namespace
+
+Ledger::Ledger() {
+  for (uint64_t number = 0; number < kEntries; ++number) {
+    entries_[number].state.store(state_of(number, Phase::kOpen));
+  }
+}
+
+Ledger::Outcome Ledger::meet(uint64_t number, Side side, const Proposal& mine) {
+  auto& entry = entries_[number % kEntries];
+  auto open = state_of(number, Phase::kOpen);
+  if (entry.state.load() == open) {
+    entry.proposals[static_cast<size_t>(side)] = mine;
+    if (entry.state.compare_exchange_strong(open, state_of(number, first_is(side)))) {
+      return {course_of(side, mine), mine, 0};
+    }
+  }
+  if (entry.state.load() != state_of(number, first_is(other(side)))) return {};
+  const auto theirs = entry.proposals[static_cast<size_t>(other(side))];
+  entry.state.store(state_of(number + kEntries, Phase::kOpen));
+  return {course_of(other(side), theirs), theirs, theirs.bytes};
+}
+
+}  // namespace ldt

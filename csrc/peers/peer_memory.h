@@ -1,0 +1,55 @@
+// Memory that lanes receive into and other processes write to.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "peers/peer_device.h"
+
+namespace ldt {
+
+/// Blocks that are exported once and then lent out again and again: what another process has mapped
+/// must not be freed. They are freed with the last owner, which each end of an edge and each tensor
+/// is.
+class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
+ public:
+  PeerMemory(c10::Device device, PeerDevice& driver) : device_(device), driver_(driver) {}
+  ~PeerMemory();
+  PeerMemory(const PeerMemory&) = delete;
+  PeerMemory& operator=(const PeerMemory&) = delete;
+
+  /// Bytes on the device, of a block that nobody has. Its last user's work may still be queued. The
+  /// block comes back when the tensor dies.
+  at::Tensor lend(int64_t bytes);
+
+  struct Place {
+    size_t block = 0;  // a number that stays
+    int64_t offset = 0;
+  };
+  /// Where `address` lies; empty if it is not memory of this object.
+  std::optional<Place> place_of(const void* address) const;
+  /// For the other process.
+  Ledger::Block exported(size_t block) const;
+
+  c10::Device device() const { return device_; }
+
+ private:
+  struct Block {
+    PeerDevice::Memory memory;
+    int64_t bytes = 0;
+    bool is_lent = false;
+  };
+
+  void take_back(const void* address) noexcept;
+
+  const c10::Device device_;
+  PeerDevice& driver_;
+  mutable std::mutex mutex_;
+  std::vector<Block> blocks_;
+};
+
+}  // namespace ldt

@@ -1,0 +1,104 @@
+// Memory to write to, memory to read from, or the bounce slots.
+#include "peers/peer_receiver.h"
+
+#include <algorithm>
+
+#include "peers/flag_end.h"
+
+namespace ldt {
+namespace {
+
+uint64_t grains_in(int64_t bytes, uint64_t grain) {
+  return (static_cast<uint64_t>(bytes) + grain - 1) / grain;
+}
+
+}  // namespace
+
+PeerReceiver::PeerReceiver(std::shared_ptr<PeerMemory> memory)
+    : driver_(require_peer_device(memory->device())),
+      ledger_(std::make_shared<SharedLedger>(memory->device())),
+      exports_(memory, ledger_, Ledger::Side::kReceiver),
+      imports_(memory->device(), ledger_, Ledger::Side::kSender),
+      bounce_(memory->lend(Ledger::kBounceSlots * Ledger::kBounceSlotBytes)) {
+  Proposal first;
+  exports_.locate(bounce_.const_data_ptr(), first);
+}
+
+std::string PeerReceiver::offer() const { return c10::str(host_id(), " ", ledger_->ticket()); }
+
+void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_t grain,
+                         std::chrono::milliseconds patience) {
+  Proposal mine;
+  mine.bytes = static_cast<uint64_t>(target.bytes);
+  mine.grain = static_cast<uint64_t>(grain);
+  if (target.may_post && exports_.locate(target.address, mine) && !target.is_free) {
+    mine.ready = readied_ + 1;
+  }
+  const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kReceiver, mine, patience);
+  ++number_;
+  course_ = outcome.course;
+  decided_ = outcome.decided;
+  if (course_ == Ledger::Course::kBounced) {
+    decided_.grain = Ledger::kBounceSlotBytes;
+    ++bounced_;
+  }
+  target_ = target;
+  done_ = 0;
+  arrived_before_ = arrived_;
+  arrived_ += grains_in(target.bytes, decided_.grain);
+  if (course_ == Ledger::Course::kPosted && mine.ready != 0) {
+    driver_.write(stream, (*ledger_)->ready, ++readied_);
+  }
+}
+
+void PeerReceiver::await(const c10::Stream& stream, int64_t bytes) {
+  const auto wanted = std::min(done_ + bytes, target_.bytes);
+  switch (course_) {
+    case Ledger::Course::kPosted: return await_posted(stream, wanted);
+    case Ledger::Course::kOffered: return take_offered(stream, wanted);
+    default: return await_bounced(stream, wanted);
+  }
+}
+
+void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
+  const auto grains = grains_in(wanted, decided_.grain);
+  driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+  done_ = std::min(target_.bytes, static_cast<int64_t>(grains * decided_.grain));
+}
+
+void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
+  const auto* source = imports_.address_of(decided_.block, decided_.offset);
+  while (done_ < wanted) {
+    const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
+    const auto grains = grains_in(done_ + bytes, decided_.grain);
+    driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+    driver_.copy(stream, target_.address + done_, source + done_, static_cast<size_t>(bytes));
+    done_ += bytes;
+  }
+  if (done_ == target_.bytes) driver_.write(stream, (*ledger_)->taken, ++taken_);
+}
+
+void PeerReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
+  const auto* slots = static_cast<const char*>(bounce_.const_data_ptr());
+  while (done_ < wanted) {
+    const auto bytes = std::min(Ledger::kBounceSlotBytes, target_.bytes - done_);
+    const auto slot = static_cast<int64_t>(freed_ % Ledger::kBounceSlots);
+    const auto grains = grains_in(done_ + bytes, decided_.grain);
+    driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+    driver_.copy(stream, target_.address + done_, slots + slot * Ledger::kBounceSlotBytes,
+                 static_cast<size_t>(bytes));
+    driver_.write(stream, (*ledger_)->freed, ++freed_);
+    done_ += bytes;
+  }
+}
+
+std::shared_ptr<const End> PeerReceiver::end() const {
+  return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->arrived, arrived_);
+}
+
+void PeerReceiver::abort() {
+  (*ledger_)->arrived.release();
+  for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->hold();
+}
+
+}  // namespace ldt

@@ -1,0 +1,61 @@
+// The sending end of an edge.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "common/end.h"
+#include "peers/exports.h"
+
+namespace ldt {
+
+/// Messages, each of one tensor, go in the order of begin(). What has to be enqueued is on the
+/// stream that is given.
+class PeerSender {
+ public:
+  /// `offer` is that of the PeerReceiver. Sources in `memory`, if there is one, need not be copied
+  /// to the other end: it may read them. Throws LaneError, saying why, if the other end's memory
+  /// cannot be used.
+  PeerSender(c10::Device device, const std::string& offer, std::shared_ptr<PeerMemory> memory);
+
+  struct Source {
+    const char* address = nullptr;
+    int64_t bytes = 0;
+    int64_t grain = 0;       // pieces in which push() will be called
+    bool may_offer = false;  // until taken(), nothing writes to it that does not wait for that
+  };
+  /// The next message.
+  void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds patience);
+  /// The next `bytes` of the message are there for what is on `stream` now, and may go.
+  void push(const c10::Stream& stream, int64_t bytes);
+  /// When all that was pushed so far has been copied.
+  std::shared_ptr<const End> sent() const;
+  /// When the other end has read all messages so far that it reads from here. Null: there was none.
+  std::shared_ptr<const End> taken() const;
+
+  /// Ends all waits of this end, for good, and none of the other's any more: what was to be sent
+  /// after a failure is not to be used.
+  void abort();
+
+ private:
+  void copy(const c10::Stream& stream, int64_t bytes);
+
+  PeerDevice& driver_;
+  std::shared_ptr<SharedLedger> ledger_;
+  std::optional<Exports> exports_;
+  Imports imports_;
+
+  uint64_t number_ = 0;   // of the next message
+  uint64_t arrived_ = 0;  // what Ledger::arrived was set to
+  uint64_t bounced_ = 0;  // slots that were filled
+  uint64_t offered_ = 0;  // messages that the other end reads
+
+  // The message that has begun.
+  Ledger::Course course_ = Ledger::Course::kBounced;
+  Source source_;
+  int64_t grain_ = 0;
+  char* target_ = nullptr;  // where it was posted
+  int64_t done_ = 0;        // bytes that are sent
+};
+
+}  // namespace ldt

@@ -1,0 +1,78 @@
+// Anonymous files, opened by others through /proc.
+#include "peers/shared_pages.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "common/error.h"
+
+namespace ldt {
+namespace {
+
+[[noreturn]] void refuse(const char* what) {
+  throw_lane_error("memory shared between processes: ", what, ": ", std::strerror(errno));
+}
+
+}  // namespace
+
+SharedPages::SharedPages(size_t bytes) : bytes_(bytes) {
+  file_ = memfd_create("ldt", MFD_CLOEXEC);
+  if (file_ < 0) refuse("memfd_create");
+  if (ftruncate(file_, static_cast<off_t>(bytes)) != 0) {
+    close(file_);
+    refuse("ftruncate");
+  }
+  map(file_);
+  ticket_ = c10::str(getpid(), " ", file_, " ", bytes);
+}
+
+SharedPages::SharedPages(const std::string& ticket) : ticket_(ticket) {
+  int process = 0;
+  int number = 0;
+  std::istringstream fields(ticket);
+  if (!(fields >> process >> number >> bytes_)) {
+    throw_lane_error("memory shared between processes: expected a ticket of three numbers, got '",
+                     ticket, "'");
+  }
+  const auto path = c10::str("/proc/", process, "/fd/", number);
+  const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file < 0) refuse(path.c_str());
+  const auto size = lseek(file, 0, SEEK_END);
+  if (size != static_cast<off_t>(bytes_)) {
+    close(file);
+    throw_lane_error("memory shared between processes: expected ", bytes_, " bytes behind ", path,
+                     ", got ", size, ": is it another process there?");
+  }
+  map(file);
+  close(file);
+}
+
+void SharedPages::map(int file) {
+  data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (data_ == MAP_FAILED) {
+    const int error = errno;
+    close(file);
+    errno = error;
+    refuse("mmap");
+  }
+}
+
+SharedPages::~SharedPages() {
+  munmap(data_, bytes_);
+  if (file_ >= 0) close(file_);
+}
+
+std::string host_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  file >> id;
+  return id;
+}
+
+}  // namespace ldt

@@ -1,0 +1,134 @@
+"""How the payload of each lane moves: by the copy engine between GPUs of one host, by NCCL, or through c10d."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+
+from ldt._C import NcclCommunicators, PeerEdges, has_nccl
+from ldt.errors import LdtError
+from ldt.runtime.edges import Edge, LaneId, Share, connect_edges, edges_of
+from ldt.runtime.groups import group_specs, lane_name, stage_name
+from ldt.runtime.strands import Transfers
+from ldt.topology import LanePolicy, Topology
+
+__all__ = ["Carrier", "CarrierChoice", "TransportChoice", "check_transport"]
+
+logger = logging.getLogger(__name__)
+
+TransportChoice = Literal["auto", "copy_engine", "nccl", "c10d"]
+
+
+class Carrier(NamedTuple):
+    """How a lane's payload moves, and what the lane is given for it."""
+
+    transport: str
+    handle: PeerEdges | NcclCommunicators
+
+
+def check_transport(transport: str, device: torch.device) -> None:
+    """Raises ValueError for a transport that there is not, or not for ``device``."""
+    if transport not in get_args(TransportChoice):
+        known = ", ".join(map(repr, get_args(TransportChoice)))
+        raise ValueError(f"transport must be one of {known}, got {transport!r}")
+    if device.type == "cpu" and transport in ("copy_engine", "nccl"):
+        raise ValueError(f"transport={transport!r} is for GPUs; on the CPU use 'auto' or 'c10d'")
+    if transport == "nccl" and device.type != "cuda":
+        raise ValueError(f"transport='nccl' is for CUDA devices, got {device}; use 'auto' or 'c10d'")
+
+
+@dataclass(frozen=True)
+class CarrierChoice:
+    """What the choice depends on: the lanes of ``topology``, this rank's ``groups`` by name, and the others' word."""
+
+    transport: TransportChoice
+    topology: Topology
+    policy: LanePolicy
+    transfers: Transfers
+    rank: int
+    groups: Mapping[str, dist.ProcessGroup]
+    device: torch.device
+    share: Share
+
+    def make(self) -> dict[LaneId, Carrier]:
+        """The carrier of each lane that this rank has an end of and that its groups do not carry themselves.
+
+        A collective call of all ranks of the topology. "auto" takes the copy engine where all edges of a lane can be
+        connected, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was asked for
+        and cannot be had on every lane.
+        """
+        if self.device.type == "cpu" or self.transport == "c10d":
+            return {}
+        warn_of_one_connection(self.device)
+        edges = edges_of(self.topology, self.policy, self.transfers)
+        carriers = {} if self.transport == "nccl" else self._by_copy_engine(edges)
+        rest = [lane for lane in edges if lane not in carriers]
+        if rest and self.device.type == "cuda" and self._can_call_nccl():
+            carriers |= {lane: self._by_nccl(lane) for lane in rest}
+        touched = {lane for lane, found in edges.items() if any(self.rank in edge[1:3] for edge in found)}
+        return {lane: carriers[lane] for lane in carriers if lane in touched}
+
+    def _by_copy_engine(self, edges: Mapping[LaneId, Sequence[Edge]]) -> dict[LaneId, Carrier]:
+        ends, refusals = connect_edges(edges, self.rank, self.device, self.share)
+        if refusals:
+            text = _summary(refusals)
+            if self.transport == "copy_engine":
+                raise LdtError(f"connect: not every lane can use the copy engine; take 'auto'. {text}")
+            logger.info("lanes that go through the backend instead of the copy engine: %s", text)
+        specs = {spec.name: spec for spec in group_specs(self.topology, self.policy, self.transfers)}
+        return {
+            lane: Carrier("copy_engine", ends[lane].for_lane(specs[lane_name(*lane)].ranks))
+            for lane, found in edges.items()
+            if not any(edge.name in refusals for edge in found)
+        }
+
+    def _can_call_nccl(self) -> bool:
+        """The same on all ranks: the two ends of a lane must not use different communicators."""
+        mine = has_nccl() and any(dist.get_backend(group) == "nccl" for group in self.groups.values())
+        can = all(self.share("nccl", mine))
+        if not can and self.transport == "nccl":
+            raise LdtError(
+                "connect: transport='nccl' needs the backend nccl and a torch that loads libnccl.so.2, on all ranks; "
+                "use 'c10d'"
+            )
+        return can
+
+    def _by_nccl(self, lane: LaneId) -> Carrier:
+        """Makes the communicators of this rank's groups of a lane, in the order of all ranks."""
+        key, strand = lane
+        node = self.topology.node_of(self.rank)
+        names = lane_name(key, strand), stage_name(key, node, strand)
+        p2p, stage = (
+            None if name not in self.groups else communicator_of(self.groups[name], self.device)
+            for name in names
+        )
+        return Carrier("nccl", NcclCommunicators(p2p=p2p, stage=stage))
+
+
+def communicator_of(group: dist.ProcessGroup, device: torch.device) -> int:
+    """The address of the group's NCCL communicator on ``device``, which is made now, with all other ranks of it."""
+    backend: Any = group._get_backend(device)
+    backend.eager_connect_single_device(device)
+    return int(backend._comm_ptr())
+
+
+def warn_of_one_connection(device: torch.device) -> None:
+    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        logger.warning(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams of this process share one queue to the GPU, so a transfer "
+            "waits for what was launched before it and hides behind less of it; unset it unless something else in "
+            "this process needs that order"
+        )
+
+
+def _summary(refusals: Mapping[str, str]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in refusals.items():
+        by_reason.setdefault(reason, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())

@@ -1,0 +1,100 @@
+"""A fused lane on two ranks: for machines with two GPUs, of which each takes one rank of a backend.
+
+A fused receive has a sender, a leader and a member. Here rank 0 of the world is the sender and also the member, so
+rank 1, the leader, gets each message from it and passes it on to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ldt._C import Lane, NcclCommunicators, PeerEdges, PeerMemory, PeerReceiver, PeerSender
+from ldt.runtime.carriers import communicator_of
+
+__all__ = ["LEADER", "SENDER", "FusedPair"]
+
+SENDER, LEADER = 0, 1
+
+
+class FusedPair:
+    """This rank's ends: ``sends`` on rank 0, and ``hears``, which is the leader's on rank 1 and the member's on 0."""
+
+    def __init__(
+        self, device: torch.device, transport: str = "c10d", *, backend: str = "nccl", **options: Any
+    ) -> None:
+        self.rank, self.device = dist.get_rank(), device
+        self.sends: Lane | None = None
+        groups = [dist.new_group([SENDER, LEADER], backend=backend) for _ in range(2)]
+        to_leader, to_member = _CARRIERS[transport](device, *groups)
+        p2p, stage = groups
+        options["device"] = device
+        if self.rank == SENDER:
+            self.sends = Lane("sends", p2p=p2p, stage=None, carrier=to_leader, **options)
+            self.hears = Lane("hears", p2p=None, stage=stage, stage_root=LEADER, carrier=to_member, **options)
+        else:
+            self.hears = Lane("hears", p2p=p2p, stage=stage, stage_root=LEADER, carrier=to_leader, **options)
+
+    def launch(self, message: Sequence[torch.Tensor]) -> tuple[list[dist.Work], list[torch.Tensor]]:
+        """Send ``message`` from rank 0. Returns the works of this rank and what arrives on both."""
+        works = [] if self.sends is None else [self.sends.send(message, LEADER)]
+        targets = [self.hears.empty(tensor.shape, tensor.dtype) for tensor in message]
+        return [*works, self.hears.recv(targets, SENDER)], targets
+
+    def lanes(self) -> list[Lane]:
+        return [self.hears] if self.sends is None else [self.sends, self.hears]
+
+    def close(self) -> None:
+        for lane in self.lanes():
+            lane.close()
+
+
+Carriers = tuple[
+    Any, Any
+]  # of the lane from sender to leader, and on rank 0 of the lane that hears the broadcast
+
+
+def _of_groups(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
+    return None, None
+
+
+def _of_nccl(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
+    ends = [communicator_of(group, device) for group in (p2p, stage)]
+    if dist.get_rank() == SENDER:
+        return NcclCommunicators(p2p=ends[0], stage=None), NcclCommunicators(p2p=None, stage=ends[1])
+    return NcclCommunicators(p2p=ends[0], stage=ends[1]), None
+
+
+def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
+    me = dist.get_rank()
+    memory = PeerMemory(device)
+    receiver = PeerReceiver(memory)
+    offers: list[str] = [""] * 2
+    exchange = dist.new_group([SENDER, LEADER], backend="gloo")
+    dist.all_gather_object(offers, receiver.offer(), group=exchange)
+    sender = PeerSender(device, offers[1 - me], memory if me == LEADER else None)
+    dist.barrier(exchange)
+
+    def edges(**ends: Any) -> PeerEdges:
+        none: dict[str, Any] = {
+            "memory": None,
+            "senders": {},
+            "receivers": {},
+            "from_stage": None,
+            "to_stage": None,
+        }
+        return PeerEdges(**{**none, **ends})
+
+    if me == SENDER:
+        return edges(senders={LEADER: sender}), edges(memory=memory, from_stage=receiver)
+    return edges(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
+
+
+_CARRIERS: Mapping[str, Callable[[torch.device, dist.ProcessGroup, dist.ProcessGroup], Carriers]] = {
+    "c10d": _of_groups,
+    "nccl": _of_nccl,
+    "copy_engine": _of_copy_engine,
+}

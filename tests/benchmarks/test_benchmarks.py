@@ -1,0 +1,178 @@
+"""Each benchmark runs on the CPU in a small setting, writes the rows that it promises, and fails on wrong data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+    script, *options = map(str, command)
+    return subprocess.run(
+        [sys.executable, script, *options],
+        capture_output=True,
+        text=True,
+        timeout=55,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS.parent), str(BENCHMARKS)])},
+    )
+
+
+def rows_of(command: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each table, all of them with right data."""
+    script, *options = command.split()
+    file = folder / "rows.json"
+    done = run(BENCHMARKS / script, *options, "--device", "cpu", "--json", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["wrong"] == 0
+        tables.setdefault(row["table"], []).append(row)
+    return tables
+
+
+def test_p2p_overlap(tmp_path: Path) -> None:
+    small = "--size 64KiB --count 1 --gemms 1 --latency-sizes 4KiB --latency-count 1"
+    tables = rows_of(f"p2p_overlap.py {small}", tmp_path)
+    paths = ["isend/irecv", "batch_isend_irecv", "lane, c10d"]
+    assert [row["path"] for row in tables["OverlapRow"]] == paths
+    assert [row["path"] for row in tables["LatencyRow"]] == paths
+    for row in tables["OverlapRow"]:
+        assert row.keys() >= {
+            "size",
+            "count",
+            "load",
+            "alone",
+            "both",
+            "gigabytes_per_second",
+            "hidden",
+            "slowdown",
+        }
+        assert [set(rank) for rank in row["by_rank"]] == [
+            {"alone", "compute", "both", "hidden", "slowdown"}
+        ] * 2
+    assert all(0 < row["p50"] <= row["p99"] for row in tables["LatencyRow"])
+
+
+def test_host_overhead(tmp_path: Path) -> None:
+    tables = rows_of("host_overhead.py --sizes 4KiB --count 4 --batch 2", tmp_path)
+    calls = {(row["path"], row["call"]): row["count"] for row in tables["CallRow"]}
+    assert calls["lane, c10d", "recv"] == calls["isend/irecv", "send"] == 4
+    assert calls["batch_isend_irecv", "wait"] == 8
+
+
+@pytest.mark.parametrize("layout", ["", "--two-ranks"])
+def test_recv_broadcast(layout: str, tmp_path: Path) -> None:
+    tables = rows_of(f"recv_broadcast.py --sizes 64KiB --count 1 {layout}", tmp_path)
+    assert [row["path"] for row in tables["MessageRow"]] == ["receive alone", "hand-made", "fused, c10d"]
+    for row in tables["MessageRow"]:
+        assert row.keys() >= {"p50", "p99", "over_receive", "exposed", "share", "gigabytes_per_second"}
+
+
+def test_transfer(tmp_path: Path) -> None:
+    tables = rows_of("transfer.py --tp 1 --sizes 64KiB --count 1", tmp_path)
+    ways = [(row["transport"], row["way"]) for row in tables["TransferRow"]]
+    assert ways == [("c10d", way) for way in ("leader", "scatter", "direct")]
+
+
+def test_slow_link(tmp_path: Path) -> None:
+    small = "--stages 2 --laps 1 --latency 1ms --forward 1ms --microbatches 2 --steps 1"
+    tables = rows_of(f"slow_link.py {small}", tmp_path)
+    assert [row["plan"] for row in tables["StepRow"]] == ["ushape", "optimize", "optimize, split"]
+
+
+def test_metadata(tmp_path: Path) -> None:
+    tables = rows_of("metadata.py --count 1 --microbatches 2 --length 16 --masks left", tmp_path)
+    assert {row["path"] for row in tables["StepRow"]} == {"tensor ops", "one call", "no rows"}
+
+
+def test_step_time(tmp_path: Path) -> None:
+    tables = rows_of("step_time.py --steps 1 --microbatches 2", tmp_path)
+    paths = {row["path"]: row for row in tables["StepRow"]}
+    plans = {"ldt ushape, c10d", "ldt optimize, c10d", "torch ushape", "torch optimize"}
+    assert paths.keys() == {*plans, "torch 1F1B, no U"}
+    assert all(row["unequal"] == 0 for row in paths.values())  # on the CPU, bit for bit
+    assert all(paths[name]["ratio"] > 0 for name in plans)
+
+
+def test_run_all_goes_on_after_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from run_all import Job, run_jobs
+
+    scripts = {
+        "fails": "raise SystemExit(3)",
+        "hangs": "import time; time.sleep(60)",
+        "works": "print('rows')",
+    }
+    jobs = []
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        jobs.append(Job(name, f"{tmp_path}/{name}.py", seconds=1))
+    outcomes = run_jobs(jobs, [], 0, tmp_path, 30)
+    assert [outcome.problem for outcome in outcomes] == ["exit code 3", "not done after 1 s", ""]
+    assert (tmp_path / "works.txt").read_text().splitlines()[-1] == "rows"
+    (none,) = run_jobs(jobs[:1], [], 0, tmp_path, 0)
+    assert none.problem == "not run: no time was left"
+
+
+BROKEN = """
+import sys
+from dataclasses import dataclass
+
+import torch
+from courier import Courier, Path
+from harness import column, parse, parser, run
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str = column("name", "<6")
+    none: float | None = column("none", ">6.1f")
+    wrong: int = column("#wrong", ">7")
+
+
+def measure(arguments):
+    def start(source, target):
+        target.copy_(source)
+        target[:{broken}] = 0
+        return lambda: None
+
+    path = Path("", True, True, start, lambda number: torch.empty(number, dtype=torch.int32))
+    courier = Courier(path, 64, torch.device("cpu"))
+    courier.pack()
+    courier.start()()
+    courier.check()
+    yield Row("first", None, courier.wrong())
+
+
+if __name__ == "__main__":
+    sys.exit(run(measure, parse(parser("test"), lambda given: 1), "of a test"))
+"""
+
+
+@pytest.mark.parametrize("broken", [0, 3])
+def test_wrong_data_fail(broken: int, tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN.format(broken=broken))
+    done = run(script, "--device", "cpu", "--json", tmp_path / "rows.json")
+    assert done.returncode == (1 if broken else 0), done.stderr
+    head, row = done.stdout.splitlines()[-2:]
+    assert head.split() == ["#", "name", "none", "#wrong"]
+    assert row.split() == ["first", "-", str(broken)]
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"][0]["wrong"] == broken
+
+
+def test_too_few_gpus_are_told() -> None:
+    done = run(BENCHMARKS / "p2p_overlap.py", "--device", "cuda", "--pairs", "500")
+    assert done.returncode == 2
+    assert "expected 1000 GPUs" in done.stderr

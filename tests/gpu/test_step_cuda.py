@@ -1,0 +1,79 @@
+"""What a step on GPUs must not do: wait for the device on the host, or take memory that grows with its microbatches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ldt
+from ldt.runtime.carriers import TransportChoice
+from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
+
+WORLD_SIZE = 2
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+each_transport = pytest.mark.parametrize("transport", ["c10d", "nccl", "copy_engine"])
+
+WIDTH, ROWS = 1024, 1024
+ACTIVATION = WIDTH * ROWS * 4
+
+
+def make(transport: TransportChoice) -> ldt.Pipeline:
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    mesh = ldt.connect(ldt.Topology([1, 1]), "nccl", device=device, transport=transport)
+    chunks = toy_chunks(mesh.topology, width=WIDTH)
+    mine = [chunks[index].to(device) for index in mesh.topology.chunks_of(mesh.stage)]
+    return ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+
+
+def batch(pipeline: ldt.Pipeline, number: int) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    if not pipeline.mesh.is_edge:
+        return None
+    made = toy_microbatches(number, width=WIDTH, batch=ROWS)
+    return [(x.to(pipeline.mesh.device), y.to(pipeline.mesh.device)) for x, y in made]
+
+
+def _no_sync(transport: TransportChoice) -> None:
+    pipeline = make(transport)
+    for mode in ("default", "error"):  # what is made once may synchronize
+        microbatches = batch(pipeline, 8)
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            pipeline.step(microbatches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    pipeline.mesh.close()
+
+
+@each_transport
+def test_a_step_does_not_synchronize(pool: RankPool, transport: TransportChoice) -> None:
+    pool.run(_no_sync, transport, timeout=90)
+
+
+def _peak(transport: TransportChoice) -> list[int]:
+    """Bytes on the cloud, received ones included, in steps of 4 and of 64 microbatches."""
+    pipeline = make(transport)
+    lanes, peaks = pipeline.mesh.all_lanes(), []
+    for number in (4, 4, 64):
+        microbatches = batch(pipeline, number)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        pipeline.step(microbatches)
+        torch.cuda.synchronize()
+        # The copy engine's memory is not of torch's allocator, and that of the others is.
+        pooled = sum(int(lane.stats()["pool_bytes"]) for lane in lanes) if transport == "copy_engine" else 0
+        peaks.append(torch.cuda.max_memory_allocated() + pooled)
+    pipeline.mesh.close()
+    return peaks[1:]
+
+
+@each_transport
+def test_memory_does_not_grow_with_the_microbatches(pool: RankPool, transport: TransportChoice) -> None:
+    few, many = pool.run(_peak, transport, timeout=90)[1]
+    assert many - few < ACTIVATION
