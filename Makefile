@@ -2,6 +2,7 @@
 #
 #   make demo                       a real training job in three processes (ARGS="--steps 50 ..." is passed on)
 #   make build | test | lint | format | clean
+#   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
 #
 # PYTHON         interpreter for the environment (Python 3.10 or newer)
@@ -22,7 +23,7 @@ comma := ,
 BIN := $(abspath $(VENV))/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 READY := $(VENV)/.ldt-ready
-CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'tests/cpp/fake_cuda/*.h' 'tests/fuzz/*.cpp' 'tests/fuzz/*.h')
+CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/cpp/*.cpp' 'tests/cpp/*.h' 'tests/cpp/fake_cuda/*.h' 'tests/fuzz/*.cpp' 'tests/fuzz/*.h' 'tests/privateuse1/*.cpp' 'tests/privateuse1/*.h' 'tests/build/*.cpp')
 
 # The native tools of the environment first: CMake, Ninja, ccache.
 export PATH := $(BIN):$(PATH)
@@ -33,7 +34,7 @@ build demo: EXTRAS = examples
 test: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo fuzz matrix clean
+.PHONY: build test lint format demo fuzz npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -73,6 +74,15 @@ fuzz: $(READY)
 	cmake -G Ninja -S . -B build/fuzz -DLDT_BUILD_FUZZ=ON -DLDT_WITH_CUDA=off -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build build/fuzz --target fuzz_metadata
 	build/fuzz/fuzz_metadata $(ARGS)
+
+# torch_npu is unpacked, not installed: beside it, a torch cannot even be imported without an NPU's libraries.
+NPU_WHEEL = torch_npu==$$($(BIN)/python -c 'import torch; print(".".join(torch.__version__.split(".")[:2]))').*
+npu-headers: $(READY)
+	test -d build/npu/torch_npu || { $(PIP) download --quiet --no-deps --dest build/npu "$(NPU_WHEEL)" && \
+	  $(BIN)/python -m zipfile -e build/npu/torch_npu-*.whl build/npu; }
+	cmake -G Ninja -S . -B build/npu/objects -DLDT_NPU_HEADERS=$(abspath build/npu/torch_npu/include) \
+	  -DLDT_WITH_CUDA=off -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build build/npu/objects --target npu_headers
 
 # Installs into fresh environments in every supported way; minutes, so it is not part of `make test`.
 matrix: $(READY)

@@ -73,6 +73,7 @@ class Mesh(Place):
         self._shares_errors = share_edge_errors or not self.is_edge
         self._key = key
         self._store = store
+        self._backend: str | None = None
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
@@ -233,6 +234,7 @@ class Mesh(Place):
         self, backend: str | None, deadline: float, timeout: timedelta, transfer_timeout: timedelta
     ) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
+        self._backend = backend
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.failures.check()
@@ -332,7 +334,7 @@ class Mesh(Place):
         if name not in self._groups:
             if not dist.is_initialized():
                 raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
-            backend = choose_backend(self.device, None)
+            backend = choose_backend(self.device, self._backend)
             me = [self.ranks[self.rank]]
             self._groups[name] = naming.make_group(
                 f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60)

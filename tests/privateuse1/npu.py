@@ -1,0 +1,111 @@
+"""The test device as "npu", with a stand-in for HCCL, in a process of a test: what torch_npu is on an Ascend machine.
+
+``start`` is called by the functions that run on ranks, never while tests are collected: it cannot be undone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[2]
+# Where `LDT_BUILD_TESTS=ON pip install --editable .` builds, unless the variable names another build folder.
+BUILD = Path(os.environ.get("LDT_BUILD_DIR", ROOT / "build" / "latest"))
+MODULE = BUILD / f"_test_device{sysconfig.get_config_var('EXT_SUFFIX')}"
+WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
+
+
+@functools.cache
+def start() -> Any:
+    """Make torch know the device, in this process and for good. The compiled module, for its knobs."""
+    loader = importlib.machinery.ExtensionFileLoader("_test_device", str(MODULE))
+    spec = importlib.util.spec_from_loader("_test_device", loader)
+    assert spec is not None
+    compiled = importlib.util.module_from_spec(spec)
+    loader.exec_module(compiled)
+    torch.utils.rename_privateuse1_backend("npu")
+    torch._register_device_module("npu", _DeviceModule("torch.npu"))
+    for name, can_abort in (("hccl", True), (WITHOUT_ABORT, False)):
+        make = functools.partial(_make_group, compiled, can_abort)
+        dist.Backend.register_backend(name, make, devices=["npu"])
+    return compiled
+
+
+@contextmanager
+def late(seed: int, most_microseconds: int = 2000) -> Iterator[torch.device]:
+    """This rank's device, whose streams are late at random; at the end, all that was found to be wrong is raised."""
+    compiled = start()
+    index = dist.get_rank()
+    torch.accelerator.set_device_index(index)
+    compiled.delay_all(seed=seed * 100 + index, most_microseconds=most_microseconds)
+    yield torch.device("npu", index)
+    compiled.delay_all(seed=0, most_microseconds=0)
+    compiled.synchronize_all()
+    written = compiled.writes_after_free()
+    assert written == 0, f"{written} blocks of memory were written to after they had been freed"
+
+
+def sleep(milliseconds: float, stream: torch.Stream | None = None) -> None:
+    """Keep a stream, the current one by default, busy: what torch.cuda._sleep is there for."""
+    stream = torch.accelerator.current_stream() if stream is None else stream
+    start().sleep(stream, int(milliseconds * 1000))
+
+
+def hccl_group(*ranks: int) -> dist.ProcessGroup:
+    """A new group of the stand-in, for its members to use; every rank of the world calls it."""
+    return dist.new_group(list(ranks), backend="hccl")
+
+
+def _make_group(
+    compiled: Any, can_abort: bool, store: dist.Store, rank: int, size: int, timeout: timedelta
+) -> Any:
+    return compiled.make_group(dist.ProcessGroupGloo(store, rank, size, timeout), timeout, can_abort)
+
+
+class _DeviceModule(ModuleType):
+    """As much of ``torch.npu`` as torch and ldt ask for; torch.accelerator has most of it."""
+
+    Stream = torch.Stream
+    Event = torch.Event
+    current_device = staticmethod(torch.accelerator.current_device_index)
+    current_stream = staticmethod(torch.accelerator.current_stream)
+    set_device = staticmethod(torch.accelerator.set_device_index)
+    synchronize = staticmethod(torch.accelerator.synchronize)
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+    is_initialized = is_available
+
+    @staticmethod
+    def device_count() -> int:
+        return int(start().DEVICES)
+
+    @staticmethod
+    def get_amp_supported_dtype() -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    @staticmethod
+    def stream(stream: torch.Stream) -> torch.Stream:
+        return stream  # is a context manager itself
+
+    @staticmethod
+    def manual_seed_all(seed: int) -> None:
+        """Random numbers are the CPU's."""
+
+    @staticmethod
+    def _is_in_bad_fork() -> bool:
+        return False

@@ -1,0 +1,48 @@
+"""The ends of a fused lane on the test device: rank 0 sends, rank 1 receives and broadcasts, rank 2 hears it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import npu
+import torch
+import torch.distributed as dist
+
+from ldt._C import Lane
+
+SENDER, LEADER, MEMBER = 0, 1, 2
+Message = list[torch.Tensor]
+
+
+def fused_lane(device: torch.device, *, chunk_bytes: int = 1 << 20, announce: bool = False) -> Lane:
+    """Every rank of the world calls it."""
+    p2p, stage = npu.hccl_group(SENDER, LEADER), npu.hccl_group(LEADER, MEMBER)
+    rank = dist.get_rank()
+    return Lane(
+        "fused",
+        p2p=None if rank == MEMBER else p2p,
+        stage=None if rank == SENDER else stage,
+        device=device,
+        chunk_bytes=chunk_bytes,
+        timeout=20.0,
+        announce=announce,
+    )
+
+
+def is_sender() -> bool:
+    return dist.get_rank() == SENDER
+
+
+def launch(lane: Lane, message: Sequence[torch.Tensor]) -> tuple[dist.Work, Message]:
+    """Send ``message`` on the sender, receive one like it elsewhere. The work, and what will have arrived."""
+    if is_sender():
+        return lane.send(list(message), LEADER), list(message)
+    targets = [lane.empty(tensor.shape, tensor.dtype) for tensor in message]
+    return lane.recv(targets, SENDER), targets
+
+
+def assert_all(checks: Sequence[torch.Tensor]) -> None:
+    """Checks that were left on the device: looking at each at once would keep the streams from running late."""
+    values = torch.stack(list(checks)).tolist()
+    wrong = [index for index, value in enumerate(values) if not value]
+    assert not wrong, f"wrong data in {len(wrong)} of {len(values)} rounds, the first in round {wrong[0]}"
