@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/end.h"
+#include "common/streams.h"
 #include "common/wire_tensors.h"
 #include "lanes/receive_pool.h"
 
@@ -34,6 +35,8 @@ class Carrier {
                        bool broadcasts) = 0;
   /// Ends what is under way, as far as that can be. Of no use after.
   virtual void abort() = 0;
+  /// The stream that the lane is to use.
+  virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }
   /// Memory for the lane's receive pool that this carrier serves best; by default any of the
   /// device.
   virtual ReceivePool::Allocate allocator() { return nullptr; }

@@ -91,6 +91,11 @@ void PeerCarrier::abort() {
   if (edges_.to_stage) edges_.to_stage->abort();
 }
 
+c10::Stream PeerCarrier::stream(c10::Device device) {
+  stream_ = std::make_unique<StreamApart>(device, require_peer_device(device));
+  return stream_->stream();
+}
+
 ReceivePool::Allocate PeerCarrier::allocator() {
   if (!edges_.memory) return nullptr;
   return [memory = edges_.memory](int64_t bytes) { return memory->lend(bytes); };

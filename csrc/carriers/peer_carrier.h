@@ -4,6 +4,7 @@
 #include <map>
 
 #include "carriers/carrier.h"
+#include "peers/apart.h"
 #include "peers/peer_receiver.h"
 #include "peers/peer_sender.h"
 
@@ -32,6 +33,7 @@ class PeerCarrier final : public Carrier {
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override;
   int64_t bounced() const override;
+  c10::Stream stream(c10::Device device) override;
   ReceivePool::Allocate allocator() override;
   bool has_own_timeout() const override { return false; }
 
@@ -41,6 +43,7 @@ class PeerCarrier final : public Carrier {
   int64_t piece_bytes(int64_t message_bytes) const;
 
   const PeerEdges edges_;
+  std::unique_ptr<StreamApart> stream_;
   const int64_t chunk_bytes_;
   const std::chrono::milliseconds patience_;
 };

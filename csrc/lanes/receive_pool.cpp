@@ -5,11 +5,11 @@
 #include <c10/core/StreamGuard.h>
 
 #include <c10/util/safe_numerics.h>
-#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <limits>
 
+#include "common/borrowed.h"
 #include "common/error.h"
 #include "common/wire_tensors.h"
 
@@ -52,10 +52,7 @@ at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
                      "; receive its int_repr() and its scales instead");
   }
   const auto bytes = bytes_of(sizes, dtype);
-  const auto options = at::TensorOptions().dtype(dtype).device(device_);
-  if (bytes == 0) {
-    return at::empty(sizes, options);
-  }
+  if (bytes == 0) return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device_));
   auto block = take(bytes);
   void* address = block.memory.mutable_data_ptr();
   {
@@ -63,14 +60,8 @@ at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
     in_use_.emplace(address, std::move(block));
     peak_in_use_ = std::max(peak_in_use_, in_use_.size());
   }
-  auto memory = c10::InefficientStdFunctionContext::makeDataPtr(
-      address, [pool = shared_from_this()](void* data) { pool->give_back(data); }, device_);
-  // Not at::from_blob, which makes c10's plain storages: those of a device may be of a kind of
-  // their own, which torch_npu relies on. set_ lets the device write down the shape there.
-  c10::Storage storage(c10::make_storage_impl(c10::StorageImpl::use_byte_size_t(), bytes,
-                                              std::move(memory), /*allocator=*/nullptr,
-                                              /*resizable=*/false, device_));
-  return at::empty({0}, options).set_(std::move(storage), 0, sizes, c10::contiguous_strides(sizes));
+  return borrowed_tensor(address, sizes, dtype, device_,
+                         [pool = shared_from_this()](void* data) { pool->give_back(data); });
 }
 
 ReceivePool::Block ReceivePool::take(int64_t bytes) {

@@ -24,7 +24,7 @@ StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport
                        std::unique_ptr<Carrier> carrier)
     : Lane(std::move(options), std::move(transport)),
       carrier_(std::move(carrier)),
-      stream_(new_lane_stream(options_.device)),
+      stream_(carrier_->stream(options_.device)),
       events_(std::make_shared<EventPool>(options_.device)) {
   pool_ = std::make_shared<ReceivePool>(options_.device, stream_, carrier_->allocator());
 }

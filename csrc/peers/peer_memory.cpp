@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "common/borrowed.h"
+
 namespace ldt {
 namespace {
 
@@ -31,9 +33,8 @@ at::Tensor PeerMemory::lend(int64_t bytes) {
     best = std::prev(blocks_.end());
   }
   best->is_lent = true;
-  const auto options = at::TensorOptions().dtype(at::kByte).device(device_);
-  const auto give_back = [self = shared_from_this()](void* data) { self->take_back(data); };
-  return at::from_blob(best->memory.address, {bytes}, give_back, options, device_);
+  return borrowed_tensor(best->memory.address, {bytes}, at::kByte, device_,
+                         [self = shared_from_this()](void* data) { self->take_back(data); });
 }
 
 void PeerMemory::take_back(const void* address) noexcept {

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.machinery
 import importlib.util
@@ -30,6 +31,8 @@ WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
 @functools.cache
 def start() -> Any:
     """Make torch know the device, in this process and for good. The compiled module, for its knobs."""
+    # For all to see: ldt looks for what the device can do in all libraries that are loaded.
+    ctypes.CDLL(str(BUILD / "libldt_test_device.so"), ctypes.RTLD_GLOBAL)
     loader = importlib.machinery.ExtensionFileLoader("_test_device", str(MODULE))
     spec = importlib.util.spec_from_loader("_test_device", loader)
     assert spec is not None

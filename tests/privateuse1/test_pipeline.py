@@ -1,4 +1,4 @@
-"""Whole steps over the stand-in for HCCL, on late streams, equal the unsplit model bit for bit (A1, A9, A13).
+"""Whole steps on late streams equal the unsplit model bit for bit (A1, A9, A13), over the stand-in for HCCL or without.
 
 Gradients of replicas are sums in another order: equal but for rounding.
 """
@@ -48,6 +48,7 @@ def steps(topology: Topology, seed: int, fit: bool, options: dict[str, Any]) -> 
         batch = [(x.to(device), y.to(device)) for x, y in toy_microbatches(6, width=32)]
         with ldt.connect(topology, "hccl", ranks=range(topology.world_size), **options) as mesh:
             assert mesh.device == device
+            assert {mesh.transport_of(channel) for channel in mesh.endpoints} == {options["transport"]}
             mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
             loss_fn = toy_loss if mesh.is_edge else None
             pipeline = ldt.Pipeline(mine, mesh, loss_fn=loss_fn)
@@ -60,6 +61,7 @@ def steps(topology: Topology, seed: int, fit: bool, options: dict[str, Any]) -> 
                 assert_equal_step(pipeline, chunks, batch)
 
 
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
 @pytest.mark.parametrize(
     ("topology", "fit", "options"),
     [
@@ -73,6 +75,6 @@ def steps(topology: Topology, seed: int, fit: bool, options: dict[str, Any]) -> 
     ids=["two in a stage", "paired lanes", "fitted plan", "two laps", "ways of transfer", "replicas"],
 )
 def test_steps_equal_the_unsplit_model(
-    pool: RankPool, topology: Topology, fit: bool, options: dict[str, Any]
+    pool: RankPool, topology: Topology, fit: bool, options: dict[str, Any], transport: str
 ) -> None:
-    pool.run(steps, topology, 7, fit, options, timeout=60)
+    pool.run(steps, topology, 7, fit, {**options, "transport": transport}, timeout=60)

@@ -1,0 +1,109 @@
+// Peer memory of the test device: pages that processes share, and copies and flags on a stream's
+// thread.
+#include "peers.h"
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "common/error.h"
+#include "enqueue.h"
+#include "memory.h"
+#include "peers/peer_device.h"
+#include "peers/shared_pages.h"
+
+namespace ldt::test_device {
+namespace {
+
+class ThreadPeerDevice final : public PeerDevice {
+ public:
+  std::string unavailable(c10::Device /*device*/) override { return refusal_; }
+
+  Memory allocate(c10::Device /*device*/, size_t bytes) override {
+    auto pages = std::make_shared<SharedPages>(bytes);
+    std::memset(pages->data(), kPoison, bytes);
+    Memory memory;
+    memory.address = pages->data();
+    const auto& ticket = pages->ticket();
+    TORCH_CHECK(ticket.size() < memory.handle.size(), "too long for a handle: ", ticket);
+    std::copy(ticket.begin(), ticket.end(), memory.handle.begin());
+    keep(std::move(pages));
+    return memory;
+  }
+
+  void free(c10::Device /*device*/, void* address) noexcept override { drop(address); }
+
+  void* map(c10::Device /*device*/, const MemoryHandle& handle, size_t /*bytes*/) override {
+    auto pages = std::make_shared<SharedPages>(reinterpret_cast<const char*>(handle.data()));
+    auto* address = pages->data();
+    keep(std::move(pages));
+    return address;
+  }
+
+  void unmap(c10::Device /*device*/, void* address) noexcept override { drop(address); }
+  void enlist(c10::Device /*device*/, void* /*pages*/, size_t /*bytes*/) override {}
+  void dismiss(c10::Device /*device*/, void* /*pages*/) noexcept override {}
+
+  void copy(const c10::Stream& stream, void* target, const void* source, size_t bytes) override {
+    enqueue(stream, [=] { std::memcpy(target, source, bytes); });
+  }
+
+  void wait_for(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
+    enqueue(stream, [&flag, count] { spin([&] { return flag.has_reached(count); }); });
+  }
+
+  void wait_for_count(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
+    enqueue(stream, [&flag, count] { spin([&] { return flag.has_counted(count); }); });
+  }
+
+  void write(const c10::Stream& stream, Flag& flag, uint64_t count) override {
+    enqueue(stream, [&flag, count] { flag.count.store(static_cast<uint32_t>(count)); });
+  }
+
+  bool is_capturing(const c10::Stream& /*stream*/) override { return false; }
+
+  void refuse(std::string why) { refusal_ = std::move(why); }
+
+ private:
+  static void enqueue(const c10::Stream& stream, std::function<void()> work) {
+    ldt_test_enqueue(stream.device_index(), stream.id(), std::move(work));
+  }
+
+  template <typename Condition>
+  static void spin(const Condition& condition) {
+    while (!condition()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+
+  void keep(std::shared_ptr<SharedPages> pages) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    auto* const address = pages->data();
+    pages_[address] = std::move(pages);
+  }
+
+  void drop(void* address) noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    pages_.erase(address);
+  }
+
+  std::string refusal_;
+  std::mutex mutex_;
+  std::map<void*, std::shared_ptr<SharedPages>> pages_;
+};
+
+ThreadPeerDevice& thread_peer_device() {
+  static auto* const made = new ThreadPeerDevice;
+  return *made;
+}
+
+}  // namespace
+
+void refuse_peers(const std::string& why) { thread_peer_device().refuse(why); }
+
+}  // namespace ldt::test_device
+
+// What csrc/peers looks for, by the name that the tests give the device.
+extern "C" LDT_TEST_EXPORT ldt::PeerDevice* ldt_peer_device_npu() {
+  return &ldt::test_device::thread_peer_device();
+}

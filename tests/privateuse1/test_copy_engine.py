@@ -1,0 +1,200 @@
+"""Lanes by the copy engine on the test device: processes write into each other's memory, and all streams are late.
+
+A flag that is not waited for, memory that is written to too early, or a slot that is filled twice shows as wrong data.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from datetime import timedelta
+
+import npu
+import pytest
+import torch
+import torch.distributed as dist
+from npu_lanes import assert_all
+
+import ldt
+from ldt.runtime.endpoints import Endpoint
+from ldt.testing import RankPool
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+KIB = 1024
+
+
+def forward_end(mesh: ldt.Mesh) -> Endpoint | None:
+    """This rank's end of the hop from stage 0 to stage 1."""
+    return mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
+
+
+def sized(device: torch.device, nbytes: int, value: int) -> torch.Tensor:
+    """Data that no other message has at any place."""
+    return (torch.arange(nbytes // 4, dtype=torch.int32, device=device) + 7919 * value)[: nbytes // 4]
+
+
+def _messages(seed: int, rounds: int, tp: list[int]) -> int:
+    """Of random sizes into memory of the lane and of others, with hosts that hurry and hosts that dawdle."""
+    alike, own = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
+    topology = Topology(tp)
+    if dist.get_rank() >= topology.world_size:
+        return 0
+    with npu.late(seed, 300) as device, torch.Stream(device):
+        options = {"transport": "copy_engine", "ranks": range(topology.world_size)}
+        with ldt.connect(topology, "hccl", **options) as mesh:
+            end = forward_end(mesh)
+            checks, waiting = [], []
+            for number in range(rounds):
+                sizes = [
+                    alike.choice([4, 4 * KIB, 36 * KIB, 9 * KIB * KIB])
+                    for _ in range(alike.choice([1, 1, 3]))
+                ]
+                foreign = alike.random() < 0.3
+                ahead = alike.choice([0, 0, 1, 4])
+                if own.random() < 0.3:
+                    time.sleep(own.random() * 0.004)
+                sources = [sized(device, size, number) for size in sizes]
+                if end is None:
+                    continue
+                if end.sends:
+                    work = end.send(sources, "data")
+                    assert work is not None
+                    work.wait()
+                    for source in sources:
+                        source.fill_(-1)  # at once, behind the wait
+                    continue
+                targets = [
+                    torch.zeros_like(source) if foreign else end.lane.empty(source.shape, source.dtype)
+                    for source in sources
+                ]
+                waiting.append((end.receive(targets, "data"), targets, sources))
+                while len(waiting) > ahead:
+                    work, targets, expected = waiting.pop(0)
+                    work.wait()
+                    checks += [(got == wanted).all() for got, wanted in zip(targets, expected, strict=True)]
+                    del targets  # its memory is free for what comes next, while its last use is still queued
+            for work, targets, expected in waiting:
+                work.wait()
+                checks += [(got == wanted).all() for got, wanted in zip(targets, expected, strict=True)]
+            if checks:
+                assert_all(checks)
+            return int(end.lane.stats()["bounced"]) if end is not None and not end.sends else 0
+
+
+@pytest.mark.parametrize("tp", [[1, 1], [1, 2], [2, 1]], ids=str)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_data_are_right_whoever_comes_first(pool: RankPool, tp: list[int], seed: int) -> None:
+    pool.run(_messages, seed, 60, tp, timeout=60)
+
+
+def _more_than_the_ledger_has() -> None:
+    with npu.late(3, 0) as device, ldt.connect(Topology([1, 1, 1]), "hccl") as mesh:
+        end, checks = forward_end(mesh), []
+        if end is None:
+            return
+        for first in range(0, 2400, 600):  # a sender that is far ahead, then a receiver
+            numbers = range(first, first + 600)
+            if end.sends:
+                for number in numbers:
+                    end.send([torch.full((8,), number, device=device)], "data")
+                continue
+            targets = [end.lane.empty((8,), torch.int64) for _ in numbers]
+            for work in [end.receive([target], "data") for target in targets]:
+                work.wait()
+            checks += [(target == number).all() for number, target in zip(numbers, targets, strict=True)]
+        if checks:
+            assert_all(checks)
+
+
+def test_the_ledger_goes_around(pool: RankPool) -> None:
+    pool.run(_more_than_the_ledger_has, timeout=60)
+
+
+def _refused(transport: str) -> str:
+    compiled = npu.start()
+    torch.accelerator.set_device_index(dist.get_rank())
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ldt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    if dist.get_rank() == 1:
+        compiled.refuse_peers("it is a paperweight")
+    try:
+        with ldt.connect(Topology([1, 1, 1]), "hccl", transport=transport) as mesh:
+            transports = sorted({mesh.transport_of(channel) for channel in mesh.endpoints})
+            return f"{transports} {[text for text in records if 'paperweight' in text]}"
+    except ldt.LdtError as error:
+        return str(error)
+    finally:
+        compiled.refuse_peers("")
+        logger.removeHandler(handler)
+
+
+def test_what_cannot_go_by_the_copy_engine_goes_through_the_groups(pool: RankPool) -> None:
+    for rank, text in enumerate(pool.run(_refused, "auto", timeout=60)):
+        # Between ranks 0 and 2, which have one, they go by it.
+        assert text.startswith("['c10d']" if rank == 1 else "['c10d', 'copy_engine']")
+        assert text.count("it is a paperweight") == 1
+
+
+def test_who_insists_on_the_copy_engine_is_told_why_there_is_none(pool: RankPool) -> None:
+    for text in pool.run(_refused, "copy_engine", timeout=60):
+        assert "take 'auto'" in text
+        assert "paperweight" in text
+
+
+def _one_end_fails() -> bool | None:
+    """The sender's end is aborted with a message on its way, which the receiver must never take for data."""
+    with npu.late(4, 0) as device:
+        mesh = ldt.connect(Topology([1, 1, 1]), "hccl")
+        end = forward_end(mesh)
+        answer = None
+        if end is not None and end.sends:
+            npu.sleep(300)  # the message is queued behind this
+            work = end.send([torch.ones(1024, device=device)], "doomed")
+            end.lane.abort("stage 0 has failed")
+            torch.accelerator.synchronize()
+            with pytest.raises(ldt.LaneError, match="stage 0 has failed"):
+                work.wait()
+        elif end is not None:
+            work = end.receive([end.lane.empty((1024,), torch.float32)], "doomed")
+            time.sleep(1.0)
+            answer = work.is_completed()
+            end.lane.abort("told of it")
+            with pytest.raises(ldt.LaneError, match="told of it"):
+                work.wait()
+            torch.accelerator.synchronize()
+        dist.barrier()
+        mesh.close()
+        return answer
+
+
+def test_what_a_failed_end_still_sends_is_not_data(pool: RankPool) -> None:
+    assert pool.run(_one_end_fails, timeout=60)[1] is False
+
+
+def _never_sent() -> str:
+    npu.start()
+    torch.accelerator.set_device_index(dist.get_rank())
+    mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transfer_timeout=timedelta(seconds=1))
+    try:
+        end = forward_end(mesh)
+        if end is not None and not end.sends:
+            end.receive([end.lane.empty((4,), torch.float32)], "F0 microbatch 3")
+        mesh.failures.wait(10)
+        mesh.failures.check()
+    except ldt.LdtError as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+def test_a_message_that_does_not_come_is_named_on_all_ranks(pool: RankPool) -> None:
+    for text in pool.run(_never_sent, timeout=60):
+        assert "receive F0 microbatch 3 has been under way for" in text
+        assert "longer than the timeout of 1 s" in text
