@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class Executor:
         self._work = work
         self._mailbox = Mailbox()
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
-        self._sends: list[tuple[AllOf, Entry]] = []
+        self._sends: deque[tuple[AllOf, Entry]] = deque()
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
@@ -105,7 +106,8 @@ class Executor:
         tensors = self._outbox.pop(Slot(target.chunk, action.kind.direction, _microbatch(action)), None)
         if end is None or not tensors:
             return  # a rank that leaves sending to others of its node; or nothing on this hop
-        self._sends = [(work, sent) for work, sent in self._sends if not self._seen_done(work, sent)]
+        while self._sends and self._seen_done(*self._sends[0]):  # asking costs, and later ones end later
+            self._sends.popleft()
         specs = self._carried(action.hop, action.kind.direction, _microbatch(action))
         wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
         work = end.send(wire, _label(action), specs)
@@ -180,9 +182,8 @@ class Executor:
         if arrival.work is not None:
             start = self.recorder.now()
             arrival.work.wait()
-            self.recorder.settle()
             now = self.recorder.now()
-            entry.waited += now - start
+            self.recorder.has_waited(entry, now - start)
             self._receives.pop(slot).end = now
         return arrival.tensors
 

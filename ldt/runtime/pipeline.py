@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from ldt.plan import Costs, Plan
 from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.calls import Call, Mode, Refusal, agree
 from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, sharding_of, unwrapped
-from ldt.runtime.device import synchronize_current_stream
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
@@ -34,6 +32,7 @@ from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.specs import HopSpecs
 from ldt.runtime.stats import StatsTaker
+from ldt.runtime.stream_timer import StreamTimer
 from ldt.runtime.validation import validate_chunks
 from ldt.runtime.work import StepWork
 
@@ -190,14 +189,17 @@ class Pipeline:
     def measure_costs(self, microbatches: Any = None, steps: int = 3) -> Costs:
         """What this pipeline's steps cost, for ``ldt.plan.optimize``: equal on every rank. A collective call.
 
-        Runs ``steps`` + 1 steps of ``microbatches``, given on the edge as for ``step``, one action at a time on each
-        device, and probes each link. Gradients stay as they are; buffers and random states move on as in training.
-        Compute in seconds per chunk, of the slowest rank that has it; latency (one way), bandwidth and bytes per hop.
+        Runs ``steps`` + 1 steps of ``microbatches``, given on the edge as for ``step``, and probes each link.
+        Gradients stay as they are; buffers and random states move on as in training. Compute in seconds per chunk, of
+        the slowest rank that has it; latency (one way), bandwidth and bytes per hop. On a device with streams, an
+        action costs what it takes on its stream, which includes how late the host is with its kernels.
         """
-        settle = partial(synchronize_current_stream, self._mesh.device)
+        device = self._mesh.device
         return measure_costs(
             self._mesh,
-            lambda batch: self._call("step", batch, settle).stats,
+            lambda batch: (
+                self._call("step", batch, None if device.type == "cpu" else StreamTimer(device)).stats
+            ),
             microbatches,
             steps,
             self.parameters(),
@@ -206,11 +208,11 @@ class Pipeline:
     # -- internal --------------------------------------------------------------------------------------------
 
     def _call(
-        self, mode: Mode, given: Any, settle: Callable[[], object] = lambda: None, upcoming: Any = None
+        self, mode: Mode, given: Any, timer: StreamTimer | None = None, upcoming: Any = None
     ) -> StepResult:
         self._mesh.check_usable()
         with self._mesh.calling(f"{mode}()"):
-            return self._run(mode, given, upcoming, Recorder(settle))
+            return self._run(mode, given, upcoming, Recorder(timer))
 
     def _run(self, mode: Mode, given: Any, upcoming: Any, recorder: Recorder) -> StepResult:
         executor: Executor | None = None
@@ -233,6 +235,7 @@ class Pipeline:
             work.keep_outputs = mode == "eval"
             executor = Executor(self._mesh, self._runners, work, recorder, self._audit)
             self._execute(executor, work, call)
+            recorder.finish()
             if self._guard is not None:
                 self._guard.end()
             return self._result(work, taker.take(executor))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ldt.plan import Action
 
@@ -35,15 +35,23 @@ class Entry:
         return cls(Action.parse(action), float(start), float(end), float(waited))
 
 
+class Timer(Protocol):
+    """See StreamTimer."""
+
+    def begin(self, entry: Entry) -> None: ...
+    def end(self, entry: Entry) -> None: ...
+    def resolve(self) -> None: ...
+
+
 @dataclass
 class Recorder:
     """The entries of one step on one rank.
 
-    ``settle`` is called before each time that is taken of a compute action: to wait for a device with streams, where
-    the times of the host would not do. By default nothing waits.
+    With a ``timer``, those of compute actions get the times of a stream once ``finish`` is called, where those of the
+    host would not do. It is told of each when it begins, when it has waited, and when it ends.
     """
 
-    settle: Callable[[], object] = lambda: None
+    timer: Timer | None = None
     entries: list[Entry] = field(default_factory=list)
     flushing: float = 0.0
     _offset: float = field(default_factory=lambda: time.time() - time.perf_counter())
@@ -53,17 +61,27 @@ class Recorder:
 
     @contextmanager
     def action(self, action: Action) -> Iterator[Entry]:
-        timed = not action.kind.is_comm
-        if timed:
-            self.settle()
+        timer = self.timer if action.kind.is_compute else None
         entry = Entry(action, self.now(), 0.0)
         self.entries.append(entry)
+        if timer is not None:
+            timer.begin(entry)
         try:
             yield entry
-            if timed:
-                self.settle()
+            if timer is not None:
+                timer.end(entry)
         finally:
             entry.end = self.now()
+
+    def has_waited(self, entry: Entry, seconds: float) -> None:
+        """That a compute action has waited for its input until now, on the host for so long."""
+        entry.waited += seconds
+        if self.timer is not None:
+            self.timer.begin(entry)
+
+    def finish(self) -> None:
+        if self.timer is not None:
+            self.timer.resolve()
 
     @property
     def computing(self) -> float:

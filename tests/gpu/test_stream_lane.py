@@ -272,3 +272,34 @@ def _captured(transport: str) -> None:
 @each_transport
 def test_a_lane_refuses_to_be_captured(pool: RankPool, transport: str) -> None:
     pool.run(_captured, transport, timeout=60)
+
+
+def _compute_goes_on() -> None:
+    """A sender's lane that waits for its receiver must not hold up what the same rank computes."""
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with ldt.connect(ldt.Topology([1, 1], laps=2), "nccl", transport="copy_engine", device=device) as mesh:
+        ends = list(mesh.endpoints.values())
+        message = torch.ones(16 << 20, device=device)  # of 64 MiB: more than bounces at once
+        works = [end.send([message], "early") for end in ends if end.sends]
+        dist.barrier()
+        done = torch.cuda.Event()
+        (message * 2).sum()
+        done.record()
+        start = time.monotonic()
+        while not done.query() and time.monotonic() - start < 5:
+            time.sleep(0.01)
+        went_on = done.query()
+        dist.barrier()
+        targets = [(end, torch.zeros_like(message)) for end in ends if not end.sends]
+        works += [end.receive([target], "late") for end, target in targets]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert all(torch.equal(target, message) for _, target in targets)
+        assert went_on
+
+
+def test_a_lane_that_waits_does_not_hold_up_compute(pool: RankPool) -> None:
+    pool.run(_compute_goes_on, timeout=60)

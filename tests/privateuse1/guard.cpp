@@ -85,6 +85,11 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (const auto signal = signal_of(event)) signal->wait();
   }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
+    const std::chrono::duration<double, std::milli> elapsed =
+        signal_of(second)->time() - signal_of(first)->time();
+    return elapsed.count();
+  }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
     delete static_cast<Event*>(event);
   }

@@ -103,7 +103,14 @@ Streams& all_streams() {
 void Signal::set() {
   std::lock_guard<std::mutex> lock(mutex_);
   set_ = true;
+  time_ = std::chrono::steady_clock::now();
   changed_.notify_all();
+}
+
+std::chrono::steady_clock::time_point Signal::time() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  TORCH_CHECK(set_, "an event has no time before its stream got there");
+  return time_;
 }
 
 void Signal::wait() {

@@ -28,11 +28,14 @@ class Signal {
   void set();
   void wait();
   bool is_set() const;
+  /// When it was set.
+  std::chrono::steady_clock::time_point time() const;
 
  private:
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool set_ = false;
+  std::chrono::steady_clock::time_point time_;
 };
 
 /// Everything that a stream does, records and waits of events included, is an operation in its
