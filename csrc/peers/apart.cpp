@@ -63,14 +63,15 @@ bool is_apart(const c10::Stream& candidate, const std::vector<c10::Stream>& othe
 c10::Stream choose(c10::Device device, PeerDevice& driver, const std::vector<c10::Stream>& others) {
   const auto events = std::make_shared<EventPool>(device);
   for (const auto& other : others) ends_within(events->record(other), kLongestWork);
-  const SharedLedger ledger(device);
+  const auto shared = SharedLedger::create(device);
+  auto& ledger = **shared;
   auto candidate = new_lane_stream(device);
   uint64_t count = 0;
   while (++count < kCandidates) {
-    if (is_apart(candidate, others, driver, *ledger, *events, count)) break;
+    shared->note_use(candidate);
+    if (is_apart(candidate, others, driver, ledger, *events, count)) break;
     candidate = new_lane_stream(device);
   }
-  ends_within(events->record(candidate), kLongestWork);  // before the ledger goes
   if (count == kCandidates) {
     TORCH_WARN("all streams of ", device, " share a queue with another one that is in use (",
                others.size(),

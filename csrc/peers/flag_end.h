@@ -17,7 +17,9 @@ class FlagEnd : public End {
       : driver_(driver), ledger_(std::move(ledger)), flag_(flag), count_(count) {}
   bool is_reached() const override { return flag_.has_reached(count_); }
   void block(const c10::Stream& stream) const override {
-    if (!is_reached()) driver_.wait_for(stream, flag_, count_);
+    if (is_reached()) return;
+    ledger_->note_use(stream);
+    driver_.wait_for(stream, flag_, count_);
   }
 
  protected:
@@ -33,7 +35,9 @@ class OwnFlagEnd final : public FlagEnd {
   using FlagEnd::FlagEnd;
   bool is_reached() const override { return flag_.has_counted(count_); }
   void block(const c10::Stream& stream) const override {
-    if (!is_reached()) driver_.wait_for_count(stream, flag_, count_);
+    if (is_reached()) return;
+    ledger_->note_use(stream);
+    driver_.wait_for_count(stream, flag_, count_);
   }
 };
 

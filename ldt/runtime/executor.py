@@ -15,6 +15,7 @@ from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging
 from ldt.runtime.specs import HopSpecs, TensorSpec, first_difference, specs_of
@@ -44,6 +45,7 @@ class Executor:
         self._work = work
         self._mailbox = Mailbox()
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
+        self._pace = Pace(mesh.device, mesh.failures)
         self._sends: deque[tuple[AllOf, Entry]] = deque()
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
@@ -62,8 +64,12 @@ class Executor:
         try:
             for self._index, action in enumerate(row):
                 self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
+                if action.kind.is_compute:
+                    self._pace.keep()
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
+                if action.kind.is_compute:
+                    self._pace.mark()
             self.place = "waiting for the last sends and reductions"
             self._flush()
         finally:
