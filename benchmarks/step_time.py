@@ -10,10 +10,10 @@ A transformer over stages of ``--tp`` ranks: stage 0 has the first and the last 
 Costs are measured once, over the last transport, which disturbs compute the least, and every plan is simulated with
 them. ``measured`` is the median of the host's time for a step, from a barrier on the host until the current stream is
 done, of the slowest rank; paths take turns. Gradients of the first and the last step of each path are compared with the
-unsplit model's, which every rank computes. With as many microbatches as a power of two all ways add the same sums in the same order; ``#unequal`` counts
-elements that differ all the same (attention on a GPU may add in any order), ``#wrong`` those that differ by more than
-1e-5 (bf16: 1/64) of the largest of their tensor. ``bounced`` is the share of messages that did not go straight into the
-memory that was posted for them.
+unsplit model's, which every rank computes. With as many microbatches as a power of two all ways add the same sums in
+the same order; ``#unequal`` counts elements that differ all the same (attention on a GPU may add in any order),
+``#wrong`` those that differ by more than 1e-5 (bf16: 1/64) of the largest of their tensor. ``bounced`` is the share of
+messages that did not go straight into the memory that was posted for them.
 """
 
 from __future__ import annotations
