@@ -111,6 +111,8 @@ class CudaPeerDevice final : public PeerDevice {
   }
 
   bool is_capturing(const c10::Stream& stream) override {
+    // Of the default stream, which cannot be captured, the driver would ask all others.
+    if (native(stream) == nullptr) return false;
     int status = 0;
     driver_.check(driver_.is_capturing(native(stream), &status), "cuStreamIsCapturing");
     return status != 0;

@@ -1,0 +1,87 @@
+"""What moves the bytes of lanes, as far as a machine without GPUs can be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ldt
+from ldt._C import LaneError, PeerMemory, PeerSender
+from ldt.runtime.carriers import warn_of_one_connection
+from ldt.runtime.edges import edges_of
+from ldt.runtime.strands import Transfers
+from ldt.testing import RankPool
+from ldt.topology import Topology
+
+WORLD_SIZE = 2
+
+
+def refused(transport: Any) -> str:
+    with pytest.raises(ValueError, match="transport") as error:
+        ldt.connect(Topology([1, 1]), transport=transport)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
+def test_gpus_are_needed_for_what_is_theirs(pool: RankPool, transport: str) -> None:
+    for text in pool.run(refused, transport):
+        assert f"transport='{transport}' is for GPUs" in text
+
+
+def test_an_unknown_transport_is_refused_with_those_that_there_are(pool: RankPool) -> None:
+    for text in pool.run(refused, "pigeon"):
+        assert "'auto', 'copy_engine', 'nccl', 'c10d', got 'pigeon'" in text
+
+
+def on_the_cpu() -> set[str]:
+    with ldt.connect(Topology([1, 1])) as mesh:
+        return {mesh.transport_of(channel) for channel in mesh.endpoints}
+
+
+def test_on_the_cpu_all_goes_through_the_groups(pool: RankPool) -> None:
+    assert pool.run(on_the_cpu) == [{"c10d"}, {"c10d"}]
+
+
+def unlike() -> str:
+    with pytest.raises(ldt.LdtError) as error:
+        ldt.connect(Topology([1, 1]), transport="auto" if dist.get_rank() == 0 else "c10d")
+    return str(error.value)
+
+
+def test_ranks_that_want_different_transports_are_named(pool: RankPool) -> None:
+    for text in pool.run(unlike):
+        assert "transport must be the same on all ranks" in text
+
+
+def test_a_device_without_a_copy_engine_says_so() -> None:
+    with pytest.raises(LaneError, match=r"no copy engine for devices of type|CUDA|CUresult"):
+        PeerMemory(torch.device("cuda", 99))
+    with pytest.raises(LaneError):
+        PeerSender(torch.device("cuda", 99), "not an offer")
+
+
+def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
+    topology = Topology([1, 3])
+    edges = edges_of(topology, "dedicated", Transfers.of(topology, "leader"))
+    pairs = {
+        lane[0]: [(edge.source, edge.target, edge.in_stage) for edge in found]
+        for lane, found in edges.items()
+    }
+    assert [(0, 1, False), (1, 2, True), (2, 3, True)] in pairs.values()
+    assert [(1, 0, False)] in pairs.values()
+    names = [edge.name for found in edges.values() for edge in found]
+    assert len(set(names)) == len(names)
+
+
+def test_one_connection_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    warn_of_one_connection(torch.device("cuda", 0))
+    assert not caplog.records
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    warn_of_one_connection(torch.device("cuda", 0))
+    assert "all streams of this process share one queue" in caplog.text
