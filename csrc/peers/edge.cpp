@@ -1,8 +1,12 @@
 // Making, opening and agreeing.
 #include "peers/edge.h"
 
+#include <algorithm>
 #include <new>
 #include <thread>
+
+#include "common/event_pool.h"
+#include "peers/leftovers.h"
 
 namespace ldt {
 
@@ -18,21 +22,53 @@ PeerDevice& require_peer_device(c10::Device device) {
 }
 
 SharedLedger::SharedLedger(c10::Device device)
-    : device_(device), pages_(sizeof(Ledger)), ledger_(new (pages_.data()) Ledger) {
-  require_peer_device(device_).enlist(device_, pages_.data(), pages_.bytes());
+    : pages_(std::make_shared<Pages>(device, sizeof(Ledger))),
+      ledger_(new (pages_->shared.data()) Ledger) {
+  enlist();
 }
 
 SharedLedger::SharedLedger(c10::Device device, const std::string& ticket)
-    : device_(device), pages_(ticket), ledger_(static_cast<Ledger*>(pages_.data())) {
-  if (pages_.bytes() != sizeof(Ledger)) {
+    : pages_(std::make_shared<Pages>(device, ticket)),
+      ledger_(static_cast<Ledger*>(pages_->shared.data())) {
+  if (pages_->shared.bytes() != sizeof(Ledger)) {
     throw_lane_error("expected a ledger of ", sizeof(Ledger), " bytes from the other end, got ",
-                     pages_.bytes(), ": do all ranks run the same version of this package?");
+                     pages_->shared.bytes(),
+                     ": do all ranks run the same version of this package?");
   }
-  require_peer_device(device_).enlist(device_, pages_.data(), pages_.bytes());
+  enlist();
+}
+
+void SharedLedger::enlist() {
+  auto& shared = pages_->shared;
+  require_peer_device(pages_->device).enlist(pages_->device, shared.data(), shared.bytes());
+  pages_->is_enlisted = true;
+}
+
+SharedLedger::Pages::~Pages() {
+  auto* driver = is_enlisted ? peer_device(device.type()) : nullptr;
+  if (driver != nullptr) driver->dismiss(device, shared.data());
+}
+
+void SharedLedger::note_use(const c10::Stream& stream) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
+}
+
+std::function<bool()> SharedLedger::enqueued_is_done() {
+  const auto events = std::make_shared<EventPool>(pages_->device);
+  std::vector<std::shared_ptr<const End>> ends;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& stream : users_) {
+    if (!stream.query()) ends.push_back(events->record(stream));
+  }
+  return [ends = std::move(ends)] { return all_reached(ends); };
 }
 
 SharedLedger::~SharedLedger() {
-  if (auto* driver = peer_device(device_.type())) driver->dismiss(device_, pages_.data());
+  try {
+    keep_until(enqueued_is_done(), pages_);
+  } catch (const std::exception&) {  // the device is gone, as at interpreter exit
+  }
 }
 
 Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Side side,

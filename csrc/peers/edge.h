@@ -3,8 +3,11 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "common/error.h"
 #include "peers/peer_device.h"
@@ -15,7 +18,8 @@ namespace ldt {
 /// The peer device of `device`. Throws LaneError saying why there is none.
 PeerDevice& require_peer_device(c10::Device device);
 
-/// A ledger in this process's address space.
+/// A ledger in this process's address space. The pages stay until no stream waits for a flag in
+/// them: who has waited for a message may be far behind the lane that is closed.
 class SharedLedger {
  public:
   /// A new one.
@@ -28,12 +32,29 @@ class SharedLedger {
 
   Ledger& operator*() const { return *ledger_; }
   Ledger* operator->() const { return ledger_; }
-  const std::string& ticket() const { return pages_.ticket(); }
+  const std::string& ticket() const { return pages_->shared.ticket(); }
+  /// Something that is enqueued on `stream` waits for a flag or writes one.
+  void note_use(const c10::Stream& stream);
+  /// Whether what such streams have now is done, whenever it is asked.
+  std::function<bool()> enqueued_is_done();
 
  private:
-  const c10::Device device_;
-  SharedPages pages_;
+  struct Pages {
+    template <typename Source>
+    Pages(c10::Device device, const Source& source) : device(device), shared(source) {}
+    ~Pages();
+
+    const c10::Device device;
+    SharedPages shared;
+    bool is_enlisted = false;
+  };
+
+  void enlist();
+
+  const std::shared_ptr<Pages> pages_;
   Ledger* ledger_;
+  std::mutex mutex_;
+  std::vector<c10::Stream> users_;
 };
 
 /// Decides on message `number` (Ledger::meet), when the other end is no longer a whole ledger

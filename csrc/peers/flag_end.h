@@ -15,7 +15,10 @@ class FlagEnd : public End {
           uint64_t count)
       : driver_(driver), ledger_(std::move(ledger)), flag_(flag), count_(count) {}
   bool is_reached() const override { return flag_.has_reached(count_); }
-  void block(const c10::Stream& stream) const override { driver_.wait_for(stream, flag_, count_); }
+  void block(const c10::Stream& stream) const override {
+    ledger_->note_use(stream);
+    driver_.wait_for(stream, flag_, count_);
+  }
 
  protected:
   PeerDevice& driver_;
@@ -30,6 +33,7 @@ class OwnFlagEnd final : public FlagEnd {
   using FlagEnd::FlagEnd;
   bool is_reached() const override { return flag_.has_counted(count_); }
   void block(const c10::Stream& stream) const override {
+    ledger_->note_use(stream);
     driver_.wait_for_count(stream, flag_, count_);
   }
 };

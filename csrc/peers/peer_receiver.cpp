@@ -34,6 +34,7 @@ void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_
   if (target.may_post && exports_.locate(target.address, mine) && !target.is_free) {
     mine.ready = readied_ + 1;
   }
+  ledger_->note_use(stream);
   const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kReceiver, mine, patience);
   ++number_;
   course_ = outcome.course;

@@ -32,6 +32,7 @@ void PeerSender::begin(const c10::Stream& stream, const Source& source,
   mine.bytes = static_cast<uint64_t>(source.bytes);
   mine.grain = static_cast<uint64_t>(source.grain);
   if (source.may_offer && exports_) exports_->locate(source.address, mine);
+  ledger_->note_use(stream);
   const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kSender, mine, patience);
   ++number_;
   course_ = outcome.course;
