@@ -204,6 +204,52 @@ def test_a_block_is_not_reused_while_the_stage_reads_it(pool: RankPool) -> None:
     pool.run(_dropped, timeout=60)
 
 
+def _lent_again() -> None:
+    """A block that is far too large for the next message goes back, and is lent for it while it is still read."""
+    with npu.late(5, 0) as device, ldt.connect(Topology([1, 1, 1]), "hccl", transport="copy_engine") as mesh:
+        end = forward_end(mesh)
+        if end is None:
+            return
+        if end.sends:
+            end.send([torch.ones(1 << 20, dtype=torch.int64, device=device)], "large")
+            end.send([torch.full((16,), 99, device=device)], "small")
+            return
+        large = end.lane.empty((1 << 20,), torch.int64)
+        end.receive([large], "large").wait()
+        npu.sleep(500)
+        total = large.sum()
+        del large
+        small = end.lane.empty((16,), torch.int64)
+        end.receive([small], "small").wait()
+        assert_all([total == 1 << 20, (small == 99).all()])
+
+
+def test_a_block_that_went_back_is_not_written_to_while_it_is_read(pool: RankPool) -> None:
+    pool.run(_lent_again, timeout=60)
+
+
+def _far_ahead() -> str:
+    npu.start()
+    torch.accelerator.set_device_index(dist.get_rank())
+    mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transfer_timeout=timedelta(seconds=2))
+    try:
+        end = forward_end(mesh)
+        if end is not None and end.sends:
+            for number in range(1100):
+                end.send([torch.ones(4, device="npu")], f"message {number}")
+    except (ldt.LdtError, ldt.LaneError) as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+def test_who_is_a_whole_ledger_ahead_waits_no_longer_than_the_timeout(pool: RankPool) -> None:
+    assert (
+        "message 102" in pool.run(_far_ahead, timeout=30)[0]
+    )  # the ledger has 1024, of which connect used a few
+
+
 def _different_sizes(first: str) -> tuple[str, bool]:
     """What this rank was told, and whether its lane can still be used."""
     with npu.late(5, 0) as device:
@@ -289,21 +335,26 @@ def _closed_early(transport: str) -> None:
         mesh = ldt.connect(Topology([1, 2]), "hccl", transport=transport)
         end, total = forward_end(mesh), None
         assert end is not None
-        npu.sleep(700)
         if end.sends:
-            with torch.Stream(device):
-                work = end.send([torch.ones(4096, device=device)], "data")
-            work.wait()
+            end.send([torch.ones(4096, device=device)], "data").wait()
+            torch.accelerator.synchronize()
+            work = None
         else:
+            npu.sleep(1500)
             target = end.lane.empty((4096,), torch.float32)
             work = end.receive([target], "data")
             work.wait()
             total = target.sum()
             del target
+        if not end.sends:
+            dist.barrier()  # so that nobody else has this rank's memory mapped any more
+        sends = end.sends
         del work, end
         mesh.close()
         del mesh
         gc.collect()
+        if sends:
+            dist.barrier()
         torch.accelerator.synchronize()
         assert total is None or total.item() == 4096
         dist.barrier()
