@@ -21,6 +21,7 @@ from npu_lanes import assert_all
 
 import ldt
 from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.strands import AllOf
 from ldt.testing import RankPool
 from ldt.topology import Topology
 
@@ -31,6 +32,12 @@ KIB = 1024
 def forward_end(mesh: ldt.Mesh) -> Endpoint | None:
     """This rank's end of the hop from stage 0 to stage 1."""
     return mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
+
+
+def send(end: Endpoint, tensor: torch.Tensor, label: str = "data") -> AllOf:
+    work = end.send([tensor], label)
+    assert work is not None
+    return work
 
 
 def sized(device: torch.device, nbytes: int, value: int) -> torch.Tensor:
@@ -309,7 +316,7 @@ def _connected_often() -> list[tuple[int, int, int]]:
                 end = forward_end(mesh)
                 assert end is not None
                 if end.sends:
-                    end.send([torch.full((4096,), number, device=device)], "data").wait()
+                    send(end, torch.full((4096,), number, device=device)).wait()
                 else:
                     target = end.lane.empty((4096,), torch.int64)
                     end.receive([target], "data").wait()
@@ -336,7 +343,7 @@ def _closed_early(transport: str) -> None:
         end, total = forward_end(mesh), None
         assert end is not None
         if end.sends:
-            end.send([torch.ones(4096, device=device)], "data").wait()
+            send(end, torch.ones(4096, device=device)).wait()
             torch.accelerator.synchronize()
             work = None
         else:
@@ -395,7 +402,7 @@ def _one_end_fails(pooled: bool) -> bool | None:
         answer = None
         if end is not None and end.sends:
             npu.sleep(300)  # the message is queued behind this
-            work = end.send([torch.ones(1024, device=device)], "doomed")
+            work = send(end, torch.ones(1024, device=device), "doomed")
             end.lane.abort("stage 0 has failed")
             torch.accelerator.synchronize()
             assert work.is_completed()  # what it held is let go of
@@ -434,7 +441,7 @@ def _receiver_fails() -> bool | None:
             end.lane.abort("stage 1 has failed")
         dist.barrier()
         if end is not None and end.sends:
-            work = end.send([torch.ones(1024, device=device)], "doomed")
+            work = send(end, torch.ones(1024, device=device), "doomed")
             time.sleep(1.0)
             answer = work.is_completed()
             end.lane.abort("told of it")
