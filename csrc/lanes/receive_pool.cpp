@@ -46,6 +46,13 @@ ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream, 
       allocate_(std::move(allocate)),
       events_(std::make_shared<EventPool>(device)) {}
 
+ReceivePool::~ReceivePool() {
+  try {
+    for (const auto& block : idle_) order_before_free(block);
+  } catch (const std::exception&) {  // the device is gone, as at interpreter exit
+  }
+}
+
 at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
   if (c10::isQIntType(dtype)) {
     throw_lane_error("dtype: expected one that is not quantized, got ", dtype_name(dtype),
@@ -125,19 +132,27 @@ void ReceivePool::make_room(size_t blocks) {
   const auto most = std::max(peak_in_use_, in_use_.size() + blocks);
   while (!idle_.empty() && in_use_.size() + idle_.size() + blocks > most) {
     const auto oldest = idle_.begin();
-    for (const auto& event : {oldest->last_receive, oldest->last_read, oldest->last_use}) {
-      // The memory goes back to the lane's stream, whose next allocation may be the same memory.
-      if (event) event->block(*stream_);
-    }
+    order_before_free(*oldest);
     idle_.erase(oldest);
+  }
+}
+
+// The memory goes back to the lane's stream, whose next allocation may be the same memory.
+void ReceivePool::order_before_free(const Block& block) {
+  for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {
+    if (event) event->block(*stream_);
   }
 }
 
 ReceivePool::Claim ReceivePool::claim(const at::Tensor& tensor) {
   std::lock_guard<std::mutex> lock(mutex_);
   auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found == in_use_.end() || found->second.claimed) return Claim::kForeign;
+  if (found == in_use_.end()) return Claim::kForeign;
   auto& block = found->second;
+  if (block.claimed) {
+    if (block.last_read) block.last_read->block(*stream_);
+    return Claim::kForeign;
+  }
   block.claimed = true;
   auto claim = Claim::kFree;
   for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {

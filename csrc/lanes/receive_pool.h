@@ -33,6 +33,7 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   /// `stream` is the lane's, without one on the CPU. Memory belongs to that stream, and comes from
   /// torch's own allocator unless `allocate` says otherwise.
   ReceivePool(c10::Device device, std::optional<c10::Stream> stream, Allocate allocate = nullptr);
+  ~ReceivePool();
 
   /// A tensor with undefined contents, to be received into before anything else uses it. Zero
   /// elements take no block. Throws LaneError for sizes or a dtype that cannot be.
@@ -67,6 +68,7 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   Block new_block(int64_t bytes);
   void give_back(void* address) noexcept;
   void make_room(size_t blocks);
+  void order_before_free(const Block& block);
 
   const c10::Device device_;
   const std::optional<c10::Stream> stream_;

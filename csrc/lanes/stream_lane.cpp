@@ -55,6 +55,23 @@ void StreamLane::refuse_capture(const Title& title) const {
       "be: capture what computes, and send and receive outside of the graph");
 }
 
+// What a carrier refuses may be half under way, and then the two ends are out of step for good. The
+// tensors stay as long as the device may use them.
+template <typename Step>
+auto StreamLane::carried(c10d::OpType type, WireTensors& wire, const Title& title,
+                         const Step& step) {
+  try {
+    return step();
+  } catch (const StageError&) {
+    throw;
+  } catch (const LaneError& error) {
+    const auto text = c10::str(title, ": ", error.what_without_backtrace());
+    finish(type, events_->record(stream_), std::move(wire), title.label());
+    abort(text);
+    throw_lane_error(text);
+  }
+}
+
 Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
                                    const Title& title) {
   refuse_capture(title);
@@ -68,7 +85,8 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
     const auto theirs = exchange_announcements(own, peer, /*speak_first=*/true);
     if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the receiver expects");
   }
-  auto end = carrier_->send(stream_, wire, peer);
+  auto end =
+      carried(c10d::OpType::SEND, wire, title, [&] { return carrier_->send(stream_, wire, peer); });
   if (!end) end = events_->record(stream_);
   stats_->sent_bytes += wire.bytes();
   stats_->sent_messages += 1;
@@ -88,7 +106,9 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   auto wire = WireTensors::for_receive(tensors, options_.device, title);
   const bool agreed = !options_.announce || agree(wire, peer, title);
   const bool broadcasts = transport_->has_stage();
-  const auto ends = carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
+  const auto ends = carried(c10d::OpType::RECV, wire, title, [&] {
+    return carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
+  });
   if (!agreed) {
     const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
     finish(c10d::OpType::RECV, events_->record(stream_), std::move(wire), title.label());
@@ -102,7 +122,9 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   if (pooled) wire.release();
   const auto end = ends.data ? ends.data : events_->record(stream_);
   for (const auto& tensor : tensors) pool_->note_ends(tensor, end, ends.reading);
-  return finish(c10d::OpType::RECV, end, std::move(wire), title.label());
+  // Who has waited may write to the tensors, so nobody may still be reading them.
+  auto over = ends.reading ? std::make_shared<BothEnds>(end, ends.reading) : end;
+  return finish(c10d::OpType::RECV, std::move(over), std::move(wire), title.label());
 }
 
 std::vector<ReceivePool::Claim> StreamLane::claim(const std::vector<at::Tensor>& tensors) {

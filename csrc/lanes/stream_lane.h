@@ -53,6 +53,8 @@ class StreamLane final : public Lane {
   void count_received(int64_t bytes, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
+  template <typename Step>
+  auto carried(c10d::OpType type, WireTensors& wire, const Title& title, const Step& step);
   Work finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
               const std::string& label);
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is

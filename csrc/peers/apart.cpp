@@ -54,7 +54,7 @@ bool is_apart(const c10::Stream& candidate, const std::vector<c10::Stream>& othe
               PeerDevice& driver, Ledger& ledger, EventPool& events, uint64_t count) {
   driver.wait_for(candidate, ledger.arrived, count);
   const bool apart = std::all_of(others.begin(), others.end(), [&](const c10::Stream& other) {
-    return other != candidate && ends_within(events.record(other), kPatience);
+    return ends_within(events.record(other), kPatience);
   });
   ledger.arrived.count.store(static_cast<uint32_t>(count));
   return apart;
@@ -63,15 +63,17 @@ bool is_apart(const c10::Stream& candidate, const std::vector<c10::Stream>& othe
 c10::Stream choose(c10::Device device, PeerDevice& driver, const std::vector<c10::Stream>& others) {
   const auto events = std::make_shared<EventPool>(device);
   for (const auto& other : others) ends_within(events->record(other), kLongestWork);
-  const auto shared = SharedLedger::create(device);
-  auto& ledger = **shared;
+  SharedLedger ledger(device);
   auto candidate = new_lane_stream(device);
   uint64_t count = 0;
   while (++count < kCandidates) {
-    shared->note_use(candidate);
-    if (is_apart(candidate, others, driver, ledger, *events, count)) break;
+    // One of theirs may be busy for long: nothing is enqueued on it.
+    const bool is_new = std::find(others.begin(), others.end(), candidate) == others.end();
+    if (is_new) ledger.note_use(candidate);
+    if (is_new && is_apart(candidate, others, driver, *ledger, *events, count)) break;
     candidate = new_lane_stream(device);
   }
+  ends_within(events->record(candidate), kLongestWork);  // the ledger goes at once then
   if (count == kCandidates) {
     TORCH_WARN("all streams of ", device, " share a queue with another one that is in use (",
                others.size(),

@@ -6,18 +6,9 @@
 #include <thread>
 
 #include "common/event_pool.h"
-#include "peers/graveyard.h"
+#include "peers/leftovers.h"
 
 namespace ldt {
-namespace {
-
-class NeverEnd final : public End {
- public:
-  bool is_reached() const override { return false; }
-  void block(const c10::Stream& /*stream*/) const override {}
-};
-
-}  // namespace
 
 PeerDevice& require_peer_device(c10::Device device) {
   auto* driver = peer_device(device.type());
@@ -30,34 +21,32 @@ PeerDevice& require_peer_device(c10::Device device) {
   return *driver;
 }
 
-SharedLedger::SharedLedger(c10::Device device, std::unique_ptr<SharedPages> pages)
-    : device_(device), pages_(std::move(pages)), ledger_(static_cast<Ledger*>(pages_->data())) {
-  require_peer_device(device_).enlist(device_, pages_->data(), pages_->bytes());
+SharedLedger::SharedLedger(c10::Device device)
+    : pages_(std::make_shared<Pages>(device, sizeof(Ledger))),
+      ledger_(new (pages_->shared.data()) Ledger) {
+  enlist();
 }
 
-SharedLedger::~SharedLedger() {
-  if (auto* driver = peer_device(device_.type())) driver->dismiss(device_, pages_->data());
-}
-
-std::shared_ptr<SharedLedger> SharedLedger::create(c10::Device device) {
-  auto pages = std::make_unique<SharedPages>(sizeof(Ledger));
-  new (pages->data()) Ledger;
-  return kept_until_unused(new SharedLedger(device, std::move(pages)));
-}
-
-std::shared_ptr<SharedLedger> SharedLedger::open(c10::Device device, const std::string& ticket) {
-  auto pages = std::make_unique<SharedPages>(ticket);
-  if (pages->bytes() != sizeof(Ledger)) {
+SharedLedger::SharedLedger(c10::Device device, const std::string& ticket)
+    : pages_(std::make_shared<Pages>(device, ticket)),
+      ledger_(static_cast<Ledger*>(pages_->shared.data())) {
+  if (pages_->shared.bytes() != sizeof(Ledger)) {
     throw_lane_error("expected a ledger of ", sizeof(Ledger), " bytes from the other end, got ",
-                     pages->bytes(), ": do all ranks run the same version of this package?");
+                     pages_->shared.bytes(),
+                     ": do all ranks run the same version of this package?");
   }
-  return kept_until_unused(new SharedLedger(device, std::move(pages)));
+  enlist();
 }
 
-std::shared_ptr<SharedLedger> SharedLedger::kept_until_unused(SharedLedger* ledger) {
-  return std::shared_ptr<SharedLedger>(ledger, [](SharedLedger* left) {
-    keep_until(left->ends_of_use(), std::shared_ptr<const SharedLedger>(left));
-  });
+void SharedLedger::enlist() {
+  auto& shared = pages_->shared;
+  require_peer_device(pages_->device).enlist(pages_->device, shared.data(), shared.bytes());
+  pages_->is_enlisted = true;
+}
+
+SharedLedger::Pages::~Pages() {
+  auto* driver = is_enlisted ? peer_device(device.type()) : nullptr;
+  if (driver != nullptr) driver->dismiss(device, shared.data());
 }
 
 void SharedLedger::note_use(const c10::Stream& stream) {
@@ -65,18 +54,21 @@ void SharedLedger::note_use(const c10::Stream& stream) {
   if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
 }
 
-std::vector<std::shared_ptr<const End>> SharedLedger::ends_of_use() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+std::function<bool()> SharedLedger::enqueued_is_done() {
+  const auto events = std::make_shared<EventPool>(pages_->device);
   std::vector<std::shared_ptr<const End>> ends;
-  const auto events = std::make_shared<EventPool>(device_);
+  const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& stream : users_) {
-    try {
-      ends.push_back(events->record(stream));
-    } catch (const std::exception&) {  // the device is gone, as at interpreter exit
-      ends.push_back(std::make_shared<NeverEnd>());
-    }
+    if (!stream.query()) ends.push_back(events->record(stream));
   }
-  return ends;
+  return [ends = std::move(ends)] { return all_reached(ends); };
+}
+
+SharedLedger::~SharedLedger() {
+  try {
+    keep_until(enqueued_is_done(), pages_);
+  } catch (const std::exception&) {  // the device is gone, as at interpreter exit
+  }
 }
 
 Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Side side,

@@ -3,12 +3,12 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "common/end.h"
 #include "common/error.h"
 #include "peers/peer_device.h"
 #include "peers/shared_pages.h"
@@ -18,36 +18,42 @@ namespace ldt {
 /// The peer device of `device`. Throws LaneError saying why there is none.
 PeerDevice& require_peer_device(c10::Device device);
 
-/// A ledger in this process's address space. It stays there until no stream can come to its flags
-/// any more.
+/// A ledger in this process's address space. The pages stay until no stream waits for a flag in
+/// them: who has waited for a message may be far behind the lane that is closed.
 class SharedLedger {
  public:
   /// A new one.
-  static std::shared_ptr<SharedLedger> create(c10::Device device);
+  explicit SharedLedger(c10::Device device);
   /// That of the other end.
-  static std::shared_ptr<SharedLedger> open(c10::Device device, const std::string& ticket);
+  SharedLedger(c10::Device device, const std::string& ticket);
   ~SharedLedger();
   SharedLedger(const SharedLedger&) = delete;
   SharedLedger& operator=(const SharedLedger&) = delete;
 
   Ledger& operator*() const { return *ledger_; }
   Ledger* operator->() const { return ledger_; }
-  const std::string& ticket() const { return pages_->ticket(); }
-
-  /// Something is about to be enqueued on `stream` that waits for a flag, writes one, or uses
-  /// memory of the edge.
+  const std::string& ticket() const { return pages_->shared.ticket(); }
+  /// Something that is enqueued on `stream` waits for a flag or writes one.
   void note_use(const c10::Stream& stream);
-  /// The ends of all that is enqueued so far on streams that were noted.
-  std::vector<std::shared_ptr<const End>> ends_of_use() const;
+  /// Whether what such streams have now is done, whenever it is asked.
+  std::function<bool()> enqueued_is_done();
 
  private:
-  SharedLedger(c10::Device device, std::unique_ptr<SharedPages> pages);
-  static std::shared_ptr<SharedLedger> kept_until_unused(SharedLedger* ledger);
+  struct Pages {
+    template <typename Source>
+    Pages(c10::Device device, const Source& source) : device(device), shared(source) {}
+    ~Pages();
 
-  const c10::Device device_;
-  const std::unique_ptr<SharedPages> pages_;
+    const c10::Device device;
+    SharedPages shared;
+    bool is_enlisted = false;
+  };
+
+  void enlist();
+
+  const std::shared_ptr<Pages> pages_;
   Ledger* ledger_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::vector<c10::Stream> users_;
 };
 

@@ -2,47 +2,19 @@
 #include "peers/exports.h"
 
 #include <algorithm>
-#include <list>
-#include <mutex>
+
+#include "peers/leftovers.h"
 
 namespace ldt {
-namespace {
-
-// Memory that the other process still has mapped when this one was done with it.
-class Leftovers {
- public:
-  void keep(std::shared_ptr<SharedLedger> ledger, Ledger::Side side,
-            std::shared_ptr<PeerMemory> memory) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    kept_.remove_if([](const Kept& one) { return !(*one.ledger)->is_mapped(one.side).load(); });
-    if ((*ledger)->is_mapped(side).load()) {
-      kept_.push_back({std::move(ledger), side, std::move(memory)});
-    }
-  }
-
- private:
-  struct Kept {
-    std::shared_ptr<SharedLedger> ledger;
-    Ledger::Side side;
-    std::shared_ptr<PeerMemory> memory;
-  };
-
-  std::mutex mutex_;
-  std::list<Kept> kept_;
-};
-
-Leftovers& leftovers() {
-  static auto* const made = new Leftovers;  // what is left at exit goes with the process
-  return *made;
-}
-
-}  // namespace
 
 Exports::Exports(std::shared_ptr<PeerMemory> memory, std::shared_ptr<SharedLedger> ledger,
                  Ledger::Side side)
     : memory_(std::move(memory)), ledger_(std::move(ledger)), side_(side) {}
 
-Exports::~Exports() { leftovers().keep(std::move(ledger_), side_, std::move(memory_)); }
+Exports::~Exports() {
+  keep_until([ledger = ledger_, side = side_] { return !(*ledger)->is_mapped(side).load(); },
+             memory_);
+}
 
 bool Exports::locate(const void* address, Proposal& proposal) {
   const auto place = memory_->place_of(address);
@@ -61,24 +33,29 @@ bool Exports::locate(const void* address, Proposal& proposal) {
 }
 
 Imports::Imports(c10::Device device, std::shared_ptr<SharedLedger> ledger, Ledger::Side other_side)
-    : device_(device),
-      driver_(require_peer_device(device)),
-      ledger_(std::move(ledger)),
-      other_side_(other_side) {}
+    : mapped_(new Mapped{device, require_peer_device(device), std::move(ledger), other_side, {}}) {}
 
 Imports::~Imports() {
-  for (auto* address : mapped_) {
-    if (address != nullptr) driver_.unmap(device_, address);
+  try {
+    keep_until(mapped_->ledger->enqueued_is_done(), mapped_);
+  } catch (const std::exception&) {  // the device is gone, as at interpreter exit
   }
-  (*ledger_)->is_mapped(other_side_).store(false);
+}
+
+Imports::Mapped::~Mapped() {
+  for (auto* address : addresses) {
+    if (address != nullptr) driver.unmap(device, address);
+  }
+  (*ledger)->is_mapped(other_side).store(false);
 }
 
 char* Imports::address_of(uint32_t block, uint64_t offset) {
-  auto*& address = mapped_.at(block);
+  auto& [device, driver, ledger, other_side, addresses] = *mapped_;
+  auto*& address = addresses.at(block);
   if (address == nullptr) {
-    const auto& exported = (*ledger_)->blocks_of(other_side_)[block];
-    (*ledger_)->is_mapped(other_side_).store(true);
-    address = static_cast<char*>(driver_.map(device_, exported.handle, exported.bytes));
+    const auto& exported = (*ledger)->blocks_of(other_side)[block];
+    (*ledger)->is_mapped(other_side).store(true);
+    address = static_cast<char*>(driver.map(device, exported.handle, exported.bytes));
   }
   return address + offset;
 }

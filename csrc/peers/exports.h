@@ -39,11 +39,18 @@ class Imports {
   char* address_of(uint32_t block, uint64_t offset);
 
  private:
-  const c10::Device device_;
-  PeerDevice& driver_;
-  std::shared_ptr<SharedLedger> ledger_;
-  const Ledger::Side other_side_;
-  std::array<char*, Ledger::kMaxBlocks> mapped_{};
+  // Stays until nothing that is enqueued copies from or to it.
+  struct Mapped {
+    ~Mapped();
+
+    const c10::Device device;
+    PeerDevice& driver;
+    const std::shared_ptr<SharedLedger> ledger;
+    const Ledger::Side other_side;
+    std::array<char*, Ledger::kMaxBlocks> addresses;
+  };
+
+  const std::shared_ptr<Mapped> mapped_;
 };
 
 }  // namespace ldt

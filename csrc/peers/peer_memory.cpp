@@ -1,9 +1,12 @@
 // Lending blocks and finding them again.
 #include "peers/peer_memory.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 
 #include "common/borrowed.h"
+#include "peers/leftovers.h"
 
 namespace ldt {
 namespace {
@@ -16,30 +19,46 @@ int64_t rounded(int64_t bytes) { return (bytes + kGranule - 1) / kGranule * kGra
 
 }  // namespace
 
+PeerMemory::PeerMemory(c10::Device device, PeerDevice& driver)
+    : device_(device), driver_(driver), blocks_(new Blocks{device, driver, {}}) {}
+
+PeerMemory::Blocks::~Blocks() {
+  for (const auto& block : all) driver.free(device, block.memory.address);
+}
+
 PeerMemory::~PeerMemory() {
-  for (const auto& block : blocks_) driver_.free(device_, block.memory.address);
+  std::vector<std::shared_ptr<const End>> ends;
+  try {
+    const auto events = std::make_shared<EventPool>(device_);
+    for (const auto& block : blocks_->all) ends.push_back(events->record(*block.stream));
+  } catch (const std::exception&) {  // the device is gone, as at interpreter exit
+    return;
+  }
+  keep_until([ends = std::move(ends)] { return all_reached(ends); }, blocks_);
 }
 
 at::Tensor PeerMemory::lend(int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  auto best = blocks_.end();
-  for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
+  auto best = blocks_->all.end();
+  for (auto block = blocks_->all.begin(); block != blocks_->all.end(); ++block) {
     const bool fits = !block->is_lent && block->bytes >= bytes;
-    if (fits && (best == blocks_.end() || block->bytes < best->bytes)) best = block;
+    if (fits && (best == blocks_->all.end() || block->bytes < best->bytes)) best = block;
   }
-  if (best == blocks_.end()) {
+  if (best == blocks_->all.end()) {
     const auto size = rounded(bytes);
-    blocks_.push_back({driver_.allocate(device_, static_cast<size_t>(size)), size, false});
-    best = std::prev(blocks_.end());
+    blocks_->all.push_back(
+        {driver_.allocate(device_, static_cast<size_t>(size)), size, false, std::nullopt});
+    best = std::prev(blocks_->all.end());
   }
   best->is_lent = true;
+  best->stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   return borrowed_tensor(best->memory.address, {bytes}, at::kByte, device_,
                          [self = shared_from_this()](void* data) { self->take_back(data); });
 }
 
 void PeerMemory::take_back(const void* address) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (auto& block : blocks_) {
+  for (auto& block : blocks_->all) {
     if (block.memory.address == address) block.is_lent = false;
   }
 }
@@ -47,9 +66,9 @@ void PeerMemory::take_back(const void* address) noexcept {
 std::optional<PeerMemory::Place> PeerMemory::place_of(const void* address) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto* wanted = static_cast<const char*>(address);
-  for (size_t number = 0; number < blocks_.size(); ++number) {
-    const auto* begin = static_cast<const char*>(blocks_[number].memory.address);
-    if (wanted >= begin && wanted < begin + blocks_[number].bytes) {
+  for (size_t number = 0; number < blocks_->all.size(); ++number) {
+    const auto* begin = static_cast<const char*>(blocks_->all[number].memory.address);
+    if (wanted >= begin && wanted < begin + blocks_->all[number].bytes) {
       return Place{number, wanted - begin};
     }
   }
@@ -58,7 +77,7 @@ std::optional<PeerMemory::Place> PeerMemory::place_of(const void* address) const
 
 Ledger::Block PeerMemory::exported(size_t block) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto& found = blocks_.at(block);
+  const auto& found = blocks_->all.at(block);
   return {static_cast<uint64_t>(found.bytes), found.memory.handle};
 }
 

@@ -8,16 +8,17 @@
 #include <optional>
 #include <vector>
 
+#include "common/event_pool.h"
 #include "peers/peer_device.h"
 
 namespace ldt {
 
 /// Blocks that are exported once and then lent out again and again: what another process has mapped
-/// must not be freed. They are freed with the last owner, which each end of an edge and each tensor
-/// is.
+/// must not be freed. They are freed when the last owner has gone, which each end of an edge and
+/// each tensor is, and what then was enqueued on the stream that was current when they were lent.
 class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
  public:
-  PeerMemory(c10::Device device, PeerDevice& driver) : device_(device), driver_(driver) {}
+  PeerMemory(c10::Device device, PeerDevice& driver);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -42,6 +43,15 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     PeerDevice::Memory memory;
     int64_t bytes = 0;
     bool is_lent = false;
+    std::optional<c10::Stream> stream;  // that was current when it was lent
+  };
+
+  struct Blocks {
+    ~Blocks();
+
+    const c10::Device device;
+    PeerDevice& driver;
+    std::vector<Block> all;
   };
 
   void take_back(const void* address) noexcept;
@@ -49,7 +59,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   const c10::Device device_;
   PeerDevice& driver_;
   mutable std::mutex mutex_;
-  std::vector<Block> blocks_;
+  const std::shared_ptr<Blocks> blocks_;
 };
 
 }  // namespace ldt

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "peers/flag_end.h"
-#include "peers/graveyard.h"
 
 namespace ldt {
 namespace {
@@ -17,33 +16,25 @@ uint64_t grains_in(int64_t bytes, uint64_t grain) {
 
 PeerReceiver::PeerReceiver(std::shared_ptr<PeerMemory> memory)
     : driver_(require_peer_device(memory->device())),
-      ledger_(SharedLedger::create(memory->device())),
-      exports_(std::make_shared<Exports>(memory, ledger_, Ledger::Side::kReceiver)),
-      imports_(std::make_shared<Imports>(memory->device(), ledger_, Ledger::Side::kSender)),
+      ledger_(std::make_shared<SharedLedger>(memory->device())),
+      exports_(memory, ledger_, Ledger::Side::kReceiver),
+      imports_(memory->device(), ledger_, Ledger::Side::kSender),
       bounce_(memory->lend(Ledger::kBounceSlots * Ledger::kBounceSlotBytes)) {
   Proposal first;
-  exports_->locate(bounce_.const_data_ptr(), first);
-}
-
-PeerReceiver::~PeerReceiver() {
-  for (const std::shared_ptr<const void>& what :
-       {std::shared_ptr<const void>(exports_), std::shared_ptr<const void>(imports_),
-        std::shared_ptr<const void>(std::make_shared<at::Tensor>(bounce_))}) {
-    keep_until(ledger_->ends_of_use(), what);
-  }
+  exports_.locate(bounce_.const_data_ptr(), first);
 }
 
 std::string PeerReceiver::offer() const { return c10::str(host_id(), " ", ledger_->ticket()); }
 
 void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_t grain,
                          std::chrono::milliseconds patience) {
-  ledger_->note_use(stream);
   Proposal mine;
   mine.bytes = static_cast<uint64_t>(target.bytes);
   mine.grain = static_cast<uint64_t>(grain);
-  if (target.may_post && exports_->locate(target.address, mine) && !target.is_free) {
+  if (target.may_post && exports_.locate(target.address, mine) && !target.is_free) {
     mine.ready = readied_ + 1;
   }
+  ledger_->note_use(stream);
   const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kReceiver, mine, patience);
   ++number_;
   course_ = outcome.course;
@@ -77,7 +68,7 @@ void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
 }
 
 void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
-  const auto* source = imports_->address_of(decided_.block, decided_.offset);
+  const auto* source = imports_.address_of(decided_.block, decided_.offset);
   while (done_ < wanted) {
     const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
     const auto grains = grains_in(done_ + bytes, decided_.grain);

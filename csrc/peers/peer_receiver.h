@@ -15,7 +15,6 @@ class PeerReceiver {
   /// The bounce slots are of `memory`, and so are targets that the sender may write to. Throws
   /// LaneError if this device cannot.
   explicit PeerReceiver(std::shared_ptr<PeerMemory> memory);
-  ~PeerReceiver();
 
   /// For the PeerSender of the other end: text of one line.
   std::string offer() const;
@@ -49,8 +48,8 @@ class PeerReceiver {
 
   PeerDevice& driver_;
   std::shared_ptr<SharedLedger> ledger_;
-  std::shared_ptr<Exports> exports_;
-  std::shared_ptr<Imports> imports_;
+  Exports exports_;
+  Imports imports_;
   at::Tensor bounce_;  // the slots
 
   std::atomic<int64_t> bounced_{0};

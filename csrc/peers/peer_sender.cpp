@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "peers/flag_end.h"
-#include "peers/graveyard.h"
 
 namespace ldt {
 namespace {
@@ -21,26 +20,19 @@ std::string ticket_of(const std::string& offer) {
 PeerSender::PeerSender(c10::Device device, const std::string& offer,
                        std::shared_ptr<PeerMemory> memory)
     : driver_(require_peer_device(device)),
-      ledger_(SharedLedger::open(device, ticket_of(offer))),
-      imports_(std::make_shared<Imports>(device, ledger_, Ledger::Side::kReceiver)) {
-  if (memory) {
-    exports_ = std::make_shared<Exports>(std::move(memory), ledger_, Ledger::Side::kSender);
-  }
-  imports_->address_of(0, 0);  // the bounce slots: this is where a refusal must show
-}
-
-PeerSender::~PeerSender() {
-  keep_until(ledger_->ends_of_use(), imports_);
-  keep_until(ledger_->ends_of_use(), exports_);
+      ledger_(std::make_shared<SharedLedger>(device, ticket_of(offer))),
+      imports_(device, ledger_, Ledger::Side::kReceiver) {
+  if (memory) exports_.emplace(std::move(memory), ledger_, Ledger::Side::kSender);
+  imports_.address_of(0, 0);  // the bounce slots: this is where a refusal must show
 }
 
 void PeerSender::begin(const c10::Stream& stream, const Source& source,
                        std::chrono::milliseconds patience) {
-  ledger_->note_use(stream);
   Proposal mine;
   mine.bytes = static_cast<uint64_t>(source.bytes);
   mine.grain = static_cast<uint64_t>(source.grain);
   if (source.may_offer && exports_) exports_->locate(source.address, mine);
+  ledger_->note_use(stream);
   const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kSender, mine, patience);
   ++number_;
   course_ = outcome.course;
@@ -49,7 +41,7 @@ void PeerSender::begin(const c10::Stream& stream, const Source& source,
   const bool is_bounced = course_ == Ledger::Course::kBounced;
   grain_ = is_bounced ? Ledger::kBounceSlotBytes : static_cast<int64_t>(outcome.decided.grain);
   if (course_ == Ledger::Course::kPosted) {
-    target_ = imports_->address_of(outcome.decided.block, outcome.decided.offset);
+    target_ = imports_.address_of(outcome.decided.block, outcome.decided.offset);
     if (outcome.decided.ready != 0) {
       driver_.wait_for(stream, (*ledger_)->ready, outcome.decided.ready);
     }
@@ -78,7 +70,7 @@ void PeerSender::copy(const c10::Stream& stream, int64_t bytes) {
       driver_.wait_for(stream, (*ledger_)->freed, bounced_ - Ledger::kBounceSlots + 1);
     }
     const auto slot = static_cast<int64_t>(bounced_ % Ledger::kBounceSlots);
-    target = imports_->address_of(0, static_cast<uint64_t>(slot * grain_ + filled));
+    target = imports_.address_of(0, static_cast<uint64_t>(slot * grain_ + filled));
   }
   driver_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));
 }

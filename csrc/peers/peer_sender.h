@@ -1,6 +1,7 @@
 // The sending end of an edge.
 #pragma once
 
+#include <optional>
 #include <string>
 
 #include "common/end.h"
@@ -16,7 +17,6 @@ class PeerSender {
   /// to the other end: it may read them. Throws LaneError, saying why, if the other end's memory
   /// cannot be used.
   PeerSender(c10::Device device, const std::string& offer, std::shared_ptr<PeerMemory> memory);
-  ~PeerSender();
 
   struct Source {
     const char* address = nullptr;
@@ -42,8 +42,8 @@ class PeerSender {
 
   PeerDevice& driver_;
   std::shared_ptr<SharedLedger> ledger_;
-  std::shared_ptr<Exports> exports_;  // null: nothing is offered
-  std::shared_ptr<Imports> imports_;
+  std::optional<Exports> exports_;
+  Imports imports_;
 
   uint64_t number_ = 0;   // of the next message
   uint64_t arrived_ = 0;  // what Ledger::arrived was set to

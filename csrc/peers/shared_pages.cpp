@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -19,6 +20,12 @@ namespace {
   throw_lane_error("memory shared between processes: ", what, ": ", std::strerror(errno));
 }
 
+struct stat status_of(int file) {
+  struct stat status{};
+  if (fstat(file, &status) != 0) refuse("fstat");
+  return status;
+}
+
 }  // namespace
 
 SharedPages::SharedPages(size_t bytes) : bytes_(bytes) {
@@ -29,25 +36,28 @@ SharedPages::SharedPages(size_t bytes) : bytes_(bytes) {
     refuse("ftruncate");
   }
   map(file_);
-  ticket_ = c10::str(getpid(), " ", file_, " ", bytes);
+  ticket_ = c10::str(getpid(), " ", file_, " ", bytes, " ", status_of(file_).st_ino);
 }
 
 SharedPages::SharedPages(const std::string& ticket) : ticket_(ticket) {
   int process = 0;
   int number = 0;
+  ino_t id = 0;
   std::istringstream fields(ticket);
-  if (!(fields >> process >> number >> bytes_)) {
-    throw_lane_error("memory shared between processes: expected a ticket of three numbers, got '",
+  if (!(fields >> process >> number >> bytes_ >> id)) {
+    throw_lane_error("memory shared between processes: expected a ticket of four numbers, got '",
                      ticket, "'");
   }
   const auto path = c10::str("/proc/", process, "/fd/", number);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) refuse(path.c_str());
-  const auto size = lseek(file, 0, SEEK_END);
-  if (size != static_cast<off_t>(bytes_)) {
+  const auto status = status_of(file);
+  // In another container the same number is another process, which may have such a file, too.
+  if (status.st_size != static_cast<off_t>(bytes_) || status.st_ino != id) {
     close(file);
-    throw_lane_error("memory shared between processes: expected ", bytes_, " bytes behind ", path,
-                     ", got ", size, ": is it another process there?");
+    throw_lane_error("memory shared between processes: expected ", bytes_, " bytes of file ", id,
+                     " behind ", path, ", got ", status.st_size, " of ", status.st_ino,
+                     ": is it another process there?");
   }
   map(file);
   close(file);

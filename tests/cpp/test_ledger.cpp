@@ -1,4 +1,6 @@
 // Two ends of an edge that agree, message by message, on how its bytes move.
+#include <sstream>
+#include <string>
 #include <thread>
 
 #include "common/error.h"
@@ -111,10 +113,13 @@ TEST(counts_go_on_after_the_lower_half_went_around) {
 }
 
 TEST(pages_are_refused_when_they_are_not_there) {
-  EXPECT_THROW(ldt::SharedPages("not a ticket"), ldt::LaneError, "three numbers");
-  EXPECT_THROW(ldt::SharedPages("1 999999 4096"), ldt::LaneError, "/proc/1/fd/999999");
+  EXPECT_THROW(ldt::SharedPages("not a ticket"), ldt::LaneError, "four numbers");
+  EXPECT_THROW(ldt::SharedPages("1 999999 4096 1"), ldt::LaneError, "/proc/1/fd/999999");
   ldt::SharedPages pages(4096);
-  auto ticket = pages.ticket();
-  ticket.replace(ticket.rfind(' '), std::string::npos, " 8192");
-  EXPECT_THROW(ldt::SharedPages{ticket}, ldt::LaneError, "expected 8192 bytes");
+  std::istringstream fields(pages.ticket());
+  std::string process, number, bytes, id;
+  fields >> process >> number >> bytes >> id;
+  const auto prefix = process + " " + number;
+  EXPECT_THROW(ldt::SharedPages(prefix + " 8192 " + id), ldt::LaneError, "expected 8192 bytes");
+  EXPECT_THROW(ldt::SharedPages(prefix + " 4096 1" + id), ldt::LaneError, "of file 1" + id);
 }

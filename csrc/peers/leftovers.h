@@ -1,0 +1,13 @@
+// What outlives its owner, as devices or other processes still use it.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+namespace ldt {
+
+/// Keeps `what` until `is_unused` says so. It is asked now and whenever something else is kept;
+/// what is left at exit goes with the process.
+void keep_until(std::function<bool()> is_unused, std::shared_ptr<const void> what);
+
+}  // namespace ldt
