@@ -100,6 +100,11 @@ class PeerSender:
 
     def __init__(self, device: torch.device, offer: str, memory: PeerMemory | None = None) -> None: ...
 
+class PeerStream:
+    """A stream for a lane, whose waits hold up nothing that this rank computes. Raises LaneError if there is none."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
 class PeerEdges:
     """The payload goes by the copy engine: a lane's ends of edges on this rank, ``senders`` and ``receivers`` by peer.
 
@@ -110,6 +115,7 @@ class PeerEdges:
     def __init__(
         self,
         *,
+        stream: PeerStream,
         memory: PeerMemory | None,
         senders: Mapping[int, PeerSender],
         receivers: Mapping[int, PeerReceiver],

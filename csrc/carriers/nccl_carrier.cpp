@@ -1,8 +1,6 @@
 // NCCL's calls in the order of the lane's stream; the leader's broadcasts beside it.
 #include "carriers/nccl_carrier.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "common/error.h"
 #include "common/streams.h"
 
@@ -18,10 +16,6 @@ const NcclLibrary& require_nccl() {
         "the process groups instead");
   }
   return *library;
-}
-
-NcclLibrary::Stream native(const c10::Stream& stream) {
-  return c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
 }
 
 }  // namespace
@@ -70,11 +64,9 @@ Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
 
 void NcclCarrier::broadcast(const at::Tensor& piece, const c10::Stream& stream) {
   auto* data = piece.mutable_data_ptr();
-  in_stage([&] {
-    nccl_.check(nccl_.broadcast(data, data, piece.nbytes(), NcclLibrary::kBytes,
-                                communicators_.stage_root, communicators_.stage, native(stream)),
-                "ncclBroadcast");
-  });
+  nccl_.check(nccl_.broadcast(data, data, piece.nbytes(), NcclLibrary::kBytes,
+                              communicators_.stage_root, communicators_.stage, native(stream)),
+              "ncclBroadcast in the stage");
 }
 
 }  // namespace ldt

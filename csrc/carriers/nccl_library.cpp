@@ -1,18 +1,11 @@
 // Looking up NCCL's functions.
 #include "carriers/nccl_library.h"
 
-#include <dlfcn.h>
-
+#include "common/dynamic_library.h"
 #include "common/error.h"
 
 namespace ldt {
 namespace {
-
-template <typename Function>
-bool look_up(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  return function != nullptr;
-}
 
 const NcclLibrary* load() {
   // Only the one that torch uses: its communicators are no use to another.
@@ -22,8 +15,6 @@ const NcclLibrary* load() {
   const bool complete = look_up(library, "ncclSend", nccl.send) &&
                         look_up(library, "ncclRecv", nccl.receive) &&
                         look_up(library, "ncclBroadcast", nccl.broadcast) &&
-                        look_up(library, "ncclGroupStart", nccl.group_start) &&
-                        look_up(library, "ncclGroupEnd", nccl.group_end) &&
                         look_up(library, "ncclGetErrorString", nccl.get_error_string);
   return complete ? &nccl : nullptr;
 }

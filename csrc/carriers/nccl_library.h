@@ -16,8 +16,6 @@ struct NcclLibrary {
   Result (*receive)(void*, size_t, int type, int peer, Communicator, Stream) = nullptr;
   Result (*broadcast)(const void*, void*, size_t, int type, int root, Communicator,
                       Stream) = nullptr;
-  Result (*group_start)() = nullptr;
-  Result (*group_end)() = nullptr;
   const char* (*get_error_string)(Result) = nullptr;
 
   /// Throws LaneError with NCCL's text unless `result` is success; `what` names the call.

@@ -84,16 +84,18 @@ int64_t PeerCarrier::bounced() const {
   return count;
 }
 
+// First all are held: else a stream that is released here would pass on what has not come.
 void PeerCarrier::abort() {
-  for (const auto& [peer, end] : edges_.senders) end->abort();
-  for (const auto& [peer, end] : edges_.receivers) end->abort();
-  if (edges_.from_stage) edges_.from_stage->abort();
-  if (edges_.to_stage) edges_.to_stage->abort();
+  for_each_end([](auto& end) { end.hold(); });
+  for_each_end([](auto& end) { end.release(); });
 }
 
-c10::Stream PeerCarrier::stream(c10::Device device) {
-  stream_ = std::make_unique<StreamApart>(device, require_peer_device(device));
-  return stream_->stream();
+template <typename Step>
+void PeerCarrier::for_each_end(const Step& step) const {
+  for (const auto& [peer, end] : edges_.senders) step(*end);
+  for (const auto& [peer, end] : edges_.receivers) step(*end);
+  if (edges_.from_stage) step(*edges_.from_stage);
+  if (edges_.to_stage) step(*edges_.to_stage);
 }
 
 ReceivePool::Allocate PeerCarrier::allocator() {

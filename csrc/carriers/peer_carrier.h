@@ -13,6 +13,7 @@ namespace ldt {
 /// The ends of edges that a lane has on this rank. Inside a stage, a message is passed on along a
 /// chain of its ranks, piece by piece, while it comes in.
 struct PeerEdges {
+  std::shared_ptr<StreamApart> stream;                     // that the lane works on
   std::shared_ptr<PeerMemory> memory;                      // of the receive pool; null on senders
   std::map<int, std::shared_ptr<PeerSender>> senders;      // by peer
   std::map<int, std::shared_ptr<PeerReceiver>> receivers;  // by peer
@@ -33,17 +34,18 @@ class PeerCarrier final : public Carrier {
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override;
   int64_t bounced() const override;
-  c10::Stream stream(c10::Device device) override;
+  c10::Stream stream(c10::Device /*device*/) override { return edges_.stream->stream(); }
   ReceivePool::Allocate allocator() override;
   bool has_own_timeout() const override { return false; }
 
  private:
   void pass_on(const c10::Stream& stream, const PeerReceiver::Target& target, PeerReceiver& from,
                PeerSender& to);
+  template <typename Step>
+  void for_each_end(const Step& step) const;
   int64_t piece_bytes(int64_t message_bytes) const;
 
   const PeerEdges edges_;
-  std::unique_ptr<StreamApart> stream_;
   const int64_t chunk_bytes_;
   const std::chrono::milliseconds patience_;
 };

@@ -13,4 +13,9 @@ inline c10::Stream new_lane_stream(c10::Device device) {
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
+/// What the backend's own functions take.
+inline void* native(const c10::Stream& stream) {
+  return c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
+}
+
 }  // namespace ldt

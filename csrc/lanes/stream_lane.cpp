@@ -24,6 +24,7 @@ StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport
                        std::unique_ptr<Carrier> carrier)
     : Lane(std::move(options), std::move(transport)),
       carrier_(std::move(carrier)),
+      driver_(peer_device(options_.device.type())),
       stream_(carrier_->stream(options_.device)),
       events_(std::make_shared<EventPool>(options_.device)) {
   pool_ = std::make_shared<ReceivePool>(options_.device, stream_, carrier_->allocator());
@@ -46,9 +47,8 @@ void StreamLane::wait_for_current_stream() {
 // What is captured runs when the graph is replayed, once for each replay. But a lane counts its
 // messages at launch, and asks its events what is done.
 void StreamLane::refuse_capture(const Title& title) const {
-  auto* driver = peer_device(options_.device.type());
   const c10::impl::VirtualGuardImpl backend(options_.device.type());
-  if (driver == nullptr || !driver->is_capturing(backend.getStream(options_.device))) return;
+  if (!driver_ || !driver_->is_capturing(backend.getStream(options_.device))) return;
   throw_lane_error(
       title,
       ": the current stream is being captured into a graph, and messages of a lane cannot "
@@ -181,9 +181,12 @@ Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end,
                               const std::string& label) {
   auto work = c10::make_intrusive<StreamWork>(type, options_.device, end, failure_);
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
-  const std::lock_guard<std::mutex> lock(mutex_);
-  in_flight_.push_back(
-      {std::move(end), std::move(wire), verb, label, std::chrono::steady_clock::now()});
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_flight_.push_back(
+        {std::move(end), std::move(wire), verb, label, std::chrono::steady_clock::now()});
+  }
+  if (failure_->happened()) end_transfers();  // the abort came before there was something to end
   return work;
 }
 
@@ -206,22 +209,30 @@ bool StreamLane::drain(std::chrono::milliseconds timeout) {
   return true;
 }
 
+// Takes nothing out, as that would give memory back under this thread's current stream.
 std::string StreamLane::overdue() {
-  if (carrier_->has_own_timeout() || retire()) return {};
+  if (carrier_->has_own_timeout()) return {};
+  const auto now = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(mutex_);
-  if (in_flight_.empty()) return {};
-  const auto& oldest = in_flight_.front();
-  const auto age = std::chrono::steady_clock::now() - oldest.since;
-  if (age < options_.timeout) return {};
-  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(age).count();
-  return c10::str("lane ", options_.name, ": ", oldest.verb, " ", oldest.label,
+  const auto late =
+      std::find_if(in_flight_.begin(), in_flight_.end(), [&](const InFlight& message) {
+        return now - message.since >= options_.timeout && !message.end->is_reached();
+      });
+  if (late == in_flight_.end()) return {};
+  const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - late->since).count();
+  return c10::str("lane ", options_.name, ": ", late->verb, " ", late->label,
                   " has been under way for ", seconds, " s, longer than the timeout of ",
                   options_.timeout.count() / 1000.0, " s");
 }
 
 void StreamLane::abort(const std::string& reason) {
-  // A transfer whose peer is gone keeps the device waiting: only the backend can end it.
-  if (failure_->set(reason) && !retire()) carrier_->abort();
+  failure_->set(reason);
+  if (!retire()) end_transfers();
+}
+
+// A transfer whose peer is gone keeps the device waiting: only the backend can end it.
+void StreamLane::end_transfers() {
+  if (!has_ended_transfers_.exchange(true)) carrier_->abort();
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {

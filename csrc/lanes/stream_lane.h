@@ -3,6 +3,7 @@
 
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <deque>
 #include <mutex>
 
@@ -10,6 +11,7 @@
 #include "common/wire_tensors.h"
 #include "lanes/agreement.h"
 #include "lanes/lane.h"
+#include "peers/peer_device.h"
 
 namespace ldt {
 
@@ -46,6 +48,7 @@ class StreamLane final : public Lane {
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
                       const Title& title) override;
 
+  void end_transfers();
   void wait_for_current_stream();
   void refuse_capture(const Title& title) const;
   std::vector<ReceivePool::Claim> claim(const std::vector<at::Tensor>& tensors);
@@ -64,10 +67,12 @@ class StreamLane final : public Lane {
   bool drain(std::chrono::milliseconds timeout);
 
   const std::unique_ptr<Carrier> carrier_;
+  PeerDevice* const driver_;  // null: the device has none
   const c10::Stream stream_;
   const std::shared_ptr<EventPool> events_;
   std::mutex mutex_;
   std::deque<InFlight> in_flight_;
+  std::atomic<bool> has_ended_transfers_{false};
 };
 
 }  // namespace ldt

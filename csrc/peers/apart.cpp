@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 constexpr int kCandidates = 32;       // as many as torch's pools have
 constexpr milliseconds kPatience{5};  // many times what an idle stream takes
-constexpr milliseconds kLongestWork{2000};
+constexpr milliseconds kLongestWork{30000};
 
 std::mutex& mutex() {
   static auto* const made = new std::mutex;
@@ -60,38 +60,43 @@ bool is_apart(const c10::Stream& candidate, const std::vector<c10::Stream>& othe
   return apart;
 }
 
-c10::Stream choose(c10::Device device, PeerDevice& driver, const std::vector<c10::Stream>& others) {
+// Of the streams that others use, those that are idle: what a busy one shares cannot be told.
+std::vector<c10::Stream> idle_of(std::vector<c10::Stream> streams, EventPool& events,
+                                 milliseconds patience) {
+  streams.erase(std::remove_if(streams.begin(), streams.end(),
+                               [&](const c10::Stream& stream) {
+                                 return !ends_within(events.record(stream), patience);
+                               }),
+                streams.end());
+  return streams;
+}
+
+c10::Stream choose(c10::Device device, PeerDevice& driver, const std::vector<c10::Stream>& lanes) {
   const auto events = std::make_shared<EventPool>(device);
-  for (const auto& other : others) ends_within(events->record(other), kLongestWork);
+  auto others = idle_of(others_than_lanes(device), *events, kLongestWork);
+  const auto idle_lanes = idle_of(lanes, *events, kPatience);
+  others.insert(others.end(), idle_lanes.begin(), idle_lanes.end());
   SharedLedger ledger(device);
-  auto candidate = new_lane_stream(device);
-  uint64_t count = 0;
-  while (++count < kCandidates) {
-    // One of theirs may be busy for long: nothing is enqueued on it.
-    const bool is_new = std::find(others.begin(), others.end(), candidate) == others.end();
-    if (is_new) ledger.note_use(candidate);
-    if (is_new && is_apart(candidate, others, driver, *ledger, *events, count)) break;
-    candidate = new_lane_stream(device);
+  for (uint64_t count = 1; count <= kCandidates; ++count) {
+    const auto candidate = new_lane_stream(device);
+    // That of another lane may be busy for long: nothing is enqueued on it.
+    if (std::find(lanes.begin(), lanes.end(), candidate) != lanes.end()) continue;
+    ledger.note_use(candidate);
+    if (is_apart(candidate, others, driver, *ledger, *events, count)) return candidate;
   }
-  ends_within(events->record(candidate), kLongestWork);  // the ledger goes at once then
-  if (count == kCandidates) {
-    TORCH_WARN("all streams of ", device, " share a queue with another one that is in use (",
-               others.size(),
-               " are), so that one transfer that waits may hold up what it waits for: start the "
-               "process with CUDA_DEVICE_MAX_CONNECTIONS=32");
-  }
-  return candidate;
+  throw_lane_error("every stream of ", device, " shares a queue with one of ", others.size(),
+                   " others that are in use, and a transfer that waits there would hold up what it "
+                   "waits for: start the processes with CUDA_DEVICE_MAX_CONNECTIONS=32");
 }
 
 }  // namespace
 
-StreamApart::StreamApart(c10::Device device, PeerDevice& driver)
-    : stream_(c10::Stream::DEFAULT, device) {
+StreamApart::StreamApart(c10::Device device) : stream_(c10::Stream::DEFAULT, device) {
   const std::lock_guard<std::mutex> lock(mutex());
-  auto others = others_than_lanes(device);
-  std::copy_if(taken().begin(), taken().end(), std::back_inserter(others),
+  std::vector<c10::Stream> lanes;
+  std::copy_if(taken().begin(), taken().end(), std::back_inserter(lanes),
                [&](const c10::Stream& stream) { return stream.device() == device; });
-  stream_ = choose(device, driver, others);
+  stream_ = choose(device, require_peer_device(device), lanes);
   taken().push_back(stream_);
 }
 

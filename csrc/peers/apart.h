@@ -18,8 +18,9 @@ namespace ldt {
 /// where every stream holds up one of these.
 class StreamApart {
  public:
-  /// Waits, at most for seconds, until the streams that it looks at have nothing to do.
-  StreamApart(c10::Device device, PeerDevice& driver);
+  /// Waits, at most half a minute, until the streams that it looks at have nothing to do. Throws
+  /// LaneError where every stream would hold up one of these.
+  explicit StreamApart(c10::Device device);
   ~StreamApart();
   StreamApart(const StreamApart&) = delete;
   StreamApart& operator=(const StreamApart&) = delete;

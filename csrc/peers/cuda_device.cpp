@@ -1,25 +1,27 @@
 // Peer memory by CUDA IPC, order by stream memory operations on host pages that both processes pin.
 #include "peers/cuda_device.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <array>
 #include <mutex>
+#include <utility>
 
 #include "common/error.h"
+#include "common/streams.h"
 #include "peers/cuda_driver.h"
 
 namespace ldt {
 namespace {
 
 // Of cuda.h.
-constexpr int kCan64BitMemoryOperations = 122;
+constexpr std::pair<int, const char*> kNeeded[] = {
+    {122, "64 bit stream memory operations"},
+    {91, "addresses of pinned host memory that are those of the host"},
+};
 constexpr unsigned kLazyPeerAccess = 1;
 constexpr unsigned kRegisterPortable = 1;
 constexpr unsigned kRegisterMapped = 2;
 constexpr unsigned kGreaterOrEqual = 0;
-constexpr int kAlreadyRegistered = 712;
 
 class CudaPeerDevice final : public PeerDevice {
  public:
@@ -27,11 +29,14 @@ class CudaPeerDevice final : public PeerDevice {
 
   std::string unavailable(c10::Device device) override {
     int number = 0;
-    int can = 0;
     const auto result = driver_.device_get(&number, device.index());
     if (result != 0) return driver_.text_of(result);
-    driver_.device_get_attribute(&can, kCan64BitMemoryOperations, number);
-    return can != 0 ? "" : c10::str(device, " has no 64 bit stream memory operations");
+    for (const auto& [attribute, what] : kNeeded) {
+      int can = 0;
+      driver_.check(driver_.device_get_attribute(&can, attribute, number), "cuDeviceGetAttribute");
+      if (can == 0) return c10::str(device, " has no ", what);
+    }
+    return "";
   }
 
   Memory allocate(c10::Device device, size_t bytes) override {
@@ -44,7 +49,9 @@ class CudaPeerDevice final : public PeerDevice {
                        " bytes: ", driver_.text_of(result),
                        "; free some, for example with torch.cuda.empty_cache()");
     }
-    driver_.check(driver_.get_ipc_handle(&handle, address), "cuIpcGetMemHandle");
+    const auto exported = driver_.get_ipc_handle(&handle, address);
+    if (exported != 0) driver_.free(address);
+    driver_.check(exported, "cuIpcGetMemHandle");
     Memory memory;
     memory.address = reinterpret_cast<void*>(address);
     std::copy(std::begin(handle.bytes), std::end(handle.bytes), memory.handle.begin());
@@ -72,8 +79,8 @@ class CudaPeerDevice final : public PeerDevice {
 
   void enlist(c10::Device device, void* pages, size_t bytes) override {
     const auto context = in(device);
-    const auto result = driver_.register_host(pages, bytes, kRegisterPortable | kRegisterMapped);
-    if (result != kAlreadyRegistered) driver_.check(result, "cuMemHostRegister");
+    driver_.check(driver_.register_host(pages, bytes, kRegisterPortable | kRegisterMapped),
+                  "cuMemHostRegister");
   }
 
   void dismiss(c10::Device device, void* pages) noexcept override {
@@ -121,10 +128,6 @@ class CudaPeerDevice final : public PeerDevice {
  private:
   static CudaDriver::Address to_address(const void* pointer) {
     return reinterpret_cast<CudaDriver::Address>(pointer);
-  }
-
-  static CudaDriver::Stream native(const c10::Stream& stream) {
-    return c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
   }
 
   // The driver works in the thread's context, which in a thread that did nothing with CUDA yet is

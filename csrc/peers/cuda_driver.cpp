@@ -1,18 +1,11 @@
 // Looking up the driver's functions.
 #include "peers/cuda_driver.h"
 
-#include <dlfcn.h>
-
+#include "common/dynamic_library.h"
 #include "common/error.h"
 
 namespace ldt {
 namespace {
-
-template <typename Function>
-bool look_up(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  return function != nullptr;
-}
 
 const CudaDriver* load() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);

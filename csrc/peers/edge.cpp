@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "common/event_pool.h"
+#include "common/interrupt.h"
 #include "peers/leftovers.h"
 
 namespace ldt {
@@ -80,6 +81,8 @@ Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Sid
       throw_lane_error("the other end has been more than ", Ledger::kEntries,
                        " tensors behind for ", patience.count(), " ms: does it still take part?");
     }
+    if (ledger->is_disturbed()) throw_lane_error("one of the two ends has failed");
+    check_interrupt();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     outcome = ledger->meet(number, side, mine);
   }

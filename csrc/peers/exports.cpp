@@ -49,11 +49,15 @@ Imports::Mapped::~Mapped() {
   (*ledger)->is_mapped(other_side).store(false);
 }
 
-char* Imports::address_of(uint32_t block, uint64_t offset) {
+char* Imports::address_of(uint32_t block, uint64_t offset, uint64_t bytes) {
   auto& [device, driver, ledger, other_side, addresses] = *mapped_;
   auto*& address = addresses.at(block);
+  const auto& exported = (*ledger)->blocks_of(other_side)[block];
+  if (offset > exported.bytes || bytes > exported.bytes - offset) {
+    throw_lane_error("the other end proposes ", bytes, " bytes at ", offset, " of a block of ",
+                     exported.bytes);
+  }
   if (address == nullptr) {
-    const auto& exported = (*ledger)->blocks_of(other_side)[block];
     (*ledger)->is_mapped(other_side).store(true);
     address = static_cast<char*>(driver.map(device, exported.handle, exported.bytes));
   }

@@ -35,8 +35,9 @@ class Imports {
   Imports(c10::Device device, std::shared_ptr<SharedLedger> ledger, Ledger::Side other_side);
   ~Imports();
 
-  /// Maps the block on first use. Throws LaneError if the driver refuses.
-  char* address_of(uint32_t block, uint64_t offset);
+  /// Where `bytes` lie that the other side has proposed. Maps the block on first use. Throws
+  /// LaneError if the driver refuses, or if they are not within the block.
+  char* address_of(uint32_t block, uint64_t offset, uint64_t bytes);
 
  private:
   // Stays until nothing that is enqueued copies from or to it.

@@ -8,7 +8,8 @@
 
 namespace ldt {
 
-/// Reached when the flag has `count`. Costs nothing until a stream waits for it.
+/// Reached when the flag has `count`. Costs nothing until a stream waits for it, and nothing if
+/// that comes late: what the host has seen there, all that is enqueued after that sees, too.
 class FlagEnd : public End {
  public:
   FlagEnd(PeerDevice& driver, std::shared_ptr<SharedLedger> ledger, const Flag& flag,
@@ -16,6 +17,7 @@ class FlagEnd : public End {
       : driver_(driver), ledger_(std::move(ledger)), flag_(flag), count_(count) {}
   bool is_reached() const override { return flag_.has_reached(count_); }
   void block(const c10::Stream& stream) const override {
+    if (is_reached()) return;
     ledger_->note_use(stream);
     driver_.wait_for(stream, flag_, count_);
   }
@@ -33,6 +35,7 @@ class OwnFlagEnd final : public FlagEnd {
   using FlagEnd::FlagEnd;
   bool is_reached() const override { return flag_.has_counted(count_); }
   void block(const c10::Stream& stream) const override {
+    if (is_reached()) return;
     ledger_->note_use(stream);
     driver_.wait_for_count(stream, flag_, count_);
   }

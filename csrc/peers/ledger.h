@@ -28,12 +28,13 @@ struct alignas(128) Flag {
   bool has_counted(uint64_t wanted) const {
     return static_cast<int32_t>(count.load() - static_cast<uint32_t>(wanted)) >= 0;
   }
+  bool is_disturbed() const { return upper.load() >= kReleased; }
   /// All waits end, for good.
   void release() { upper.store(kReleased); }
   /// No wait ends any more, unless the flag was or will be released.
   void hold() {
-    uint32_t counted = upper.load();
-    while (counted != kReleased && !upper.compare_exchange_weak(counted, kHeld)) {
+    uint32_t now = upper.load();
+    while (now != kReleased && !upper.compare_exchange_weak(now, kHeld)) {
     }
   }
 
@@ -92,6 +93,8 @@ class Ledger {
   /// Exported by each side; an entry is written before it is proposed. The receiver's first one has
   /// the bounce slots.
   Blocks& blocks_of(Side side) { return blocks_[static_cast<size_t>(side)]; }
+  /// Whether an end has failed: it holds up or has released waits.
+  bool is_disturbed() const { return arrived.is_disturbed() || freed.is_disturbed(); }
   /// Whether the other side has mapped blocks of `side`, which must then not be freed.
   std::atomic<bool>& is_mapped(Side side) { return is_mapped_[static_cast<size_t>(side)]; }
 

@@ -10,4 +10,7 @@ namespace ldt {
 /// what is left at exit goes with the process.
 void keep_until(std::function<bool()> is_unused, std::shared_ptr<const void> what);
 
+/// Frees what is no longer used: before more memory is asked for.
+void sweep_leftovers();
+
 }  // namespace ldt

@@ -15,6 +15,9 @@ namespace {
 // size.
 constexpr int64_t kGranule = int64_t{2} << 20;
 
+// A block serves a smaller message only if it wastes at most half of itself.
+constexpr int64_t kMaxWaste = 2;
+
 int64_t rounded(int64_t bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
 
 }  // namespace
@@ -41,10 +44,12 @@ at::Tensor PeerMemory::lend(int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto best = blocks_->all.end();
   for (auto block = blocks_->all.begin(); block != blocks_->all.end(); ++block) {
-    const bool fits = !block->is_lent && block->bytes >= bytes;
+    const bool fits =
+        !block->is_lent && block->bytes >= bytes && block->bytes <= kMaxWaste * rounded(bytes);
     if (fits && (best == blocks_->all.end() || block->bytes < best->bytes)) best = block;
   }
   if (best == blocks_->all.end()) {
+    sweep_leftovers();
     const auto size = rounded(bytes);
     blocks_->all.push_back(
         {driver_.allocate(device_, static_cast<size_t>(size)), size, false, std::nullopt});

@@ -44,7 +44,7 @@ void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_
     ++bounced_;
   }
   target_ = target;
-  done_ = 0;
+  asked_ = done_ = 0;
   arrived_before_ = arrived_;
   arrived_ += grains_in(target.bytes, decided_.grain);
   if (course_ == Ledger::Course::kPosted && mine.ready != 0) {
@@ -53,11 +53,12 @@ void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_
 }
 
 void PeerReceiver::await(const c10::Stream& stream, int64_t bytes) {
-  const auto wanted = std::min(done_ + bytes, target_.bytes);
+  asked_ = std::min(asked_ + bytes, target_.bytes);
+  if (asked_ <= done_) return;
   switch (course_) {
-    case Ledger::Course::kPosted: return await_posted(stream, wanted);
-    case Ledger::Course::kOffered: return take_offered(stream, wanted);
-    default: return await_bounced(stream, wanted);
+    case Ledger::Course::kPosted: return await_posted(stream, asked_);
+    case Ledger::Course::kOffered: return take_offered(stream, asked_);
+    default: return await_bounced(stream, asked_);
   }
 }
 
@@ -68,7 +69,7 @@ void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
 }
 
 void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
-  const auto* source = imports_.address_of(decided_.block, decided_.offset);
+  const auto* source = imports_.address_of(decided_.block, decided_.offset, decided_.bytes);
   while (done_ < wanted) {
     const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
     const auto grains = grains_in(done_ + bytes, decided_.grain);
@@ -97,9 +98,10 @@ std::shared_ptr<const End> PeerReceiver::end() const {
   return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->arrived, arrived_);
 }
 
-void PeerReceiver::abort() {
-  (*ledger_)->arrived.release();
+void PeerReceiver::hold() {
   for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->hold();
 }
+
+void PeerReceiver::release() { (*ledger_)->arrived.release(); }
 
 }  // namespace ldt

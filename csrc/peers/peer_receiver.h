@@ -37,9 +37,10 @@ class PeerReceiver {
   /// When it is there.
   std::shared_ptr<const End> end() const;
 
-  /// Ends all waits of this end, for good, and none of the other's any more: what comes after a
-  /// failure is not to be used.
-  void abort();
+  /// After a failure: no wait of the other end ends any more, as what comes now is not to be used.
+  void hold();
+  /// And all waits of this end end, for good.
+  void release();
 
  private:
   void await_posted(const c10::Stream& stream, int64_t wanted);
@@ -63,6 +64,7 @@ class PeerReceiver {
   Ledger::Course course_ = Ledger::Course::kBounced;
   Target target_;
   Proposal decided_;
+  int64_t asked_ = 0;            // bytes that were awaited
   int64_t done_ = 0;             // bytes that are in place
   uint64_t arrived_before_ = 0;  // arrived_ when it began
 };

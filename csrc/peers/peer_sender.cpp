@@ -23,7 +23,7 @@ PeerSender::PeerSender(c10::Device device, const std::string& offer,
       ledger_(std::make_shared<SharedLedger>(device, ticket_of(offer))),
       imports_(device, ledger_, Ledger::Side::kReceiver) {
   if (memory) exports_.emplace(std::move(memory), ledger_, Ledger::Side::kSender);
-  imports_.address_of(0, 0);  // the bounce slots: this is where a refusal must show
+  imports_.address_of(0, 0, 0);  // the bounce slots: this is where a refusal must show
 }
 
 void PeerSender::begin(const c10::Stream& stream, const Source& source,
@@ -41,7 +41,7 @@ void PeerSender::begin(const c10::Stream& stream, const Source& source,
   const bool is_bounced = course_ == Ledger::Course::kBounced;
   grain_ = is_bounced ? Ledger::kBounceSlotBytes : static_cast<int64_t>(outcome.decided.grain);
   if (course_ == Ledger::Course::kPosted) {
-    target_ = imports_.address_of(outcome.decided.block, outcome.decided.offset);
+    target_ = imports_.address_of(outcome.decided.block, outcome.decided.offset, mine.bytes);
     if (outcome.decided.ready != 0) {
       driver_.wait_for(stream, (*ledger_)->ready, outcome.decided.ready);
     }
@@ -70,7 +70,8 @@ void PeerSender::copy(const c10::Stream& stream, int64_t bytes) {
       driver_.wait_for(stream, (*ledger_)->freed, bounced_ - Ledger::kBounceSlots + 1);
     }
     const auto slot = static_cast<int64_t>(bounced_ % Ledger::kBounceSlots);
-    target = imports_.address_of(0, static_cast<uint64_t>(slot * grain_ + filled));
+    target = imports_.address_of(0, static_cast<uint64_t>(slot * grain_ + filled),
+                                 static_cast<uint64_t>(bytes));
   }
   driver_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));
 }
@@ -84,8 +85,9 @@ std::shared_ptr<const End> PeerSender::taken() const {
   return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->taken, offered_);
 }
 
-void PeerSender::abort() {
-  (*ledger_)->arrived.hold();
+void PeerSender::hold() { (*ledger_)->arrived.hold(); }
+
+void PeerSender::release() {
   for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->release();
 }
 

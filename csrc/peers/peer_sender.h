@@ -33,9 +33,10 @@ class PeerSender {
   /// When the other end has read all messages so far that it reads from here. Null: there was none.
   std::shared_ptr<const End> taken() const;
 
-  /// Ends all waits of this end, for good, and none of the other's any more: what was to be sent
-  /// after a failure is not to be used.
-  void abort();
+  /// After a failure: no wait of the other end ends any more, as what comes now is not to be used.
+  void hold();
+  /// And all waits of this end end, for good.
+  void release();
 
  private:
   void copy(const c10::Stream& stream, int64_t bytes);

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ldt._C import NcclCommunicators, PeerEdges, has_nccl
 from ldt.errors import LdtError
-from ldt.runtime.edges import Edge, LaneId, Share, connect_edges, edges_of
+from ldt.runtime.edges import Edge, LaneEnds, LaneId, Share, connect_edges, edges_of
 from ldt.runtime.groups import group_specs, lane_name, stage_name
 from ldt.runtime.strands import Transfers
 from ldt.topology import LanePolicy, Topology
@@ -67,26 +67,32 @@ class CarrierChoice:
             return {}
         warn_of_one_connection(self.device)
         edges = edges_of(self.topology, self.policy, self.transfers)
-        carriers = {} if self.transport == "nccl" else self._by_copy_engine(edges)
-        rest = [lane for lane in edges if lane not in carriers]
-        if rest and self.device.type == "cuda" and self._can_call_nccl():
-            carriers |= {lane: self._by_nccl(lane) for lane in rest}
-        touched = {lane for lane, found in edges.items() if any(self.rank in edge[1:3] for edge in found)}
-        return {lane: carriers[lane] for lane in carriers if lane in touched}
+        mine = [lane for lane, found in edges.items() if any(self.rank in edge[1:3] for edge in found)]
+        refused = set(edges)
+        carriers: dict[LaneId, Carrier] = {}
+        if self.transport != "nccl":
+            ends, refused = self._connect_edges(edges)
+            specs = {spec.name: spec for spec in group_specs(self.topology, self.policy, self.transfers)}
+            for lane in mine:
+                if lane not in refused:
+                    members = specs[lane_name(*lane)].ranks
+                    carriers[lane] = Carrier("copy_engine", ends[lane].for_lane(members))
+        if refused and self.device.type == "cuda" and self._can_call_nccl():
+            carriers |= {lane: self._by_nccl(lane) for lane in mine if lane in refused}
+        return carriers
 
-    def _by_copy_engine(self, edges: Mapping[LaneId, Sequence[Edge]]) -> dict[LaneId, Carrier]:
+    def _connect_edges(
+        self, edges: Mapping[LaneId, Sequence[Edge]]
+    ) -> tuple[Mapping[LaneId, LaneEnds], set[LaneId]]:
+        """This rank's ends, and the lanes that do not get them: equal on all ranks."""
         ends, refusals = connect_edges(edges, self.rank, self.device, self.share)
         if refusals:
             text = _summary(refusals)
             if self.transport == "copy_engine":
                 raise LdtError(f"connect: not every lane can use the copy engine; take 'auto'. {text}")
             logger.info("lanes that go through the backend instead of the copy engine: %s", text)
-        specs = {spec.name: spec for spec in group_specs(self.topology, self.policy, self.transfers)}
-        return {
-            lane: Carrier("copy_engine", ends[lane].for_lane(specs[lane_name(*lane)].ranks))
-            for lane, found in edges.items()
-            if not any(edge.name in refusals for edge in found)
-        }
+        refused = {lane for lane, found in edges.items() if any(edge.name in refusals for edge in found)}
+        return ends, refused
 
     def _can_call_nccl(self) -> bool:
         """The same on all ranks: the two ends of a lane must not use different communicators."""

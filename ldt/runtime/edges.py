@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ldt._C import LaneError, PeerEdges, PeerMemory, PeerReceiver, PeerSender
+from ldt._C import LaneError, PeerEdges, PeerMemory, PeerReceiver, PeerSender, PeerStream
 from ldt.runtime.groups import lane_name
 from ldt.runtime.strands import Strand, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["Edge", "LaneId", "connect_edges", "edges_of"]
+__all__ = ["Edge", "LaneEnds", "LaneId", "Share", "connect_edges", "edges_of"]
 
 LaneId = tuple[LaneKey, Strand]
 Share = Callable[[str, Any], Sequence[Any]]
@@ -53,6 +53,7 @@ def edges_of(topology: Topology, policy: LanePolicy, transfers: Transfers) -> di
 class LaneEnds:
     """What this rank has of a lane's edges. Peers are ranks of the topology here, and group ranks for the lane."""
 
+    stream: PeerStream | None = None
     memory: PeerMemory | None = None
     senders: dict[int, PeerSender] = field(default_factory=dict)
     receivers: dict[int, PeerReceiver] = field(default_factory=dict)
@@ -61,6 +62,7 @@ class LaneEnds:
 
     def offer(self, edge: Edge, device: torch.device) -> str:
         """Makes this rank's end of an edge that it is the target of."""
+        self.stream = self.stream or PeerStream(device)
         self.memory = self.memory or PeerMemory(device)
         receiver = PeerReceiver(self.memory)
         if edge.in_stage:
@@ -71,6 +73,7 @@ class LaneEnds:
 
     def accept(self, edge: Edge, device: torch.device, offer: str) -> None:
         """Makes this rank's end of an edge that it is the source of."""
+        self.stream = self.stream or PeerStream(device)
         sender = PeerSender(device, offer, self.memory if edge.in_stage else None)
         if edge.in_stage:
             self.to_stage = sender
@@ -79,7 +82,9 @@ class LaneEnds:
 
     def for_lane(self, members: Sequence[int]) -> PeerEdges:
         """``members`` are the ranks of the lane's point-to-point group, in its order."""
+        assert self.stream is not None, "a lane without an edge here"
         return PeerEdges(
+            stream=self.stream,
             memory=self.memory,
             senders={members.index(rank): end for rank, end in self.senders.items()},
             receivers={members.index(rank): end for rank, end in self.receivers.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ class Executor:
         self._mailbox = Mailbox()
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
         self._pace = Pace(mesh.device, mesh.failures)
-        self._sends: deque[tuple[AllOf, Entry]] = deque()
+        self._sends: dict[Channel, deque[tuple[AllOf, Entry]]] = {}
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
@@ -112,8 +113,9 @@ class Executor:
         tensors = self._outbox.pop(Slot(target.chunk, action.kind.direction, _microbatch(action)), None)
         if end is None or not tensors:
             return  # a rank that leaves sending to others of its node; or nothing on this hop
-        while self._sends and self._seen_done(*self._sends[0]):  # asking costs, and later ones end later
-            self._sends.popleft()
+        earlier = self._sends.setdefault(self._channel(action), deque())
+        while earlier and self._seen_done(*earlier[0]):  # asking costs, and on a channel later ones end later
+            earlier.popleft()
         specs = self._carried(action.hop, action.kind.direction, _microbatch(action))
         wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
         work = end.send(wire, _label(action), specs)
@@ -123,7 +125,7 @@ class Executor:
                 purpose = "activation" if action.kind.direction == "F" else "gradient"
                 channel = self._channel(action).name
                 self._audit.write_tensors(purpose, self._work.serial, channel, _microbatch(action), tensors)
-            self._sends.append((work, entry))
+            earlier.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
         slot = Slot(action.chunk, action.kind.direction, _microbatch(action))
@@ -241,7 +243,7 @@ class Executor:
 
     def _flush(self) -> None:
         start = self.recorder.now()
-        for work, entry in self._sends:
+        for work, entry in itertools.chain.from_iterable(self._sends.values()):
             work.wait()
             entry.end = self.recorder.now()
         self._sends.clear()

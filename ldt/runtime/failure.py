@@ -181,19 +181,26 @@ class FailureWatch:
             self._known.set()
         return report
 
+    def _ask_for_overdue(self) -> str:
+        """A device that has failed answers with an error, which is as good a reason."""
+        try:
+            return self._overdue()
+        except Exception as error:
+            return f"lanes cannot be asked what is under way: {type(error).__name__}: {error}"
+
     def _watch(self) -> None:
         lost_since: float | None = None
         while not self._stop.wait(POLL_SECONDS):
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None
                 trouble = self._attendance.compare(self._store) if self._attendance is not None else None
-                trouble = trouble or self._overdue()
             except Exception as error:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > _LOST_SECONDS:
                     self._settle(FailureReport.of_unknown(_lost_text(error)))
                 continue
             lost_since = None
+            trouble = trouble or self._ask_for_overdue()
             if text is not None:
                 self._settle(FailureReport.from_text(text))
             elif trouble:

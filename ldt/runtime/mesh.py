@@ -77,6 +77,7 @@ class Mesh(Place):
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
+        self._watched: tuple[Lane, ...] = ()
         self._device_meshes: dict[str, DeviceMesh] = {}
         self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
@@ -137,10 +138,15 @@ class Mesh(Place):
         return list({id(lane): lane for lane in lanes}.values())
 
     def transport_of(self, channel: Channel) -> str:
-        """What carries ``channel``: "copy_engine", "nccl" or "c10d". KeyError if this rank has no end of it."""
-        strand = next(iter(self._endpoints[channel].strands))
-        carrier = self._carriers.get((lanes_of(self.topology, self.lanes)[channel], strand))
-        return "c10d" if carrier is None else carrier.transport
+        """What carries ``channel``: "copy_engine", "nccl" or "c10d". KeyError if this rank has no end of it.
+
+        Where its strands differ, all of theirs, as "c10d and copy_engine".
+        """
+        key = lanes_of(self.topology, self.lanes)[channel]
+        carriers = (self._carriers.get((key, strand)) for strand in self._endpoints[channel].strands)
+        return " and ".join(
+            sorted({"c10d" if carrier is None else carrier.transport for carrier in carriers})
+        )
 
     def lane_for(self, channel: Channel) -> Lane:
         """The lane that carries ``channel`` on this rank. KeyError if this rank has no end of it."""
@@ -263,6 +269,7 @@ class Mesh(Place):
             transfer_timeout,
             self._carriers,
         )
+        self._watched = tuple(self.all_lanes())
         if dist.is_initialized():
             self._part_of_stage("tp")  # now, as a chunk may first ask for it while its shapes are inferred
             self._connect_alone(deadline)
@@ -350,8 +357,10 @@ class Mesh(Place):
                 logger.exception("%s could not abort lane %s", self, lane.name)
 
     def _overdue(self) -> str:
-        """What takes longer than a transfer may; empty if nothing does."""
-        return next(filter(None, (lane.overdue() for lane in self.all_lanes())), "")
+        """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
+        late = next(filter(None, (lane.overdue() for lane in self._watched)), "")
+        advice = "look at the rank at its other end, or give connect a longer transfer_timeout"
+        return late and f"rank {self.ranks[self.rank]}: {late}: {advice}"
 
     def _drop_lanes(self) -> None:
         """A method of its own, so that no variable outlives it: a lane holds its groups."""
@@ -360,6 +369,7 @@ class Mesh(Place):
                 lane.close(timedelta(seconds=5))
         self._endpoints.clear()
         self._carriers.clear()
+        self._watched = ()
         for lane in self._post_lanes():
             lane.abort("the mesh is closed")  # it waits for letters that do not come
         self._post = None

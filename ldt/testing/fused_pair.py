@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ldt._C import Lane, NcclCommunicators, PeerEdges, PeerMemory, PeerReceiver, PeerSender
+from ldt._C import Lane, NcclCommunicators, PeerEdges, PeerMemory, PeerReceiver, PeerSender, PeerStream
 from ldt.runtime.carriers import communicator_of
 
 __all__ = ["LEADER", "SENDER", "FusedPair"]
@@ -80,6 +80,7 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
 
     def edges(**ends: Any) -> PeerEdges:
         none: dict[str, Any] = {
+            "stream": PeerStream(device),
             "memory": None,
             "senders": {},
             "receivers": {},
