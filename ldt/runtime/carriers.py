@@ -127,9 +127,10 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device) -> int:
 def warn_of_one_connection(device: torch.device) -> None:
     if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams of this process share one queue to the GPU, so a transfer "
-            "waits for what was launched before it and hides behind less of it; unset it unless something else in "
-            "this process needs that order"
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams of this process share one queue to the GPU. Lanes that wait "
+            "there would hold up compute, so none can use the copy engine, which hid nine tenths of a transfer behind "
+            "compute where NCCL hid half to two thirds (docs/performance_gpu.md); unset it, or set it to 8 to 32, unless "
+            "something else in this process needs that order"
         )
 
 

@@ -84,4 +84,4 @@ def test_one_connection_is_warned_of(
     assert not caplog.records
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     warn_of_one_connection(torch.device("cuda", 0))
-    assert "all streams of this process share one queue" in caplog.text
+    assert "none can use the copy engine, which hid nine tenths" in caplog.text
