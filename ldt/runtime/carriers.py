@@ -129,8 +129,8 @@ def warn_of_one_connection(device: torch.device) -> None:
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams of this process share one queue to the GPU. Lanes that wait "
             "there would hold up compute, so none can use the copy engine, which hid nine tenths of a transfer behind "
-            "compute where NCCL hid half to two thirds (docs/performance_gpu.md); unset it, or set it to 8 to 32, unless "
-            "something else in this process needs that order"
+            "compute where NCCL hid half to two thirds (docs/performance_gpu.md); unset it, or set it to 8 to 32, "
+            "unless something else in this process needs that order"
         )
 
 
