@@ -41,7 +41,7 @@ def _ordered_read() -> None:
         assert (late == 2).all().item()
 
 
-def _early_free() -> None:
+def _freed_while_read(recorded: bool) -> None:
     with npu.late(0, most_microseconds=0) as device:
         source = torch.ones(100, device=device)
         torch.accelerator.synchronize()
@@ -49,24 +49,12 @@ def _early_free() -> None:
         with side:
             npu.sleep(100)
             copy = source.clone()
+        if recorded:
+            source.record_stream(side)
         del source
         side.synchronize()
         with side:
-            assert copy.isnan().all().item()
-
-
-def _recorded_use() -> None:
-    with npu.late(0, most_microseconds=0) as device:
-        source = torch.ones(100, device=device)
-        torch.accelerator.synchronize()
-        side = torch.Stream(device)
-        with side:
-            npu.sleep(100)
-            copy = source.clone()
-        source.record_stream(side)
-        del source
-        with side:
-            assert (copy == 1).all().item()
+            assert ((copy == 1) if recorded else copy.isnan()).all().item()
 
 
 def _write_late() -> None:
@@ -110,9 +98,12 @@ def _late_stream() -> None:
         assert time.monotonic() - start > on_time + 0.04
 
 
-@pytest.mark.parametrize(
-    "check", [_unordered_read, _ordered_read, _early_free, _recorded_use, _error_on_a_stream, _late_stream]
-)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_is_poisoned_when_freed_unless_its_use_was_recorded(pool: RankPool, recorded: bool) -> None:
+    pool.run(_freed_while_read, recorded, ranks=[0])
+
+
+@pytest.mark.parametrize("check", [_unordered_read, _ordered_read, _error_on_a_stream, _late_stream])
 def test_what_goes_wrong_on_streams_shows(pool: RankPool, check: Callable[[], None]) -> None:
     pool.run(check, ranks=[0])
 
