@@ -8,6 +8,7 @@ faster than that way of that transport, ``bounced`` the share of messages that d
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -111,4 +112,6 @@ if __name__ == "__main__":
     options.add_argument("--count", type=int, default=20, help="messages for each row")
     options.add_argument("--tp", type=int, default=2, help="ranks of each stage")
     given = parse(options, lambda given: 2 * given.tp)
+    # In shares there are eight lanes a rank, and a GPU has eight queues unless this says otherwise.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     sys.exit(run(measure, given, f"two stages of {given.tp} ranks each"))
