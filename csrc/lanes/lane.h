@@ -21,7 +21,8 @@ struct LaneOptions {
   std::string name;               // in every error text, e.g. "F0:0.0->1.0"
   c10::Device device = at::kCPU;  // where the tensors of its messages live
   int64_t chunk_bytes = 0;        // the broadcast of one piece runs while the next is received
-  std::chrono::milliseconds timeout{};  // how long one message may take once it is its turn
+  // How long one message may take once it is its turn. Where nothing else ends it, overdue() tells.
+  std::chrono::milliseconds timeout{};
   bool announce = false;  // check size, dtype and shape with the other side before each payload
   std::vector<int> global_ranks;  // what texts call the peers, by peer; empty: their group ranks
 };

@@ -61,7 +61,7 @@ def connect(
     and says in the log why. ``mesh.transport_of(channel)`` tells. On the CPU all is "c10d".
 
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
-    (on a device with streams: from when it was launched, by the backend's own means).
+    (on a device with streams: from when it was launched; through c10d by the backend's own means).
 
     A failure on a cloud rank is told to all ranks with its text and traceback. Of one on the edge, cloud ranks learn
     the type of the exception, what the rank was doing, and the file, line and function that raised it, and the text

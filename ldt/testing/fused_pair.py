@@ -7,17 +7,27 @@ rank 1, the leader, gets each message from it and passes it on to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ldt._C import Lane, NcclCommunicators, PeerEdges, PeerMemory, PeerReceiver, PeerSender, PeerStream
+from ldt._C import (
+    Lane,
+    LaneError,
+    NcclCommunicators,
+    PeerEdges,
+    PeerMemory,
+    PeerReceiver,
+    PeerSender,
+    PeerStream,
+)
 from ldt.runtime.carriers import communicator_of
 
 __all__ = ["LEADER", "SENDER", "FusedPair"]
 
 SENDER, LEADER = 0, 1
+Made = TypeVar("Made")
 
 
 class FusedPair:
@@ -70,13 +80,12 @@ def _of_nccl(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGr
 
 def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
     me = dist.get_rank()
-    memory = PeerMemory(device)
-    receiver = PeerReceiver(memory)
-    offers: list[str] = [""] * 2
     exchange = dist.new_group([SENDER, LEADER], backend="gloo")
-    dist.all_gather_object(offers, receiver.offer(), group=exchange)
-    sender = PeerSender(device, offers[1 - me], memory if me == LEADER else None)
-    dist.barrier(exchange)
+    memory, receiver, offer = _all_or_none(exchange, lambda: _receiving_end(device))
+    offers: list[str] = [""] * 2
+    dist.all_gather_object(offers, offer, group=exchange)
+    mine = memory if me == LEADER else None
+    sender = _all_or_none(exchange, lambda: PeerSender(device, offers[1 - me], mine))
 
     def edges(**ends: Any) -> PeerEdges:
         none: dict[str, Any] = {
@@ -92,6 +101,28 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
     if me == SENDER:
         return edges(senders={LEADER: sender}), edges(memory=memory, from_stage=receiver)
     return edges(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
+
+
+def _receiving_end(device: torch.device) -> tuple[PeerMemory, PeerReceiver, str]:
+    memory = PeerMemory(device)
+    receiver = PeerReceiver(memory)
+    return memory, receiver, receiver.offer()
+
+
+def _all_or_none(group: dist.ProcessGroup, make: Callable[[], Made]) -> Made:
+    """What ``make`` returns. Raises LaneError on both ranks if it does on one, so that none waits for the other."""
+    made: Made | None = None
+    texts: list[str] = [""] * 2
+    refusal = ""
+    try:
+        made = make()
+    except LaneError as error:
+        refusal = f"rank {dist.get_rank()}: {error}"
+    dist.all_gather_object(texts, refusal, group=group)
+    if any(texts):
+        raise LaneError("; ".join(filter(None, texts)))
+    assert made is not None
+    return made
 
 
 _CARRIERS: Mapping[str, Callable[[torch.device, dist.ProcessGroup, dist.ProcessGroup], Carriers]] = {

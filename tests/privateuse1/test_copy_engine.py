@@ -23,6 +23,7 @@ import ldt
 from ldt.runtime.endpoints import Endpoint
 from ldt.runtime.strands import AllOf
 from ldt.testing import RankPool
+from ldt.testing.fused_pair import LEADER, SENDER, FusedPair
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
@@ -476,3 +477,42 @@ def test_a_message_that_does_not_come_is_named_on_all_ranks(pool: RankPool) -> N
     for text in pool.run(_never_sent, timeout=60):
         assert "receive F0 microbatch 3 has been under way for" in text
         assert "longer than the timeout of 1 s" in text
+
+
+def _pair_of_which_one_is_source_and_member(refuse: bool) -> str:
+    compiled = npu.start()
+    if dist.get_rank() > LEADER:
+        dist.new_group(
+            [SENDER, LEADER], backend="hccl"
+        )  # every rank of the world takes part in making groups
+        dist.new_group([SENDER, LEADER], backend="hccl")
+        dist.new_group([SENDER, LEADER], backend="gloo")
+        return ""
+    with npu.late(6, 300) as device:
+        if refuse and dist.get_rank() == LEADER:
+            compiled.refuse_peers("it is a paperweight")
+        try:
+            pair = FusedPair(device, "copy_engine", backend="hccl", announce=False)
+        except ldt.LaneError as error:
+            return str(error)
+        finally:
+            compiled.refuse_peers("")
+        checks = []
+        for number in range(20):
+            message = sized(device, 3 << 20, number)
+            works, (target,) = pair.launch([message])
+            for work in works:
+                work.wait()
+            checks.append((target == message).all())
+        assert_all(checks)
+        pair.close()
+    return ""
+
+
+def test_a_source_may_be_a_member_of_the_stage(pool: RankPool) -> None:
+    assert pool.run(_pair_of_which_one_is_source_and_member, False, timeout=60) == ["", "", ""]
+
+
+def test_a_pair_is_refused_on_both_ranks(pool: RankPool) -> None:
+    for text in pool.run(_pair_of_which_one_is_source_and_member, True, timeout=60)[:2]:
+        assert "rank 1: the copy engine cannot be used: it is a paperweight" in text
