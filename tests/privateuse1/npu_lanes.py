@@ -8,7 +8,10 @@ import npu
 import torch
 import torch.distributed as dist
 
+import ldt
 from ldt._C import Lane
+from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.strands import AllOf
 
 SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]
@@ -46,3 +49,19 @@ def assert_all(checks: Sequence[torch.Tensor]) -> None:
     values = torch.stack(list(checks)).tolist()
     wrong = [index for index, value in enumerate(values) if not value]
     assert not wrong, f"wrong data in {len(wrong)} of {len(values)} rounds, the first in round {wrong[0]}"
+
+
+def forward_end(mesh: ldt.Mesh) -> Endpoint | None:
+    """This rank's end of the hop from stage 0 to stage 1."""
+    return mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
+
+
+def send(end: Endpoint, tensor: torch.Tensor, label: str = "data") -> AllOf:
+    work = end.send([tensor], label)
+    assert work is not None
+    return work
+
+
+def sized(device: torch.device, nbytes: int, value: int) -> torch.Tensor:
+    """Data that no other message has at any place."""
+    return (torch.arange(nbytes // 4, dtype=torch.int32, device=device) + 7919 * value)[: nbytes // 4]
