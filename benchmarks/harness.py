@@ -100,7 +100,9 @@ def run(measure: Callable[[Any], Iterable[Row]], arguments: argparse.Namespace, 
     """
     with tempfile.TemporaryDirectory() as folder:
         inputs = (folder, measure, arguments, context)
-        multiprocessing.set_forkserver_preload(["ldt.runtime"])  # once, not in each rank
+        # Imported once, not in each rank. Not ldt: the server looks into the current folder first, which may be that of
+        # its source.
+        multiprocessing.set_forkserver_preload(["torch.distributed"])
         mp.start_processes(_rank, inputs, nprocs=arguments.ranks, start_method="forkserver")  # type: ignore
         return 1 if int((Path(folder) / "wrong").read_text()) else 0
 

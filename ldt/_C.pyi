@@ -41,7 +41,7 @@ class Lane:
         chunk_bytes: int | None = None,
         timeout: timedelta | float = ...,
         announce: bool | None = None,
-        carrier: NcclCommunicators | PeerEdges | None = None,
+        carrier: NcclCommunicators | PeerRoutes | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -86,14 +86,14 @@ class PeerMemory:
     def __init__(self, device: torch.device) -> None: ...
 
 class PeerReceiver:
-    """The receiving end of an edge into ``memory``."""
+    """The receiving end of a route into ``memory``."""
 
     def __init__(self, memory: PeerMemory) -> None: ...
     def offer(self) -> str:
         """What the PeerSender of the other process needs, in one line."""
 
 class PeerSender:
-    """The sending end of an edge. Raises LaneError if ``offer`` cannot be used: other host, no access.
+    """The sending end of a route. Raises LaneError if ``offer`` cannot be used: other host, no access.
 
     Of what lies in ``memory``, the other end may read by itself.
     """
@@ -105,8 +105,8 @@ class PeerStream:
 
     def __init__(self, device: torch.device) -> None: ...
 
-class PeerEdges:
-    """The payload goes by the copy engine: a lane's ends of edges on this rank, ``senders`` and ``receivers`` by peer.
+class PeerRoutes:
+    """The payload goes by the copy engine: a lane's ends of routes on this rank, ``senders`` and ``receivers`` by peer.
 
     In a stage, what was received goes on along a chain of its ranks: ``from_stage`` is the end before, ``to_stage`` the
     one behind.

@@ -33,14 +33,14 @@ void bind_carriers(py::module_& module) {
            py::arg("device"), py::arg("offer"), py::arg("memory") = py::none());
   py::class_<StreamApart, std::shared_ptr<StreamApart>>(module, "PeerStream")
       .def(py::init<c10::Device>(), py::arg("device"));
-  py::class_<PeerEdges>(module, "PeerEdges")
+  py::class_<PeerRoutes>(module, "PeerRoutes")
       .def(py::init([](std::shared_ptr<StreamApart> stream, std::shared_ptr<PeerMemory> memory,
                        std::map<int, std::shared_ptr<PeerSender>> senders,
                        std::map<int, std::shared_ptr<PeerReceiver>> receivers,
                        std::shared_ptr<PeerReceiver> from_stage,
                        std::shared_ptr<PeerSender> to_stage) {
-             return PeerEdges{std::move(stream),    std::move(memory),     std::move(senders),
-                              std::move(receivers), std::move(from_stage), std::move(to_stage)};
+             return PeerRoutes{std::move(stream),    std::move(memory),     std::move(senders),
+                               std::move(receivers), std::move(from_stage), std::move(to_stage)};
            }),
            py::kw_only(), py::arg("stream"), py::arg("memory").none(true), py::arg("senders"),
            py::arg("receivers"), py::arg("from_stage").none(true), py::arg("to_stage").none(true));

@@ -69,8 +69,8 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
 
 std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOptions& options,
                                       const std::shared_ptr<Transport>& groups, int stage_root) {
-  if (const auto* edges = std::get_if<PeerEdges>(&choice)) {
-    return std::make_unique<PeerCarrier>(*edges, options.chunk_bytes, options.timeout);
+  if (const auto* routes = std::get_if<PeerRoutes>(&choice)) {
+    return std::make_unique<PeerCarrier>(*routes, options.chunk_bytes, options.timeout);
   }
   if (const auto* numbers = std::get_if<NcclCommunicators>(&choice)) {
     const auto pointer = [](const std::optional<int64_t>& number) {

@@ -1,4 +1,4 @@
-// One edge after another, in the order of the lane's stream.
+// One route after another, in the order of the lane's stream.
 #include "carriers/peer_carrier.h"
 
 #include <algorithm>
@@ -15,8 +15,8 @@ template <typename End>
 End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const char* direction) {
   const auto found = ends.find(peer);
   if (found == ends.end()) {
-    throw_lane_error("this lane has no edge ", direction, " group rank ", peer,
-                     "; edges are made when the lane is connected");
+    throw_lane_error("this lane has no route ", direction, " group rank ", peer,
+                     "; routes are made when the lane is connected");
   }
   return *found->second;
 }
@@ -25,7 +25,7 @@ End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const ch
 
 std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire,
                                              int peer) {
-  auto& to = end_for(edges_.senders, peer, "to");
+  auto& to = end_for(routes_.senders, peer, "to");
   for (const auto& tensor : wire.contiguous()) {
     const auto bytes = static_cast<int64_t>(tensor.nbytes());
     if (bytes == 0) continue;
@@ -38,8 +38,8 @@ std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const Wi
 Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
                           const std::vector<ReceivePool::Claim>& claims, int peer,
                           bool broadcasts) {
-  auto& from = edges_.from_stage ? *edges_.from_stage : end_for(edges_.receivers, peer, "from");
-  auto* const to = broadcasts ? edges_.to_stage.get() : nullptr;
+  auto& from = routes_.from_stage ? *routes_.from_stage : end_for(routes_.receivers, peer, "from");
+  auto* const to = broadcasts ? routes_.to_stage.get() : nullptr;
   const auto& tensors = wire.contiguous();
   bool by_itself = to == nullptr;
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -79,8 +79,8 @@ int64_t PeerCarrier::piece_bytes(int64_t message_bytes) const {
 }
 
 int64_t PeerCarrier::bounced() const {
-  int64_t count = edges_.from_stage ? edges_.from_stage->bounced() : 0;
-  for (const auto& [peer, end] : edges_.receivers) count += end->bounced();
+  int64_t count = routes_.from_stage ? routes_.from_stage->bounced() : 0;
+  for (const auto& [peer, end] : routes_.receivers) count += end->bounced();
   return count;
 }
 
@@ -92,15 +92,15 @@ void PeerCarrier::abort() {
 
 template <typename Step>
 void PeerCarrier::for_each_end(const Step& step) const {
-  for (const auto& [peer, end] : edges_.senders) step(*end);
-  for (const auto& [peer, end] : edges_.receivers) step(*end);
-  if (edges_.from_stage) step(*edges_.from_stage);
-  if (edges_.to_stage) step(*edges_.to_stage);
+  for (const auto& [peer, end] : routes_.senders) step(*end);
+  for (const auto& [peer, end] : routes_.receivers) step(*end);
+  if (routes_.from_stage) step(*routes_.from_stage);
+  if (routes_.to_stage) step(*routes_.to_stage);
 }
 
 ReceivePool::Allocate PeerCarrier::allocator() {
-  if (!edges_.memory) return nullptr;
-  return [memory = edges_.memory](int64_t bytes) { return memory->lend(bytes); };
+  if (!routes_.memory) return nullptr;
+  return [memory = routes_.memory](int64_t bytes) { return memory->lend(bytes); };
 }
 
 }  // namespace ldt

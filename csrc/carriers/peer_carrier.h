@@ -10,9 +10,9 @@
 
 namespace ldt {
 
-/// The ends of edges that a lane has on this rank. Inside a stage, a message is passed on along a
+/// The ends of routes that a lane has on this rank. Inside a stage, a message is passed on along a
 /// chain of its ranks, piece by piece, while it comes in.
-struct PeerEdges {
+struct PeerRoutes {
   std::shared_ptr<StreamApart> stream;                     // that the lane works on
   std::shared_ptr<PeerMemory> memory;                      // of the receive pool; null on senders
   std::map<int, std::shared_ptr<PeerSender>> senders;      // by peer
@@ -25,8 +25,8 @@ class PeerCarrier final : public Carrier {
  public:
   /// `chunk_bytes`: the largest piece that is passed on at once. `patience`: how long another
   /// rank's host may be behind by a whole ledger.
-  PeerCarrier(PeerEdges edges, int64_t chunk_bytes, std::chrono::milliseconds patience)
-      : edges_(std::move(edges)), chunk_bytes_(chunk_bytes), patience_(patience) {}
+  PeerCarrier(PeerRoutes routes, int64_t chunk_bytes, std::chrono::milliseconds patience)
+      : routes_(std::move(routes)), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
                                   int peer) override;
@@ -34,7 +34,7 @@ class PeerCarrier final : public Carrier {
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   void abort() override;
   int64_t bounced() const override;
-  c10::Stream stream(c10::Device /*device*/) override { return edges_.stream->stream(); }
+  c10::Stream stream(c10::Device /*device*/) override { return routes_.stream->stream(); }
   ReceivePool::Allocate allocator() override;
   bool has_own_timeout() const override { return false; }
 
@@ -45,7 +45,7 @@ class PeerCarrier final : public Carrier {
   void for_each_end(const Step& step) const;
   int64_t piece_bytes(int64_t message_bytes) const;
 
-  const PeerEdges edges_;
+  const PeerRoutes routes_;
   const int64_t chunk_bytes_;
   const std::chrono::milliseconds patience_;
 };

@@ -11,7 +11,7 @@
 
 #include "common/event_pool.h"
 #include "common/streams.h"
-#include "peers/edge.h"
+#include "peers/route.h"
 
 namespace ldt {
 namespace {

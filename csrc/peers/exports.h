@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "peers/edge.h"
 #include "peers/peer_memory.h"
+#include "peers/route.h"
 
 namespace ldt {
 

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "common/end.h"
-#include "peers/edge.h"
+#include "peers/route.h"
 
 namespace ldt {
 

@@ -1,4 +1,4 @@
-// Where the two ends of an edge write down, message by message, where its bytes go.
+// Where the two ends of a route write down, message by message, where its bytes go.
 #pragma once
 
 #include <array>

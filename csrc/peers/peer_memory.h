@@ -14,7 +14,7 @@
 namespace ldt {
 
 /// Blocks that are exported once and then lent out again and again: what another process has mapped
-/// must not be freed. They are freed when the last owner has gone, which each end of an edge and
+/// must not be freed. They are freed when the last owner has gone, which each end of a route and
 /// each tensor is, and what then was enqueued on the stream that was current when they were lent.
 class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
  public:

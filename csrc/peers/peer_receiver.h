@@ -1,4 +1,4 @@
-// The receiving end of an edge.
+// The receiving end of a route.
 #pragma once
 
 #include <string>

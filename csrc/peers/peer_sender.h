@@ -1,4 +1,4 @@
-// The sending end of an edge.
+// The sending end of a route.
 #pragma once
 
 #include <optional>

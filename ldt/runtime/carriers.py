@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from ldt._C import NcclCommunicators, PeerEdges, has_nccl
+from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
 from ldt.errors import LdtError
-from ldt.runtime.edges import Edge, LaneEnds, LaneId, Share, connect_edges, edges_of
 from ldt.runtime.groups import group_specs, lane_name, stage_name
+from ldt.runtime.routes import LaneEnds, LaneId, Route, Share, connect_routes, routes_of
 from ldt.runtime.strands import Transfers
 from ldt.topology import LanePolicy, Topology
 
@@ -29,7 +29,7 @@ class Carrier(NamedTuple):
     """How a lane's payload moves, and what the lane is given for it."""
 
     transport: str
-    handle: PeerEdges | NcclCommunicators
+    handle: PeerRoutes | NcclCommunicators
 
 
 def check_transport(transport: str, device: torch.device) -> None:
@@ -59,19 +59,19 @@ class CarrierChoice:
     def make(self) -> dict[LaneId, Carrier]:
         """The carrier of each lane that this rank has an end of and that its groups do not carry themselves.
 
-        A collective call of all ranks of the topology. "auto" takes the copy engine where all edges of a lane can be
+        A collective call of all ranks of the topology. "auto" takes the copy engine where all routes of a lane can be
         connected, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was asked for
         and cannot be had on every lane.
         """
         if self.device.type == "cpu" or self.transport == "c10d":
             return {}
         warn_of_one_connection(self.device)
-        edges = edges_of(self.topology, self.policy, self.transfers)
-        mine = [lane for lane, found in edges.items() if any(self.rank in edge[1:3] for edge in found)]
-        refused = set(edges)
+        routes = routes_of(self.topology, self.policy, self.transfers)
+        mine = [lane for lane, found in routes.items() if any(self.rank in route[1:3] for route in found)]
+        refused = set(routes)
         carriers: dict[LaneId, Carrier] = {}
         if self.transport != "nccl":
-            ends, refused = self._connect_edges(edges)
+            ends, refused = self._connect_routes(routes)
             specs = {spec.name: spec for spec in group_specs(self.topology, self.policy, self.transfers)}
             for lane in mine:
                 if lane not in refused:
@@ -81,23 +81,25 @@ class CarrierChoice:
             carriers |= {lane: self._by_nccl(lane) for lane in mine if lane in refused}
         return carriers
 
-    def _connect_edges(
-        self, edges: Mapping[LaneId, Sequence[Edge]]
+    def _connect_routes(
+        self, routes: Mapping[LaneId, Sequence[Route]]
     ) -> tuple[Mapping[LaneId, LaneEnds], set[LaneId]]:
         """This rank's ends, and the lanes that do not get them: equal on all ranks."""
-        ends, refusals = connect_edges(edges, self.rank, self.device, self.share)
+        ends, refusals = connect_routes(routes, self.rank, self.device, self.share)
         if refusals:
             text = _summary(refusals)
             if self.transport == "copy_engine":
                 raise LdtError(f"connect: not every lane can use the copy engine; take 'auto'. {text}")
-            logger.info("lanes that go through the backend instead of the copy engine: %s", text)
-        refused = {lane for lane, found in edges.items() if any(edge.name in refusals for edge in found)}
+            logger.warning("lanes that go through the backend instead of the copy engine: %s", text)
+        refused = {lane for lane, found in routes.items() if any(route.name in refusals for route in found)}
         return ends, refused
 
     def _can_call_nccl(self) -> bool:
         """The same on all ranks: the two ends of a lane must not use different communicators."""
         mine = has_nccl() and any(dist.get_backend(group) == "nccl" for group in self.groups.values())
         can = all(self.share("nccl", mine))
+        if not can and self.transport == "auto":
+            logger.warning("NCCL cannot be called directly on all ranks: lanes go through process groups")
         if not can and self.transport == "nccl":
             raise LdtError(
                 "connect: transport='nccl' needs the backend nccl and a torch that loads libnccl.so.2, on all ranks; "

@@ -23,13 +23,13 @@ from ldt.runtime.connecting import await_connected, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
 from ldt.runtime.disclosure import disclose, reveal
-from ldt.runtime.edges import LaneId
 from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.place import Place
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share
+from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.strands import Transfers
 from ldt.topology import Channel, LanePolicy, Node, Topology

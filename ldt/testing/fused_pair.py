@@ -16,9 +16,9 @@ from ldt._C import (
     Lane,
     LaneError,
     NcclCommunicators,
-    PeerEdges,
     PeerMemory,
     PeerReceiver,
+    PeerRoutes,
     PeerSender,
     PeerStream,
 )
@@ -87,7 +87,7 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
     mine = memory if me == LEADER else None
     sender = _all_or_none(exchange, lambda: PeerSender(device, offers[1 - me], mine))
 
-    def edges(**ends: Any) -> PeerEdges:
+    def routes(**ends: Any) -> PeerRoutes:
         none: dict[str, Any] = {
             "stream": PeerStream(device),
             "memory": None,
@@ -96,11 +96,11 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
             "from_stage": None,
             "to_stage": None,
         }
-        return PeerEdges(**{**none, **ends})
+        return PeerRoutes(**{**none, **ends})
 
     if me == SENDER:
-        return edges(senders={LEADER: sender}), edges(memory=memory, from_stage=receiver)
-    return edges(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
+        return routes(senders={LEADER: sender}), routes(memory=memory, from_stage=receiver)
+    return routes(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
 
 
 def _receiving_end(device: torch.device) -> tuple[PeerMemory, PeerReceiver, str]:

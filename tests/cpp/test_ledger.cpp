@@ -1,4 +1,4 @@
-// Two ends of an edge that agree, message by message, on how its bytes move.
+// Two ends of a route that agree, message by message, on how its bytes move.
 #include <sstream>
 #include <string>
 #include <thread>

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ldt
 from ldt._C import LaneError, PeerMemory, PeerSender
 from ldt.runtime.carriers import warn_of_one_connection
-from ldt.runtime.edges import edges_of
+from ldt.runtime.routes import routes_of
 from ldt.runtime.strands import Transfers
 from ldt.testing import RankPool
 from ldt.topology import Topology
@@ -65,14 +65,14 @@ def test_a_device_without_a_copy_engine_says_so() -> None:
 
 def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
     topology = Topology([1, 3])
-    edges = edges_of(topology, "dedicated", Transfers.of(topology, "leader"))
+    routes = routes_of(topology, "dedicated", Transfers.of(topology, "leader"))
     pairs = {
-        lane[0]: [(edge.source, edge.target, edge.in_stage) for edge in found]
-        for lane, found in edges.items()
+        lane[0]: [(route.source, route.target, route.in_stage) for route in found]
+        for lane, found in routes.items()
     }
     assert [(0, 1, False), (1, 2, True), (2, 3, True)] in pairs.values()
     assert [(1, 0, False)] in pairs.values()
-    names = [edge.name for found in edges.values() for edge in found]
+    names = [route.name for found in routes.values() for route in found]
     assert len(set(names)) == len(names)
 
 

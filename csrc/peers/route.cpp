@@ -1,5 +1,5 @@
 // Making, opening and agreeing.
-#include "peers/edge.h"
+#include "peers/route.h"
 
 #include <algorithm>
 #include <new>

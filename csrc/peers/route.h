@@ -1,4 +1,4 @@
-// What both ends of an edge have: the ledger in shared pages, a device that knows them, and
+// What both ends of a route have: the ledger in shared pages, a device that knows them, and
 // patience.
 #pragma once
 
