@@ -20,7 +20,6 @@ class Exports {
 
   /// Fills in where `address` lies. False if the other side cannot get at it.
   bool locate(const void* address, Proposal& proposal);
-  const std::shared_ptr<PeerMemory>& memory() const { return memory_; }
 
  private:
   std::shared_ptr<PeerMemory> memory_;

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,10 +74,7 @@ def connect(
     lanes_of(topology, lanes)
     transfers = Transfers.of(topology, transfer)
     ranks = _check_ranks(topology, ranks)
-    if dist.is_initialized():
-        store, rank, key = c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
-    else:
-        store, rank, key = _private_store(), 0, "ldt/alone"
+    store, rank, key = _meeting_place(ranks)
     device = choose_device(device, backend)
     deadline = time.monotonic() + timeout.total_seconds()
     check_transport(transport, device)
@@ -89,12 +86,23 @@ def connect(
         mesh.open(backend, deadline, timeout, transfer_timeout)
         mesh.endpoints.update(calibrate(mesh, deadline))
     except BaseException as error:
-        try:
-            mesh.fail(error, "connect")
-        finally:
-            mesh.close()
+        _give_up(mesh, error)
     logger.info("connected as %s", mesh)
     return mesh
+
+
+def _give_up(mesh: Mesh, error: BaseException) -> NoReturn:
+    try:
+        mesh.fail(error, "connect")
+    finally:
+        mesh.close()
+
+
+def _meeting_place(ranks: tuple[int, ...]) -> tuple[Any, int, str]:
+    """The store, this rank's number in the topology, and the mesh's name in the store."""
+    if dist.is_initialized():
+        return c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
+    return _private_store(), 0, "ldt/alone"
 
 
 def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, ...]:

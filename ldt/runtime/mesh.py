@@ -285,9 +285,8 @@ class Mesh(Place):
             await_connected(work, what, self.failures, deadline)
         for group in self._groups.values():
             if dist.get_backend(group) != naming.GLOO:
-                group.set_timeout(
-                    transfer_timeout
-                )  # of what goes through it; of others, the watch of failures looks
+                # Of what goes through it; for what goes by, the watch of failures looks.
+                group.set_timeout(transfer_timeout)
 
     def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
         def share_with_all(name: str, value: Any) -> list[Any]:
