@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-__all__ = ["Attendance"]
+__all__ = ["CLOSED", "EXITED", "Attendance"]
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
-_CLOSE = "close()"
+CLOSED = "closed its mesh"
+EXITED = "exited without closing its mesh"
 
 
 class _Call(NamedTuple):
@@ -67,11 +68,11 @@ class Attendance:
         self._compared = call.number
         return trouble
 
-    def leave(self, store: Any) -> str | None:
+    def leave(self, store: Any, how: str = CLOSED) -> str | None:
         """Say that this rank makes no more calls. What is wrong if another one waits for it in the next call."""
         with self._lock:
             number = self._count + 1
-        return self._meet(store, number, _CLOSE)
+        return self._meet(store, number, how)
 
     def _meet(self, store: Any, number: int, name: str) -> str | None:
         key = f"{self._key}/{number}"
@@ -87,6 +88,6 @@ class Attendance:
 
 
 def _words(rank: int, name: str, number: int) -> str:
-    if name == _CLOSE:
-        return f"rank {rank} closed its mesh after call {number - 1}"
+    if name in (CLOSED, EXITED):
+        return f"rank {rank} {name} after call {number - 1}"
     return f"rank {rank} is in {name} (call {number})"

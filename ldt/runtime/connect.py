@@ -18,6 +18,7 @@ from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
 from ldt.runtime.strands import TransferChoice, Transfers
+from ldt.runtime.vigil import Patience
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -39,6 +40,8 @@ def connect(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     transfer_timeout: timedelta = timedelta(minutes=30),
+    heartbeat_timeout: timedelta = Patience.silence,
+    stall_timeout: timedelta = Patience.stall,
     share_edge_errors: bool = False,
 ) -> Mesh:
     """Meet the other ranks of ``topology`` and connect everything that a step will use.
@@ -63,6 +66,11 @@ def connect(
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched; through c10d by the backend's own means).
 
+    A rank that gives no sign of life for ``heartbeat_timeout`` is taken for lost, also where no connection ends: its
+    process is stopped, or its host gone. A rank that is in a call, waits for no other and does not get on with its row
+    for ``stall_timeout``, is taken to hang, and so is one outside of any call for which others wait that long; a
+    picture of all nodes is logged by every leader before, after a minute or half of that time.
+
     A failure on a cloud rank is told to all ranks with its text and traceback. Of one on the edge, cloud ranks learn
     the type of the exception, what the rank was doing, and the file, line and function that raised it, and the text
     only where it is an exception of this package, which names shapes and figures: another one's may quote a sample.
@@ -81,7 +89,10 @@ def connect(
     given = (topology.to_text(), lanes, transfers.to_text(), transport, str(backend), device.type)
     settings = dict(zip(_SAME_ON_ALL_RANKS, given, strict=True))
     check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
-    mesh = Mesh(topology, lanes, transfers, transport, ranks, rank, device, store, key, share_edge_errors)
+    patience = Patience(heartbeat_timeout, stall_timeout)
+    mesh = Mesh(
+        topology, lanes, transfers, transport, ranks, rank, device, store, key, patience, share_edge_errors
+    )
     try:
         mesh.open(backend, deadline, timeout, transfer_timeout)
         mesh.endpoints.update(calibrate(mesh, deadline))
