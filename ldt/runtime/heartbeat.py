@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ldt.runtime.progress import Progress, Sighting
@@ -13,6 +13,7 @@ __all__ = ["Heartbeats"]
 _BEAT_SECONDS = 0.2
 _LOOK_SECONDS = 1.0  # how often a rank looks after its neighbour
 _POLL_SECONDS = 0.05
+_NEVER_SEEN = Sighting(0).to_text().encode()
 _RANKS_PER_BEAT = 250  # of larger meshes ranks beat less often, so that the store is not asked more often
 
 
@@ -50,7 +51,7 @@ class Heartbeats:
 
         ``wait(seconds)`` waits; once it returns something true, there is no need to know any more.
         """
-        before = self._texts(store)
+        before = dict.fromkeys(self._ranks, _NEVER_SEEN) | self._texts(store)
         silent = {
             rank
             for rank, text in before.items()
@@ -60,7 +61,7 @@ class Heartbeats:
             if not silent or wait(beats * self._period):
                 return {}
             now = self._texts(store, silent)
-            silent = {rank for rank in silent if now.get(rank) == before[rank]}
+            silent = {rank for rank in silent if now.get(rank, _NEVER_SEEN) == before[rank]}
         return {rank: Sighting.from_text(before[rank]) for rank in sorted(silent)}
 
     def look_after_neighbour(self, store: Any, limit: float) -> tuple[int, Sighting] | None:
@@ -72,9 +73,7 @@ class Heartbeats:
         if self._neighbour is None or now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
-        text = self._texts(store, [self._neighbour]).get(self._neighbour)
-        if text is None:
-            return None
+        text = self._texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
         if self._neighbours_last is None or self._neighbours_last[0] != text:
             self._neighbours_last = text, now
         sighting = Sighting.from_text(text)
@@ -84,7 +83,7 @@ class Heartbeats:
             else None
         )
 
-    def _texts(self, store: Any, ranks: Sequence[int] | set[int] | None = None) -> Mapping[int, bytes]:
+    def _texts(self, store: Any, ranks: Sequence[int] | set[int] | None = None) -> dict[int, bytes]:
         wanted = self._ranks if ranks is None else ranks
         keys = {rank: f"{self._key}/{rank}" for rank in wanted}
         present = (

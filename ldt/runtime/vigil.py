@@ -135,8 +135,9 @@ class Vigil:
         node = self._place.node_of(rank)
         others = f", nor of ranks {list(missed)[1:]}" if len(missed) > 1 else ""
         text = (
-            f"no sign of life of it {seconds}{others}: its process was killed (out of memory?) or has exited, or its "
-            f"host cannot be reached; look at its output and at its host's log. It was last seen {seen.describe()}. "
+            f"no sign of life {seconds}{others}: its process was killed (out of memory?), has exited or is stopped, or "
+            "its host cannot be reached; look at its output and at its host's log. It was last seen "
+            f"{seen.describe()}. "
         )
         return FailureReport(rank, node.stage, node.replica, seen.place or seen.call, text + noticed)
 
@@ -183,7 +184,7 @@ class Vigil:
         found = self.heartbeats.look_after_neighbour(store, self._silence)
         if found is None:
             return None
-        noticed = f"Rank {self._place.global_rank} noticed"
+        noticed = f"Rank {self._place.global_rank} noticed."
         return self._lost(dict([found]), f"for {self._silence:.0f} s", noticed)
 
 
