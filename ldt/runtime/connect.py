@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
 from ldt.runtime.strands import TransferChoice, Transfers
+from ldt.runtime.terms import Terms
 from ldt.runtime.vigil import Patience
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
@@ -25,8 +27,6 @@ from ldt.topology import lanes as lanes_of
 __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
-
-_SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
 
 
 def connect(
@@ -80,21 +80,37 @@ def connect(
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     lanes_of(topology, lanes)
-    transfers = Transfers.of(topology, transfer)
     ranks = _check_ranks(topology, ranks)
-    store, rank, key = _meeting_place(ranks)
+    rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     device = choose_device(device, backend)
-    deadline = time.monotonic() + timeout.total_seconds()
     check_transport(transport, device)
-    given = (topology.to_text(), lanes, transfers.to_text(), transport, str(backend), device.type)
-    settings = dict(zip(_SAME_ON_ALL_RANKS, given, strict=True))
-    check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
+    transfers = Transfers.of(topology, transfer)
     patience = Patience(heartbeat_timeout, stall_timeout)
-    mesh = Mesh(
-        topology, lanes, transfers, transport, ranks, rank, device, store, key, patience, share_edge_errors
+    terms = Terms(
+        topology,
+        backend,
+        lanes,
+        transfers,
+        transport,
+        ranks,
+        rank,
+        device,
+        timeout,
+        transfer_timeout,
+        patience,
+        share_edge_errors,
     )
+    return _connect(terms)
+
+
+def _connect(terms: Terms) -> Mesh:
+    deadline = time.monotonic() + terms.timeout.total_seconds()
+    me = terms.ranks[terms.rank]
+    store, key = _meeting_place(me, terms.ranks)
+    check_in(store, key, me, terms.ranks, terms.settings, terms.timeout.total_seconds())
+    mesh = Mesh(terms, store, key, partial(_connect, terms))
     try:
-        mesh.open(backend, deadline, timeout, transfer_timeout)
+        mesh.open(deadline)
         mesh.endpoints.update(calibrate(mesh, deadline))
     except BaseException as error:
         _give_up(mesh, error)
@@ -109,11 +125,12 @@ def _give_up(mesh: Mesh, error: BaseException) -> NoReturn:
         mesh.close()
 
 
-def _meeting_place(ranks: tuple[int, ...]) -> tuple[Any, int, str]:
-    """The store, this rank's number in the topology, and the mesh's name in the store."""
+def _meeting_place(me: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
+    """The store, and the mesh's name there."""
     if dist.is_initialized():
-        return c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
-    return _private_store(), 0, "ldt/alone"
+        store = c10d._get_default_store()
+        return store, mesh_key(store, me, ranks)
+    return _private_store(), "ldt/alone"
 
 
 def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, ...]:

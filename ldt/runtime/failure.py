@@ -106,14 +106,15 @@ class FailureWatch:
     def leave(self, farewell: Lookout) -> None:
         """Stop the thread; unless the mesh has failed, ask ``farewell``, too, and leave what it finds to others."""
         self.close()
-        if self._first is not None or self._thread.is_alive():
+        if self._thread.is_alive():
             return
         try:
-            report = farewell(self._store)
+            report = farewell(self._store) if self._first is None else None
             if report is not None:
                 self._store.compare_set(self._key, "", report.to_text())
         except Exception as error:  # the process that keeps the store may have ended: then nobody waits
             logger.debug("could not tell the store that this rank has closed: %s", error)
+        self._store = None  # ends the connection, whoever still has this mesh
 
     def _settle(self, report: FailureReport) -> FailureReport:
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime import groups as naming
-from ldt.runtime.carriers import Carrier, CarrierChoice, TransportChoice
+from ldt.runtime.carriers import Carrier, CarrierChoice
 from ldt.runtime.connecting import await_connected, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
@@ -30,9 +30,9 @@ from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share
 from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import NodeShards
-from ldt.runtime.strands import Transfers
-from ldt.runtime.vigil import Patience, Vigil, is_consequence
-from ldt.topology import Channel, LanePolicy, Node, Topology
+from ldt.runtime.terms import Terms
+from ldt.runtime.vigil import Vigil, is_consequence
+from ldt.topology import Channel, LanePolicy, Node
 from ldt.topology import lanes as lanes_of
 
 __all__ = ["Mesh"]
@@ -51,32 +51,25 @@ class Mesh(Place):
 
     def __init__(
         self,
-        topology: Topology,
-        lanes: LanePolicy,
-        transfers: Transfers,
-        transport: TransportChoice,
-        ranks: tuple[int, ...],
-        rank: int,
-        device: torch.device,
+        terms: Terms,
         store: Any,
         key: str,
-        patience: Patience,
-        share_edge_errors: bool = False,
+        connect_again: Callable[[], Mesh],
     ) -> None:
-        super().__init__(topology, ranks, rank)
-        self.lanes = lanes
-        self.transfers = transfers
-        self.transport = transport
-        self.device = device
+        super().__init__(terms.topology, terms.ranks, terms.rank)
+        self.lanes: LanePolicy = terms.lanes
+        self.transfers = terms.transfers
+        self.device = terms.device
+        self._terms = terms
         self._key = key
         self._store = store
-        self._backend: str | None = None
+        self._connect_again = connect_again
         self._groups = GroupSet()
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
         self._watched: tuple[Lane, ...] = ()
         self._device_meshes: dict[str, DeviceMesh] = {}
-        self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
+        self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
         self._pipelines = 0
         self._control: ControlPlane | None = None
@@ -85,8 +78,8 @@ class Mesh(Place):
             self,
             store,
             key,
-            patience,
-            shares_errors=share_edge_errors or not self.is_edge,
+            terms.patience,
+            shares_errors=terms.share_edge_errors or not self.is_edge,
             on_failure=self._on_failure,
             overdue=self._overdue,
         )
@@ -226,6 +219,16 @@ class Mesh(Place):
         self._drop_lanes()
         self._drop_groups()
 
+    def reconnect(self) -> Mesh:
+        """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
+
+        After a failure of which all processes are left, or were started anew under the same store. Pipelines are then
+        made anew on the mesh that this returns, of the same chunks, unless their layers were spread over ``tp_mesh``
+        or ``dp_mesh``: such are built and loaded anew.
+        """
+        self.close()
+        return self._connect_again()
+
     def __enter__(self) -> Mesh:
         return self
 
@@ -244,16 +247,14 @@ class Mesh(Place):
 
     # -- internal --------------------------------------------------------------------------------------------
 
-    def open(
-        self, backend: str | None, deadline: float, timeout: timedelta, transfer_timeout: timedelta
-    ) -> None:
+    def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        self._backend = backend
+        transfer_timeout = self._terms.transfer_timeout
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.failures.check()
                 control = naming.is_control(spec.name)
-                kind = naming.GLOO if control else choose_backend(self.device, backend)
+                kind = naming.GLOO if control else choose_backend(self.device, self._terms.backend)
                 members = [self.ranks[rank] for rank in spec.ranks]
                 self._groups.make(spec.name, f"{self._key}/{spec.name}", members, kind, _until(deadline))
         relay = Relay(
@@ -301,7 +302,7 @@ class Mesh(Place):
             return share(self._store, key, self.global_rank, self.ranks, value, self.failures, deadline)
 
         return CarrierChoice(
-            self.transport,
+            self._terms.transport,
             self.topology,
             self.lanes,
             self.transfers,
@@ -340,7 +341,7 @@ class Mesh(Place):
         if name not in self._groups:
             if not dist.is_initialized():
                 raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
-            backend = choose_backend(self.device, self._backend)
+            backend = choose_backend(self.device, self._terms.backend)
             me = [self.global_rank]
             self._groups.make(name, f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60))
         return self._groups[name]
