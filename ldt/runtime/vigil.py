@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
-from ldt.runtime.attendance import CLOSED, EXITED, Attendance
+from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
 from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.heartbeat import Heartbeats
@@ -112,8 +112,7 @@ class Vigil:
         def farewell(store: Any) -> FailureReport | None:
             self.progress.closed = True
             self.heartbeats.beat_now(store)
-            trouble = self.attendance.leave(store, how)
-            return None if trouble is None else FailureReport.of_unknown(trouble)
+            return self._told(self.attendance.leave(store, how))
 
         self.failures.leave(farewell)
 
@@ -169,8 +168,13 @@ class Vigil:
         self.heartbeats.beat(store)
 
     def _compare_calls(self, store: Any) -> FailureReport | None:
-        trouble = self.attendance.compare(store)
-        return None if trouble is None else FailureReport.of_unknown(trouble)
+        return self._told(self.attendance.compare(store))
+
+    def _told(self, discord: Discord | None) -> FailureReport | None:
+        if discord is None or discord.rank is None:
+            return None if discord is None else FailureReport.of_unknown(discord.text)
+        node = self._place.node_of(discord.rank)
+        return FailureReport(discord.rank, node.stage, node.replica, "", discord.text)
 
     def _find_overdue(self, store: Any) -> FailureReport | None:
         """A device that has failed answers with an error, which is as good a reason."""
