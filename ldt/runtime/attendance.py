@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from ldt.runtime.received import parse, plain, quoted
+
 __all__ = ["Attendance"]
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
+_NAME_LIMIT = 200
 _CLOSE = "close()"
 
 
@@ -75,7 +78,11 @@ class Attendance:
 
     def _meet(self, store: Any, number: int, name: str) -> str | None:
         key = f"{self._key}/{number}"
-        first, first_name = json.loads(store.compare_set(key, "", json.dumps([self._rank, name])))
+        text = store.compare_set(key, "", json.dumps([self._rank, name]))
+        try:
+            first, first_name = _entry(parse(text))
+        except ValueError:
+            return f"the store has {quoted(text)} where a rank should have left its call {number}: who writes to it?"
         if first == self._rank:
             self._mine.append(number)
             while len(self._mine) > _KEPT_CALLS:
@@ -84,6 +91,13 @@ class Attendance:
             return None
         words = [_words(first, first_name, number), _words(self._rank, name, number)]
         return f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+
+
+def _entry(value: Any) -> tuple[int, str]:
+    match value:
+        case [int(rank), str(name)]:
+            return rank, plain(name, _NAME_LIMIT)
+    raise ValueError("expected [rank, name]")
 
 
 def _words(rank: int, name: str, number: int) -> str:
