@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 
 from ldt.runtime.received import parse, plain, quoted
 
-__all__ = ["Attendance"]
+__all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
 _NAME_LIMIT = 200
-_CLOSE = "close()"
+CLOSED = "closed its mesh"
+EXITED = "exited without closing its mesh"
+
+
+class Discord(NamedTuple):
+    """That two ranks are not in the same call. ``rank`` is the one that is to blame, if that is clear."""
+
+    rank: int | None
+    text: str
 
 
 class _Call(NamedTuple):
@@ -60,7 +68,7 @@ class Attendance:
         with self._lock:
             return "" if self._current is None else f"{self._current.name} (call {self._current.number})"
 
-    def compare(self, store: Any) -> str | None:
+    def compare(self, store: Any) -> Discord | None:
         """What is wrong if another rank makes another call than this one, which has lasted for a while."""
         with self._lock:
             call = self._current
@@ -70,19 +78,20 @@ class Attendance:
         self._compared = call.number
         return trouble
 
-    def leave(self, store: Any) -> str | None:
+    def leave(self, store: Any, how: str = CLOSED) -> Discord | None:
         """Say that this rank makes no more calls. What is wrong if another one waits for it in the next call."""
         with self._lock:
             number = self._count + 1
-        return self._meet(store, number, _CLOSE)
+        return self._meet(store, number, how)
 
-    def _meet(self, store: Any, number: int, name: str) -> str | None:
+    def _meet(self, store: Any, number: int, name: str) -> Discord | None:
         key = f"{self._key}/{number}"
         text = store.compare_set(key, "", json.dumps([self._rank, name]))
         try:
             first, first_name = _entry(parse(text))
         except ValueError:
-            return f"the store has {quoted(text)} where a rank should have left its call {number}: who writes to it?"
+            what = f"the store has {quoted(text)} where a rank should have left its call {number}: who writes to it?"
+            return Discord(None, what)
         if first == self._rank:
             self._mine.append(number)
             while len(self._mine) > _KEPT_CALLS:
@@ -90,7 +99,9 @@ class Attendance:
         if first_name == name:
             return None
         words = [_words(first, first_name, number), _words(self._rank, name, number)]
-        return f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+        exited = [rank for rank, what in ((first, first_name), (self._rank, name)) if what == EXITED]
+        text = f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+        return Discord(exited[0] if len(exited) == 1 else None, text)
 
 
 def _entry(value: Any) -> tuple[int, str]:
@@ -101,6 +112,6 @@ def _entry(value: Any) -> tuple[int, str]:
 
 
 def _words(rank: int, name: str, number: int) -> str:
-    if name == _CLOSE:
-        return f"rank {rank} closed its mesh after call {number - 1}"
+    if name in (CLOSED, EXITED):
+        return f"rank {rank} {name} after call {number - 1}"
     return f"rank {rank} is in {name} (call {number})"

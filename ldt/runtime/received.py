@@ -14,6 +14,7 @@ __all__ = ["parse", "plain", "quoted", "read_fields", "texts", "texts_by_name", 
 
 _MAX_NUMBER = 1 << 53  # beyond, other readers of JSON round
 _QUOTED = 200
+_FIELD_LIMIT = 4 * TEXT_LIMIT  # of a text in a report, which may show a picture of all nodes
 _T = TypeVar("_T")
 
 
@@ -62,7 +63,7 @@ def texts(value: Any) -> list[str]:
 
 
 def read_fields(kind: Callable[..., _T], data: str | bytes) -> _T:
-    """The dataclass ``kind`` whose fields are an object of JSON. Texts come back ``plain``.
+    """The dataclass ``kind`` whose fields are an object of JSON. Texts come back ``plain``, of at most 16000 letters.
 
     Fields may be ``str``, ``int``, which are not negative, or one of these and None. Raises ValueError for what has
     other fields, or others than these in them.
@@ -81,7 +82,7 @@ def _field(name: str, kind: str, value: Any) -> Any:
     if value is None and "None" in kinds:
         return None
     if isinstance(value, str) and "str" in kinds:
-        return plain(value)
+        return plain(value, _FIELD_LIMIT)
     if type(value) is int and "int" in kinds and 0 <= value <= _MAX_NUMBER:
         return value
     raise ValueError(f"expected {kind} as {name}, got {quoted(value)}")

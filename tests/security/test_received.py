@@ -23,6 +23,7 @@ from ldt.runtime.disclosure import TEXT_LIMIT
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.loss import TokenScale
 from ldt.runtime.post import Letter, Subject
+from ldt.runtime.progress import Sighting
 from ldt.runtime.received import parse, plain
 from ldt.runtime.rendezvous import check_in, share
 from ldt.testing import RankPool
@@ -30,7 +31,8 @@ from ldt.topology import Topology
 
 WORLD_SIZE = 3
 DEEP = b"[" * 100_000  # json.loads raises RecursionError, which is no ValueError
-LONGEST = 3 * TEXT_LIMIT + 500  # of a description: place, error and traceback, and the words around them
+FIELD_LIMIT = 4 * TEXT_LIMIT
+LONGEST = 3 * FIELD_LIMIT + 500  # of a description: place, error and traceback, and the words around them
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -53,7 +55,7 @@ def is_short_and_plain(report: FailureReport) -> bool:
     texts = (report.place, report.error, report.traceback, report.error_type or "")
     return (
         all(number is None or (type(number) is int and number >= 0) for number in numbers)
-        and all(type(text) is str and len(text) <= TEXT_LIMIT for text in texts)
+        and all(type(text) is str and len(text) <= FIELD_LIMIT for text in texts)
         and all(char.isprintable() or char in "\n\t" for text in texts for char in text)
         and len(str(report.as_error())) <= LONGEST
     )
@@ -155,7 +157,25 @@ def test_calls_of_others_are_read_with_care(data: bytes) -> None:
     store.set("call/1", data)
     trouble = Attendance("call", 4).leave(store)
     assert data == b"" or trouble is not None, "no entry is that of this call"
-    assert len(trouble or "") < 1000
+    assert trouble is None or len(trouble.text) < 1000
+
+
+# -- signs of life -------------------------------------------------------------------------------------------------
+
+sighting_like = st.fixed_dictionaries(dict.fromkeys(vars(Sighting(0)), json_values)).map(json.dumps)
+
+
+@quickly
+@given(anything | sighting_like.map(str.encode) | st.just(DEEP))
+def test_any_bytes_are_a_sighting(data: bytes) -> None:
+    described = Sighting.from_text(data).describe()
+    assert len(described) < 2000
+    assert all(char.isprintable() or char in "\n\t" for char in described)
+
+
+def test_sightings_of_large_numbers_say_nothing() -> None:
+    fields = {**vars(Sighting(0)), "seconds": 10**400}
+    assert Sighting.from_text(json.dumps(fields)).beat == -1
 
 
 # -- letters of the edge -------------------------------------------------------------------------------------------

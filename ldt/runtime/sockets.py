@@ -1,0 +1,81 @@
+"""The TCP connections that something opened: all that can end what waits in gloo."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+__all__ = ["Connections"]
+
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class Connections:
+    """The connections that were opened, by anyone in this process, while ``recording``; none where there is no procfs.
+
+    gloo's collectives know no abort: who is in one, waits until its peers' sockets say that they are gone. So after a
+    failure each rank ends its own connections, which frees itself and its peers at once, whatever these are doing.
+    """
+
+    def __init__(self) -> None:
+        self._opened: dict[int, int] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        before = _sockets()
+        yield
+        self._opened = dict(_sockets().items() - before.items())
+
+    def __len__(self) -> int:
+        return len(self._opened)
+
+    def limit_answers(self, seconds: float) -> None:
+        """Let a read that waits longer than that fail."""
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for connection in self._connected():
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def cut(self) -> None:
+        """End them, for both sides; whoever opened them still has to close them. Again, it does nothing."""
+        for connection in self._connected():
+            with suppress(OSError):  # the other side was first
+                connection.shutdown(socket.SHUT_RDWR)
+        self._opened.clear()
+
+    def lost(self) -> int:
+        """How many were closed meanwhile, as gloo does with those that the other side has ended."""
+        return sum(_identity(descriptor) != identity for descriptor, identity in self._opened.items())
+
+    def _connected(self) -> Iterator[socket.socket]:
+        """Those that are still what they were; a number may be another file's by now."""
+        for descriptor, identity in self._opened.items():
+            if _identity(descriptor) != identity:
+                continue
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                if internet and not listens:  # gloo takes the end of a socket it listens on for a bug
+                    yield connection
+
+
+def _identity(descriptor: int) -> int | None:
+    """A number that no other socket gets; None if it is not one, or not open."""
+    with suppress(OSError):
+        status = os.fstat(descriptor)
+        return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+    return None
+
+
+def _sockets() -> dict[int, int]:
+    """The open sockets: descriptor to identity."""
+    try:
+        descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
+    except FileNotFoundError:
+        return {}
+    found = ((descriptor, _identity(descriptor)) for descriptor in descriptors)
+    return {descriptor: identity for descriptor, identity in found if identity is not None}
