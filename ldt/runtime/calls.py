@@ -13,6 +13,7 @@ from ldt.runtime.microbatch import Microbatch
 __all__ = ["Call", "Mode", "Refusal", "agree"]
 
 Mode = Literal["step", "eval"]
+_MOMENTS = {"begin": "beginning", "finish": "end"}
 
 
 class Refusal(Exception):  # noqa: N818 (a verdict, not an error of its own)
@@ -52,9 +53,15 @@ class Call:
 
 
 def agree(
-    mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str], own: object = None
+    mesh: Mesh,
+    call: str,
+    error: Exception | None,
+    same: Mapping[str, str],
+    own: object = None,
+    *,
+    doing: Literal["begin", "finish"] = "begin",
 ) -> list[Any]:
-    """Raise on every rank if one cannot begin ``call`` for an ``error``, or was given other values.
+    """Raise on every rank if one cannot begin (or finish) ``call`` for an ``error``, or was given other values.
 
     A collective call. ``same`` has what must be equal, by the name it has in texts. Returns each rank's ``own``.
     """
@@ -71,10 +78,10 @@ def agree(
     for rank, answer in answers.items():
         if answer["error"] is not None:
             raise RemoteStageError(
-                f"rank {rank} cannot begin {call}: {answer['error']}",
+                f"rank {rank} cannot {doing} {call}: {answer['error']}",
                 rank=rank,
                 stage=mesh.stage_of(rank),
-                place=f"the beginning of {call}",
+                place=f"the {_MOMENTS[doing]} of {call}",
                 error_type=answer["error_type"],
             )
     for what, value in same.items():
