@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -69,12 +70,13 @@ def parts(topology: Topology, seed: int = 0, dropout: float = 0.0) -> list[Part]
 
 def spread(part: Part, mesh: ldt.Mesh, way: str) -> nn.Module:
     """In the ``way`` that its name says: over the ranks of a node where there are several, then over replicas."""
-    if mesh.tp_mesh.size() > 1:
+    topology = mesh.topology
+    if topology.tp[mesh.stage] > 1:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
         parallelize_module(part, mesh.tp_mesh, plan)
-    if mesh.dp_mesh.size() > 1 and way == "fully_shard":
+    if topology.replicas(mesh.stage) > 1 and way == "fully_shard":
         fully_shard(part, mesh=mesh.dp_mesh)
-    if mesh.dp_mesh.size() > 1 and way == "ddp":
+    if topology.replicas(mesh.stage) > 1 and way == "ddp":
         return DistributedDataParallel(
             part, process_group=mesh.dp_mesh.get_group(), find_unused_parameters=True
         )
@@ -87,7 +89,8 @@ class Job:
     def __init__(
         self, topology: Topology, way: str = "plain", *, seed: int = 0, dropout: float = 0.0, frozen: Any = ()
     ) -> None:
-        self.mesh = ldt.connect(topology, ranks=range(topology.world_size))
+        ranks = range(topology.world_size) if dist.is_initialized() else None
+        self.mesh = ldt.connect(topology, ranks=ranks)
         chunks = parts(topology, seed, dropout)
         mine = [spread(chunks[index], self.mesh, way) for index in topology.chunks_of(self.mesh.stage)]
         if self.mesh.stage in frozen:

@@ -15,6 +15,7 @@ from ldt.runtime.disclosure import QuotingError
 
 __all__ = [
     "Save",
+    "StorageError",
     "clear",
     "discard",
     "file_errors",
@@ -125,12 +126,16 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
+class StorageError(QuotingError):
+    """What the file system refused. Of the edge's, other ranks do not learn the path."""
+
+
 @contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Turns an OSError into an LdtError that says what could not be done. Other ranks are not told the path."""
+    """Turns an OSError into an LdtError that says what could not be done."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or type(error).__name__
         file = "" if error.filename is None else f" ({error.filename})"
-        raise QuotingError(f"{what}: {reason}{file}", f"{what}: {reason}") from error
+        raise StorageError(f"{what}: {reason}{file}", f"{what}: {reason}") from error

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from ldt.errors import LdtError
 from ldt.runtime.calls import agree
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.mesh import Mesh
@@ -167,33 +167,47 @@ class _Draft:
     def write(self, save: Save, save_id: str) -> None:
         """A collective call of the ranks of the stage."""
         folder = layout.unfinished_folder(self.path, save, self.mesh.stage)
-        what = f"stage {self.mesh.stage} cannot write its checkpoint of step {save.step}"
-        with layout.file_errors(what):
-            folder.mkdir(parents=True, exist_ok=True)
-            states = json.dumps(self._random_states).encode()
-            layout.write_synced(folder / layout.rank_file(self.mesh.replica, self.mesh.tp_rank), states)
-            if self.is_first:
-                self._record(save_id=save_id).write(folder)
-            self._write_tensors(folder, what)
+        group = self.mesh.stage_group
+        writer = _StageWriter(folder, functools.partial(self._write_values, folder, save_id))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                save_tensors(self._tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # a BaseException, with those of all ranks of the stage
+            stage = self.mesh.stage
+            mine = 0 if group is None else dist.get_rank(group)
+            first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0] != mine)
+            rank = self.mesh.ranks[self.mesh.topology.ranks_of_stage(stage)[first]]
+            with layout.file_errors(
+                f"rank {rank} cannot write stage {stage} of the checkpoint of step {save.step}"
+            ):
+                raise cause from None
 
     def publish(self, save: Save) -> None:
         """On the first rank of the stage, when all stages have written."""
         if not self.is_first:
             return
         StageReader(layout.unfinished_folder(self.path, save, self.mesh.stage)).check_files()
-        with layout.file_errors(f"stage {self.mesh.stage} cannot finish its checkpoint of step {save.step}"):
+        with layout.file_errors(
+            f"stage {self.mesh.stage} of the checkpoint of step {save.step} cannot be finished"
+        ):
             layout.publish(self.path, save, self.mesh.stage)
 
-    def _write_tensors(self, folder: Path, what: str) -> None:
-        group = self.mesh.stage_group
-        writer = FileSystemWriter(folder, overwrite=False)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                save_tensors(self._tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # a BaseException, with those of all ranks of the stage
-            me = 0 if group is None else dist.get_rank(group)
-            if me in error.failures:
-                raise error.failures[me][0] from None
-            rank, (cause, _) = next(iter(error.failures.items()))
-            raise LdtError(f"{what}: rank {rank} of the stage failed: {type(cause).__name__}") from None
+    def _write_values(self, folder: Path, save_id: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        states = json.dumps(self._random_states).encode()
+        layout.write_synced(folder / layout.rank_file(self.mesh.replica, self.mesh.tp_rank), states)
+        if self.is_first:
+            self._record(save_id=save_id).write(folder)
+
+
+class _StageWriter(FileSystemWriter):
+    """Does what else there is to write where torch lets all ranks know of an error: before a rank tells its plan."""
+
+    def __init__(self, folder: Path, before: Callable[[], None]) -> None:
+        super().__init__(folder, overwrite=False)
+        self._before = before
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._before()
+        return super().prepare_local_plan(plan)
