@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ class _Loading:
         self._shelf = Shelf(folders_of(paths, save), self._mesh.stage)
         self._new_optimizer_state: dict[str, Any] = {}
         self._extra_states: dict[str, Any] = {}
-        self._random_states: dict[str, Any] | None = None
+        self._restore_random_states: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
         """Changes nothing of the job's. Raises LdtError for what is missing, of another shape or damaged."""
@@ -145,7 +145,7 @@ class _Loading:
         self._extra_states = {name: from_json(shelf.extra(name)) for name in self._extra}
         of_edge = shelf.record(0) if self._mesh.is_edge else None
         self.position = None if of_edge is None else from_json(of_edge.position)
-        self._random_states = self._states_of_this_place()
+        self._look_for_random_states()
         shelf.check_files()
 
     def finish(self) -> None:
@@ -161,14 +161,14 @@ class _Loading:
             self._optimizer.load_state_dict(self._new_optimizer_state)
         for name, thing in self._extra.items():
             thing.load_state_dict(self._extra_states[name])
-        if self._random_states is not None:
-            random_states.restore(self._random_states, self._mesh.device)
+        self._restore_random_states()
 
-    def _states_of_this_place(self) -> dict[str, Any] | None:
+    def _look_for_random_states(self) -> None:
         record = self._shelf.record(self._mesh.stage)
         if record is None or record.topology != self._mesh.topology:
             logger.info("random states are left alone: the checkpoint is of another topology")
-            return None
+            return
         file = layout.rank_file(self._mesh.replica, self._mesh.tp_rank)
         with layout.file_errors("a rank's part of the checkpoint cannot be read"):
-            return read_json(self._shelf.folder(self._mesh.stage) / file)
+            states = read_json(self._shelf.folder(self._mesh.stage) / file)
+        self._restore_random_states = random_states.restorer(states, self._mesh.device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ldt.errors import LdtError
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "restorer"]
 
 
 def capture(device: torch.device) -> dict[str, Any]:
@@ -31,24 +32,34 @@ def capture(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Set those that ``states`` has and this process uses. Raises LdtError if one is damaged, before any is set."""
+def restorer(states: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    """A function that sets those that ``states`` has and this process uses. Raises LdtError if one is damaged."""
     numpy: Any = sys.modules.get("numpy")
+    generator = _generator(device)
+    steps: list[Callable[[], object]] = []
     try:
         version, words, gauss = states["python"]
         of_python = version, tuple(words), gauss
+        random.Random().setstate(of_python)
+        steps.append(lambda: random.setstate(of_python))
         of_torch = _as_tensor(states["torch"])
-        of_numpy = tuple(states["numpy"]) if "numpy" in states else None
-        of_device = _as_tensor(states[device.type]) if device.type in states else None
-    except (KeyError, TypeError, ValueError) as error:
+        torch.Generator().set_state(of_torch)
+        steps.append(lambda: torch.set_rng_state(of_torch))
+        if numpy is not None and "numpy" in states:
+            of_numpy = tuple(states["numpy"])
+            numpy.random.RandomState().set_state(of_numpy)
+            steps.append(lambda: numpy.random.set_state(of_numpy))
+        if generator is not None and device.type in states:
+            of_device = _as_tensor(states[device.type])
+            steps.append(lambda: generator.set_rng_state(of_device, device))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
         raise LdtError(f"the random states of this checkpoint are damaged: {error!r}") from error
-    random.setstate(of_python)
-    torch.set_rng_state(of_torch)
-    if numpy is not None and of_numpy is not None:
-        numpy.random.set_state(of_numpy)
-    generator = _generator(device)
-    if generator is not None and of_device is not None:
-        generator.set_rng_state(of_device, device)
+
+    def restore() -> None:
+        for step in steps:
+            step()
+
+    return restore
 
 
 def _generator(device: torch.device) -> Any:

@@ -76,7 +76,7 @@ class StageReader:
         """Raise LdtError if a file that has tensors is missing, cut short, or outside of the folder."""
         ends: dict[str, int] = {}
         for info in self._metadata.storage_data.values():
-            if Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
+            if not _is_file_name(info.relative_path) or info.transform_descriptors:
                 raise LdtError(
                     f"{self.folder / _METADATA} is not used: it names the file {info.relative_path!r}, expected one "
                     "in its own folder, as it is"
@@ -92,18 +92,26 @@ class StageReader:
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill ``tensors``, of a DTensor its local part. Sizes must be those of the files, dtypes are converted."""
         try:
-            with warnings.catch_warnings(), file_errors("the checkpoint cannot be read"):
+            with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
                 load(dict(tensors), storage_reader=_Reader(self.folder, self._metadata), no_dist=True)
         except CheckpointException as error:  # a BaseException
             cause = next((caught for caught, _ in error.failures.values()), error)
-            raise LdtError(f"{self.folder} cannot be read: {type(cause).__name__}: {cause}") from cause
+            with file_errors(f"{self.folder} cannot be read"):
+                if isinstance(cause, OSError):
+                    raise cause from None
+            # Not with the text of torch.load, which suggests to trust the file.
+            raise LdtError(f"{self.folder} is damaged: a tensor in it cannot be read") from cause
 
     @cached_property
     def _metadata(self) -> Metadata:
         file = self.folder / _METADATA
         with file_errors("a file of the checkpoint cannot be read"), file.open("rb") as stream:
             return _unpickled(stream, file)
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
 def _unpickled(stream: IO[bytes], file: Path) -> Metadata:
