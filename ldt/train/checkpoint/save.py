@@ -205,7 +205,8 @@ class _StageWriter(FileSystemWriter):
     """Does what else there is to write where torch lets all ranks know of an error: before a rank tells its plan."""
 
     def __init__(self, folder: Path, before: Callable[[], None]) -> None:
-        super().__init__(folder, overwrite=False)
+        # Copied tensor by tensor, not ahead: that would be on whichever accelerator there is, not the mesh's device.
+        super().__init__(folder, overwrite=False, per_thread_copy_ahead=0)
         self._before = before
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
