@@ -35,22 +35,34 @@ def train(pipeline: ldt.Pipeline, optimizer: torch.optim.Optimizer, seed: int) -
 
 
 def resumed(path: Path) -> int:
-    with npu.late(4, 2000) as device, torch.Stream(device), ldt.connect(TOPOLOGY, "hccl") as mesh:
-        pipeline, optimizer = job(mesh, 0)
-        train(pipeline, optimizer, 1)
-        ldt.save_checkpoint(path, pipeline, optimizer, step=1)
-        train(pipeline, optimizer, 2)
-        again, other = job(mesh, 5)
-        npu.sleep(20)  # what the load overwrites is still being computed
-        for parameter in again.parameters():
-            parameter.data.add_(1)
-        ldt.load_checkpoint(path, again, other)
-        train(again, other, 2)
-        pairs = list(zip(again.parameters(), pipeline.parameters(), strict=True))
-        for mine, theirs in pairs:
-            assert torch.equal(mine.cpu(), theirs.cpu())
-            assert torch.equal(other.state[mine]["exp_avg"].cpu(), optimizer.state[theirs]["exp_avg"].cpu())
-        return len(pairs)
+    with npu.late(4, 500) as device:
+        worker_stream = torch.accelerator.current_stream()  # of the device; checkpoints use it
+        with torch.Stream(device), ldt.connect(TOPOLOGY, "hccl") as mesh:
+            pipeline, optimizer = job(mesh, 0)
+            train(pipeline, optimizer, 1)
+            npu.sleep(300)  # what is to be saved is still to be computed
+            add_to(pipeline, 1)
+            ldt.save_checkpoint(path, pipeline, optimizer, step=1)
+            train(pipeline, optimizer, 2)
+            again, other = job(mesh, 5)
+            npu.sleep(300)  # and so is what a load overwrites
+            add_to(again, 1)
+            npu.sleep(1200, worker_stream)
+            ldt.load_checkpoint(path, again, other)
+            train(again, other, 2)
+            pairs = list(zip(again.parameters(), pipeline.parameters(), strict=True))
+            for mine, theirs in pairs:
+                assert torch.equal(mine.cpu(), theirs.cpu())
+                assert torch.equal(
+                    other.state[mine]["exp_avg"].cpu(), optimizer.state[theirs]["exp_avg"].cpu()
+                )
+            return len(pairs)
+
+
+@torch.no_grad()
+def add_to(pipeline: ldt.Pipeline, value: float) -> None:
+    for parameter in pipeline.parameters():
+        parameter.add_(value)
 
 
 def test_a_resumed_job_goes_on_as_if_it_never_stopped(pool: RankPool, tmp_path: Path) -> None:

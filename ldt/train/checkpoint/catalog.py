@@ -13,7 +13,7 @@ from ldt.runtime.disclosure import InputTypeError
 from ldt.train.checkpoint.layout import Save, saves_in, stages_in
 from ldt.train.checkpoint.record import StageRecord
 
-__all__ = ["Paths", "catalog", "complete_saves", "describe_incomplete", "folders_of", "paths_of"]
+__all__ = ["Paths", "catalog", "complete_saves", "describe_incomplete", "folders_of", "next_save", "paths_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Catalog = list[
     Any
 ]  # [step, again, [[stage, number of stages, save_id], ...]] for each save: it travels as JSON
+_MOST_STAGES = 1_000_000  # as in the text of a topology
 Stages = dict[int, tuple[int, str]]  # by number: how many its topology has, save_id
 
 
@@ -56,6 +57,12 @@ def complete_saves(catalogs: Iterable[Catalog]) -> list[Save]:
     return sorted(save for save, stages in _united(catalogs).items() if _is_complete(stages))
 
 
+def next_save(catalogs: Iterable[Catalog], step: int) -> Save:
+    """One of ``step`` that nobody has begun."""
+    again = [save.again for save in _united(catalogs) if save.step == step]
+    return Save(step, max(again, default=-1) + 1)
+
+
 def describe_incomplete(catalogs: Iterable[Catalog]) -> str:
     """The newest save that has stages but not all; empty if there is none."""
     parts = [(save, found) for save, found in _united(catalogs).items() if found and not _is_complete(found)]
@@ -75,11 +82,18 @@ def folders_of(paths: Iterable[Path], save: Save) -> dict[int, Path]:
 
 
 def _united(catalogs: Iterable[Catalog]) -> dict[Save, Stages]:
+    """Raises LdtError for what ``catalog`` does not give: others' come from other ranks, and steps become paths."""
     found: dict[Save, Stages] = {}
-    for seen in catalogs:
-        for step, again, stages in seen:
-            of_save = found.setdefault(Save(step, again), {})
-            of_save.update((stage, (count, save_id)) for stage, count, save_id in stages)
+    for step, again, stages in (entry for seen in catalogs for entry in seen):
+        if not all(type(number) is int for number in (step, again)):
+            raise LdtError(f"a rank tells of a step {str(step)[:40]!r}.{str(again)[:40]!r}, expected numbers")
+        of_save = found.setdefault(Save(step, again), {})
+        for stage, count, save_id in stages:
+            if not (type(stage) is type(count) is int and 0 <= stage < count <= _MOST_STAGES):
+                raise LdtError(
+                    f"a rank tells of stage {str(stage)[:40]} of {str(count)[:40]}, expected numbers"
+                )
+            of_save[stage] = count, str(save_id)
     return found
 
 

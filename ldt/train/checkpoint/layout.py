@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -82,8 +83,10 @@ def publish(path: Path, save: Save, stage: int) -> None:
     unfinished = unfinished_folder(path, save, stage)
     _sync(unfinished)
     unfinished.rename(stage_folder(path, save, stage))
-    for folder in (path / save.folder, path, path.parent):
+    for folder in (path / save.folder, path):
         _sync(folder)
+    with suppress(PermissionError):  # it may have been there, and be another's
+        _sync(path.parent)
 
 
 def discard(path: Path, save: Save, stage: int, *, published: bool) -> None:
@@ -101,10 +104,15 @@ def clear(path: Path, current: Save, kept: Collection[Save]) -> None:
 
     Each is renamed first, so that no part of one that is half removed is taken for complete.
     """
+    _remove_renamed(path)  # those of a call that was killed
     for save in saves_in(path):
         if save < current and save not in kept:
             with suppress(FileNotFoundError):  # another rank was first
                 (path / save.folder).rename(path / f"{_REMOVED}{save.folder}")
+    _remove_renamed(path)
+
+
+def _remove_renamed(path: Path) -> None:
     for folder in path.glob(f"{_REMOVED}step-*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -118,10 +126,13 @@ def write_synced(file: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names, too, must be on the disk."""
+    """Names, too, must be on the disk. Some file systems look after that themselves and refuse to be asked."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
 

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from ldt.errors import LdtError
 from ldt.runtime.calls import agree
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
-from ldt.train.checkpoint.catalog import catalog, complete_saves
+from ldt.train.checkpoint.catalog import catalog, complete_saves, next_save
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, model_key, named_tensors
 from ldt.train.checkpoint.reader import StageReader
@@ -87,8 +88,7 @@ def save_checkpoint(
     answers = agree(mesh, _CALL, error, same, own)
     assert draft is not None
     catalogs = [seen for _, seen in answers]
-    again = [Save(*seen).again for found in catalogs for *seen, _ in found if seen[0] == step]
-    save = Save(step, max(again, default=-1) + 1)
+    save = next_save(catalogs, step)
     _write(mesh, draft, save, answers[0][0])
     complete = complete_saves(catalogs)
     older = [other for other in complete if other < save]
@@ -187,7 +187,12 @@ class _Draft:
         """On the first rank of the stage, when all stages have written."""
         if not self.is_first:
             return
-        StageReader(layout.unfinished_folder(self.path, save, self.mesh.stage)).check_files()
+        try:
+            StageReader(layout.unfinished_folder(self.path, save, self.mesh.stage)).check_files()
+        except LdtError as error:
+            raise LdtError(
+                f"{error}: all ranks of stage {self.mesh.stage} must be given one folder, which each of them sees"
+            ) from error
         with layout.file_errors(
             f"stage {self.mesh.stage} of the checkpoint of step {save.step} cannot be finished"
         ):
