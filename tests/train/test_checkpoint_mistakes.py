@@ -110,7 +110,7 @@ def other_groups(job: Job, edge: Path, cloud: Path) -> Any:
         (other_steps, "ranks [1, 2] have other steps than this rank"),
         (no_number, "step must be a whole number, got str"),
         (keeps_none, "keep must be at least 1, got 0"),
-        (tensor_as_position, "position['order'][0] is a Tensor, which a checkpoint cannot keep"),
+        (tensor_as_position, " is a Tensor, which a checkpoint cannot keep"),
         (foreign_parameter, "a parameter of shape [5] that no chunk of this rank has"),
         (one_name_twice, "two tensors of this rank would be saved as w"),
         (no_folder, "cannot write stage"),
@@ -130,6 +130,9 @@ def test_what_is_refused(pool: RankPool, tmp_path: Path, attempt: Refuse, senten
     answers = pool.run(refused, tmp_path / "edge", tmp_path / "cloud", attempt.__name__)
     assert any(sentence in text for _, text in answers), answers
     assert all(sentence in text or kind == "LdtError" for kind, text in answers), answers
+    assert [rank for rank, (_, text) in enumerate(answers) if "order" in text] in ([], [0]), (
+        "a key of the edge's"
+    )
     assert not [entry for entry in tmp_path.rglob("*") if entry.name.startswith((".stage", "step-5"))]
 
 

@@ -8,18 +8,29 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import InputTypeError
+from ldt.runtime.disclosure import QuotingError
 
-__all__ = ["from_json", "to_json"]
+__all__ = ["ValueTypeError", "from_json", "to_json"]
 
 _TUPLE, _PAIRS = "$tuple", "$pairs"
+
+
+class ValueTypeError(QuotingError, TypeError):
+    """For a value of another type. Keys, which may be those of the edge's data, are not told to other ranks."""
+
+    def __init__(self, what: str, value: object) -> None:
+        rest = (
+            f"is a {type(value).__name__}, which a checkpoint cannot keep beside its tensors: expected None, bool, "
+            "int, float, str, or lists, tuples and dicts of these"
+        )
+        super().__init__(f"{what} {rest}", f"a part of {what.partition('[')[0]} {rest}")
 
 
 def to_json(value: Any, what: str) -> Any:
     """``value`` in types of JSON; ``what`` is its name in errors.
 
     Takes None, bool, int, float, str, lists, tuples and dicts of these, and tensors of one element as their number.
-    Raises ldt's TypeError that names the part which is something else.
+    Raises ValueTypeError that names the part which is something else.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -30,10 +41,7 @@ def to_json(value: Any, what: str) -> Any:
     if isinstance(value, (list, tuple)):
         items = [to_json(item, f"{what}[{index}]") for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
-    raise InputTypeError(
-        f"{what} is a {type(value).__name__}, which a checkpoint cannot keep beside its tensors: expected None, bool, "
-        "int, float, str, or lists, tuples and dicts of these"
-    )
+    raise ValueTypeError(what, value)
 
 
 def _mapping(value: Mapping[Any, Any], what: str) -> Any:
