@@ -147,6 +147,38 @@ def test_kills_at_random_moments(tmp_path: Path) -> None:
             last = steps[0] + 1
 
 
+def folders_apart(path: Path) -> list[str]:
+    with Job(SHAPE) as job:
+        with pytest.raises(ldt.LdtError) as caught:
+            job.save(path / str(job.mesh.rank), 1)
+        job.mesh.control.gather(None)
+        job.train([0])
+        return [type(caught.value).__name__, str(caught.value)]
+
+
+def test_ranks_of_a_stage_that_see_different_folders(pool: RankPool, tmp_path: Path) -> None:
+    for kind, text in pool.run(folders_apart, tmp_path):
+        assert kind == "RemoteStageError" or "__1_0.distcp" in text
+        assert "all ranks of stage 1 must be given one folder, which each of them sees" in text
+    assert not list(tmp_path.glob("*/*"))
+
+
+def stuck(path: Path) -> str:
+    """A rank that is gone while others of its stage wait for it in the middle of writing."""
+    with Job(SHAPE) as job:
+        if job.mesh.rank == 2:
+            KillAt(path, 1, ["os.mkdir", "open"]).on = True
+        with pytest.raises(ldt.LdtError) as caught:
+            job.save(path, 1)
+        return type(caught.value).__name__
+
+
+def test_a_rank_that_is_gone_ends_the_save_of_the_others(tmp_path: Path) -> None:
+    with RankPool(WORLD_SIZE) as pool, pytest.raises(RankError) as caught:
+        pool.run(stuck, tmp_path)
+    assert str(caught.value) == "rank 2 died with exit code -9", "the others raised what they should"
+
+
 @contextmanager
 def file_sizes_limited(limit: int) -> Iterator[None]:
     """Files of this process cannot grow beyond so many bytes: writing fails as on a full disk."""

@@ -106,9 +106,10 @@ def _write(mesh: Mesh, draft: _Draft, save: Save, save_id: str) -> None:
         together(mesh, _CALL, functools.partial(draft.write, save, save_id))
         together(mesh, _CALL, functools.partial(draft.publish, save))
     except BaseException:
-        if draft.is_first:
-            # Where another rank is gone, all stages may have published: then the save is good.
-            layout.discard(draft.path, save, draft.mesh.stage, published=not mesh.failed)
+        # After a failure of the mesh a stage may still be about to name its folder, which must then be whole; the next
+        # save removes what is left.
+        if not mesh.failed:
+            layout.discard(draft.path, save, mesh.stage, published=draft.is_first)
         raise
 
 
