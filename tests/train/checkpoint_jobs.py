@@ -87,10 +87,17 @@ class Job:
     """A pipeline with AdamW and a schedule of the learning rate, on the first ranks of the world."""
 
     def __init__(
-        self, topology: Topology, way: str = "plain", *, seed: int = 0, dropout: float = 0.0, frozen: Any = ()
+        self,
+        topology: Topology,
+        way: str = "plain",
+        *,
+        seed: int = 0,
+        dropout: float = 0.0,
+        frozen: Sequence[int] = (),
+        **options: Any,
     ) -> None:
         ranks = range(topology.world_size) if dist.is_initialized() else None
-        self.mesh = ldt.connect(topology, ranks=ranks)
+        self.mesh = ldt.connect(topology, ranks=ranks, **options)
         chunks = parts(topology, seed, dropout)
         mine = [spread(chunks[index], self.mesh, way) for index in topology.chunks_of(self.mesh.stage)]
         if self.mesh.stage in frozen:

@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ class KillAt:
         sys.addaudithook(self)
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.on and event in self.moments and self.concerns(arguments[0]) and arguments[1] != "rb":
+        if self.on and event in self.moments and self.concerns(arguments[0]) and arguments[1] != "r":
             self.left -= 1
             if self.left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -161,6 +163,27 @@ def test_ranks_of_a_stage_that_see_different_folders(pool: RankPool, tmp_path: P
         assert kind == "RemoteStageError" or "__1_0.distcp" in text
         assert "all ranks of stage 1 must be given one folder, which each of them sees" in text
     assert not list(tmp_path.glob("*/*"))
+
+
+def slow_disk(path: Path) -> set[float]:
+    """Rank 1 takes longer to write than a transfer may."""
+    with Job(SHAPE, transfer_timeout=timedelta(seconds=1.5)) as job:
+        if job.mesh.rank == 1:
+            sys.addaudithook(
+                lambda event, arguments: time.sleep(0.8 * (event == "open" and arguments[1] == "w"))
+            )
+        fill(job, 1)
+        start = time.monotonic()
+        job.save(path, 1)
+        assert time.monotonic() - start > 1.5
+        fill(job, 2)
+        assert job.load(path) == ldt.LoadedCheckpoint(1)
+        return filled_with(job)
+
+
+def test_a_disk_may_be_slower_than_any_transfer(tmp_path: Path) -> None:
+    with RankPool(WORLD_SIZE) as pool:
+        assert pool.run(slow_disk, tmp_path) == [{1}] * WORLD_SIZE
 
 
 def stuck(path: Path) -> str:
