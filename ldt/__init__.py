@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     from ldt.topology import Node as Node
     from ldt.topology import Topology as Topology
     from ldt.train import GradScaler as GradScaler
+    from ldt.train import LoadedCheckpoint as LoadedCheckpoint
     from ldt.train import clip_grad_norm_ as clip_grad_norm_
+    from ldt.train import load_checkpoint as load_checkpoint
+    from ldt.train import merge_checkpoint as merge_checkpoint
+    from ldt.train import save_checkpoint as save_checkpoint
 
     __version__: str
 
@@ -47,11 +51,15 @@ _PURE = {
 _NEEDS_TORCH = {
     "GradScaler": "ldt.train",
     "LaneError": "ldt._C",
+    "LoadedCheckpoint": "ldt.train",
     "Mesh": "ldt.runtime",
     "Pipeline": "ldt.runtime",
     "StepResult": "ldt.runtime",
     "connect": "ldt.runtime",
     "clip_grad_norm_": "ldt.train",
+    "load_checkpoint": "ldt.train",
+    "merge_checkpoint": "ldt.train",
+    "save_checkpoint": "ldt.train",
 }
 
 __all__ = ["__version__", "plan", *_PURE, *_NEEDS_TORCH]  # noqa: PLE0604 (all are strings)

@@ -156,6 +156,12 @@ class Topology:
             raise TopologyError(f"node {node} does not exist: nodes are {', '.join(map(str, self.nodes))}")
         return self._ranks[node]
 
+    def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
+        """The ranks of all replicas of ``stage``, which are consecutive."""
+        return tuple(
+            rank for replica in range(self.replicas(stage)) for rank in self.ranks_of(Node(stage, replica))
+        )
+
     def leader_of(self, node: Node) -> int:
         """The first rank of ``node``; unless messages are cut in shares, it alone talks to other nodes."""
         return self.ranks_of(node)[0]

@@ -15,6 +15,7 @@ from ldt.runtime.received import plain, texts, texts_by_name
 __all__ = ["Call", "Mode", "Refusal", "agree"]
 
 Mode = Literal["step", "eval"]
+_MOMENTS = {"begin": "beginning", "finish": "end"}
 
 
 class Refusal(Exception):  # noqa: N818 (a verdict, not an error of its own)
@@ -60,8 +61,10 @@ def agree(
     same: Mapping[str, str],
     own: object = None,
     read_own: Callable[[Any], Any] = lambda own: own,
+    *,
+    doing: Literal["begin", "finish"] = "begin",
 ) -> list[Any]:
-    """Raise on every rank if one cannot begin ``call`` for an ``error``, or was given other values.
+    """Raise on every rank if one cannot begin (or finish) ``call`` for an ``error``, or was given other values.
 
     A collective call. ``same`` has what must be equal, by the name it has in texts. Returns each rank's ``own``, as
     ``read_own`` reads it.
@@ -80,10 +83,10 @@ def agree(
     for rank, answer in answers.items():
         if answer.error is not None:
             raise RemoteStageError(
-                f"rank {rank} cannot begin {call}: {answer.error}",
+                f"rank {rank} cannot {doing} {call}: {answer.error}",
                 rank=rank,
                 stage=mesh.stage_of(rank),
-                place=f"the beginning of {call}",
+                place=f"the {_MOMENTS[doing]} of {call}",
                 error_type=answer.error_type,
             )
     for what, value in same.items():

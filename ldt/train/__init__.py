@@ -1,6 +1,14 @@
-"""What a training loop needs around the pipeline: gradient norm and loss scaling over all stages."""
+"""What a training loop needs around the pipeline: gradient norm, loss scaling and checkpoints over all stages."""
 
+from ldt.train.checkpoint import LoadedCheckpoint, load_checkpoint, merge_checkpoint, save_checkpoint
 from ldt.train.grad_norm import clip_grad_norm_
 from ldt.train.grad_scaler import GradScaler
 
-__all__ = ["GradScaler", "clip_grad_norm_"]
+__all__ = [
+    "GradScaler",
+    "LoadedCheckpoint",
+    "clip_grad_norm_",
+    "load_checkpoint",
+    "merge_checkpoint",
+    "save_checkpoint",
+]

@@ -35,6 +35,10 @@ class Chunk(nn.Module):
         """That of the whole model."""
         return self.model.config
 
+    def whole_model_name(self, name: str) -> str:
+        """What a tensor of ``state_dict`` is called in the whole model: by this checkpoints know it."""
+        return name.removeprefix("model.")
+
     @property
     def _tower(self) -> Any:
         return self.model.model.visual

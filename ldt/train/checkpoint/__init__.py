@@ -1,0 +1,15 @@
+"""Checkpoints of all stages over torch.distributed.checkpoint: written stage by stage, read by any topology.
+
+    <path>/step-<n>/stage-<s>/      complete once it has this name
+        __<i>_0.distcp, .metadata   tensors, in the format of torch.distributed.checkpoint
+        stage.json                  step, topology, optimizer's hyperparameters, on the edge the data position
+        rank-<replica>.<i>.json     random states of a rank
+
+Nothing but tensors crosses from one stage to another, and that only where a stage reads a folder that another wrote.
+"""
+
+from ldt.train.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from ldt.train.checkpoint.merge import merge_checkpoint
+from ldt.train.checkpoint.save import save_checkpoint
+
+__all__ = ["LoadedCheckpoint", "load_checkpoint", "merge_checkpoint", "save_checkpoint"]

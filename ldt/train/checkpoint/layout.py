@@ -1,0 +1,152 @@
+"""The folders of a checkpoint and their names, which change in one step of the file system."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ldt.runtime.disclosure import QuotingError
+
+__all__ = [
+    "Save",
+    "StorageError",
+    "clear",
+    "discard",
+    "file_errors",
+    "publish",
+    "rank_file",
+    "saves_in",
+    "stage_folder",
+    "stages_in",
+    "unfinished_folder",
+    "write_synced",
+]
+
+logger = logging.getLogger(__name__)
+
+_SAVE = re.compile(r"step-([0-9]{1,18})(?:\.([0-9]{1,9}))?")
+_STAGE = re.compile(r"stage-([0-9]{1,6})")
+_REMOVED = ".removed-"
+
+
+class Save(NamedTuple):
+    """One save: the step after which it was made, and how many of the same step there were before."""
+
+    step: int
+    again: int = 0
+
+    @property
+    def folder(self) -> str:
+        """Its name. A save never goes into a folder that was there: what is complete stays so."""
+        return f"step-{self.step}.{self.again}" if self.again else f"step-{self.step}"
+
+
+def saves_in(path: Path) -> list[Save]:
+    """All that were begun in ``path``, oldest first; none where there is no such folder."""
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    found = filter(None, map(_SAVE.fullmatch, names))
+    return sorted(Save(int(match[1]), int(match[2] or 0)) for match in found)
+
+
+def stages_in(path: Path, save: Save) -> dict[int, Path]:
+    """The complete folders of stages of a save."""
+    folder = path / save.folder
+    entries = list(folder.iterdir()) if folder.is_dir() else []
+    found = ((_STAGE.fullmatch(entry.name), entry) for entry in entries)
+    return {int(match[1]): entry for match, entry in found if match}
+
+
+def stage_folder(path: Path, save: Save, stage: int) -> Path:
+    """Where a stage is, once it is complete."""
+    return path / save.folder / f"stage-{stage}"
+
+
+def unfinished_folder(path: Path, save: Save, stage: int) -> Path:
+    """Where a stage writes, until it is complete."""
+    return path / save.folder / f".stage-{stage}"
+
+
+def rank_file(replica: int, tp_rank: int) -> str:
+    """What one rank of a stage keeps for itself."""
+    return f"rank-{replica}.{tp_rank}.json"
+
+
+def publish(path: Path, save: Save, stage: int) -> None:
+    """Give what a stage wrote its final name, when all of it is on the disk."""
+    unfinished = unfinished_folder(path, save, stage)
+    _sync(unfinished)
+    unfinished.rename(stage_folder(path, save, stage))
+    for folder in (path / save.folder, path):
+        _sync(folder)
+    with suppress(PermissionError):  # it may have been there, and be another's
+        _sync(path.parent)
+
+
+def discard(path: Path, save: Save, stage: int, *, published: bool) -> None:
+    """Remove what a stage wrote for a save that failed; with ``published`` also if it has its final name."""
+    if published:
+        with suppress(OSError):
+            stage_folder(path, save, stage).rename(unfinished_folder(path, save, stage))
+    shutil.rmtree(unfinished_folder(path, save, stage), ignore_errors=True)
+    with suppress(OSError):  # other stages' may be there
+        (path / save.folder).rmdir()
+
+
+def clear(path: Path, current: Save, kept: Collection[Save]) -> None:
+    """Remove saves older than ``current`` but for those ``kept``. Several ranks may do so at once.
+
+    Each is renamed first, so that no part of one that is half removed is taken for complete.
+    """
+    _remove_renamed(path)  # those of a call that was killed
+    for save in saves_in(path):
+        if save < current and save not in kept:
+            with suppress(FileNotFoundError):  # another rank was first
+                (path / save.folder).rename(path / f"{_REMOVED}{save.folder}")
+    _remove_renamed(path)
+
+
+def _remove_renamed(path: Path) -> None:
+    for folder in path.glob(f"{_REMOVED}step-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_synced(file: Path, data: bytes) -> None:
+    """Write ``file`` and wait until it is on the disk."""
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Names, too, must be on the disk. Some file systems look after that themselves and refuse to be asked."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+class StorageError(QuotingError):
+    """What the file system refused. Of the edge's, other ranks do not learn the path."""
+
+
+@contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Turns an OSError into an LdtError that says what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        file = "" if error.filename is None else f" ({error.filename})"
+        raise StorageError(f"{what}: {reason}{file}", f"{what}: {reason}") from error

@@ -1,0 +1,174 @@
+"""Loading: each rank reads what its chunks need, from whichever stages wrote it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ldt.errors import LdtError
+from ldt.runtime.calls import agree
+from ldt.runtime.disclosure import InputTypeError
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.pipeline import Pipeline
+from ldt.train.checkpoint import layout, optimizer_state, random_states
+from ldt.train.checkpoint.catalog import (
+    Catalog,
+    Paths,
+    catalog,
+    complete_saves,
+    describe_incomplete,
+    folders_of,
+    paths_of,
+)
+from ldt.train.checkpoint.layout import Save
+from ldt.train.checkpoint.names import Names, named_tensors
+from ldt.train.checkpoint.record import read_json
+from ldt.train.checkpoint.save import HasState
+from ldt.train.checkpoint.shelf import Shelf
+from ldt.train.checkpoint.together import together
+from ldt.train.checkpoint.values import from_json
+
+__all__ = ["LoadedCheckpoint", "choose", "load_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_CALL = "load_checkpoint()"
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """What was loaded: the step after which it was saved and, on the edge, the position in the data at that time."""
+
+    step: int
+    position: Any = None
+
+
+def load_checkpoint(
+    path: Paths,
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    extra: Mapping[str, HasState] | None = None,
+    names: Names | None = None,
+) -> LoadedCheckpoint | None:
+    """Load what ``save_checkpoint`` saved: the newest step that is complete, or ``step``. None if there is none.
+
+    A collective call of all ranks. The topology may be another one than when it was saved: other stages, laps,
+    replicas, and tensor-parallel sizes where parameters are DTensors. ``path`` is one folder or a list of folders,
+    which together have the stages that this rank's chunks come from; each rank may give its own. Dtypes are converted.
+    Random states are restored where the topology is the same, else left alone. Give ``optimizer`` and ``extra`` only
+    if they were saved; an optimizer that had not stepped is as new afterwards.
+
+    Raises on all ranks if one cannot load. LdtError says what is missing, or has another shape: then nothing has been
+    changed. If a file cannot be read to its end, weights have been changed in part, as the error says.
+    """
+    mesh = pipeline.mesh
+    mesh.check_usable()
+    error: Exception | None = None
+    seen: Catalog = []
+    paths: list[Path] = []
+    try:
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
+            raise InputTypeError(f"step must be a whole number or None, got {type(step).__name__}")
+        paths = paths_of(path)
+        with layout.file_errors("the folder of the checkpoint cannot be read"):
+            seen = catalog(paths)
+    except Exception as caught:
+        error = caught
+    save = choose(agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)
+    if save is None:
+        return None
+    loading = _Loading(pipeline, optimizer, extra or {}, names, paths, save)
+    together(mesh, _CALL, loading.prepare)
+    together(mesh, _CALL, loading.finish)
+    return LoadedCheckpoint(save.step, loading.position)
+
+
+def choose(catalogs: list[Catalog], step: int | None) -> Save | None:
+    """The newest complete save, of ``step`` if one is asked for: then LdtError if there is none."""
+    complete = complete_saves(catalogs)
+    chosen = [save for save in complete if step is None or save.step == step]
+    if not chosen and step is not None:
+        steps = sorted({save.step for save in complete})
+        raise LdtError(f"step {step} is not there, or is not complete: complete are {steps or 'none'}")
+    if not chosen:
+        partly = describe_incomplete(catalogs)
+        if partly:
+            logger.warning("no checkpoint is complete: of the newest that was begun, %s", partly)
+        return None
+    return chosen[-1]
+
+
+class _Loading:
+    """One load on one rank: first all is looked up and checked, then read."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        given: torch.optim.Optimizer | None,
+        extra: Mapping[str, HasState],
+        names: Names | None,
+        paths: list[Path],
+        save: Save,
+    ) -> None:
+        self.position: Any = None
+        self._pipeline = pipeline
+        self._mesh: Mesh = pipeline.mesh
+        self._optimizer = given
+        self._extra = extra
+        self._names = names
+        self._shelf = Shelf(folders_of(paths, save), self._mesh.stage)
+        self._new_optimizer_state: dict[str, Any] = {}
+        self._extra_states: dict[str, Any] = {}
+        self._restore_random_states: Callable[[], None] = lambda: None
+
+    def prepare(self) -> None:
+        """Changes nothing of the job's. Raises LdtError for what is missing, of another shape or damaged."""
+        shelf = self._shelf
+        named = named_tensors(self._pipeline, self._names)
+        shelf.want_model({tuple(named.names_of(name)): tensor for name, tensor in named.tensors.items()})
+        if self._optimizer is not None:
+            wanted, self._new_optimizer_state = optimizer_state.restored(
+                self._optimizer,
+                {id(tensor): shelf.stored_name(name) for name, tensor in named.tensors.items()},
+                shelf.optimizer_of,
+                shelf.optimizer_shape,
+            )
+            for parameter, state, tensor in wanted:
+                shelf.want_optimizer(parameter, state, tensor)
+        self._extra_states = {name: from_json(shelf.extra(name)) for name in self._extra}
+        of_edge = shelf.record(0) if self._mesh.is_edge else None
+        self.position = None if of_edge is None else from_json(of_edge.position)
+        self._look_for_random_states()
+        shelf.check_files()
+
+    def finish(self) -> None:
+        """Reads it all."""
+        try:
+            self._shelf.read()
+        except LdtError as error:
+            raise LdtError(
+                f"{error}. Weights of rank {self._mesh.ranks[self._mesh.rank]} may now be of the checkpoint in part: "
+                "load another step before they are used"
+            ) from error
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(self._new_optimizer_state)
+        for name, thing in self._extra.items():
+            thing.load_state_dict(self._extra_states[name])
+        self._restore_random_states()
+
+    def _look_for_random_states(self) -> None:
+        record = self._shelf.record(self._mesh.stage)
+        if record is None or record.topology != self._mesh.topology:
+            logger.info("random states are left alone: the checkpoint is of another topology")
+            return
+        file = layout.rank_file(self._mesh.replica, self._mesh.tp_rank)
+        with layout.file_errors("a rank's part of the checkpoint cannot be read"):
+            states = read_json(self._shelf.folder(self._mesh.stage) / file)
+        self._restore_random_states = random_states.restorer(states, self._mesh.device)

@@ -1,0 +1,72 @@
+"""All stages of a checkpoint in one safetensors file, as other tools read it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ldt.errors import LdtError
+from ldt.train.checkpoint.catalog import Paths, catalog, folders_of, paths_of
+from ldt.train.checkpoint.layout import file_errors
+from ldt.train.checkpoint.load import choose
+from ldt.train.checkpoint.names import model_key
+from ldt.train.checkpoint.shelf import Shelf
+
+__all__ = ["merge_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+def merge_checkpoint(paths: Paths, file: str | os.PathLike[str], *, step: int | None = None) -> int:
+    """Write the weights of all stages to ``file``, by their names in the whole model, and return the step.
+
+    Needs no process group; ``safetensors`` and memory for the whole model. ``paths`` is one folder or a list of
+    folders that together have all stages, of the newest step that is complete, or of ``step``. Weights that are tied
+    are written once, by the first of their names, as transformers does. As ``model.safetensors`` beside the model's
+    ``config.json`` the file is a checkpoint of transformers.
+    Raises LdtError if no step is complete, a file is damaged or another stage has other weights of the same name.
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("merge_checkpoint needs safetensors: pip install 'ldt-torch[hf]'") from error
+    with file_errors("the checkpoint cannot be read"):
+        folders = paths_of(paths)
+        found = catalog(folders)
+    save = choose([found], step)
+    if save is None:
+        raise LdtError(
+            f"no checkpoint is complete under {', '.join(map(str, folders))}: give the paths of all stages, that of "
+            "the edge and those of the cloud"
+        )
+    tensors = _tensors(Shelf(folders_of(folders, save)))
+    target = Path(file)
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    with file_errors("the merged checkpoint cannot be written"):
+        try:
+            save_file(tensors, unfinished, metadata={"format": "pt"})
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    logger.info("wrote %d tensors of step %d to %s", len(tensors), save.step, target)
+    return save.step
+
+
+def _tensors(shelf: Shelf) -> dict[str, torch.Tensor]:
+    merged: dict[str, torch.Tensor] = {}
+    prefix = model_key("")
+    for reader in shelf.readers():
+        reader.check_files()
+        entries: dict[str, Any] = {key: e for key, e in reader.tensors.items() if key.startswith(prefix)}
+        read = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in entries.items()}
+        reader.read(read)
+        for key, tensor in read.items():
+            name = key.removeprefix(prefix)
+            other = merged.setdefault(name, tensor)
+            if other is not tensor and not torch.equal(other, tensor):
+                raise LdtError(f"{name} in {reader.folder} is not what another stage has by this name")
+    return merged

@@ -1,0 +1,95 @@
+"""The tensors of a pipeline's chunks by the names they have in the whole model, so that another split finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from ldt.errors import LdtError
+from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.pipeline import Pipeline
+
+__all__ = ["NamedTensors", "Names", "NamesItself", "model_key", "named_tensors"]
+
+Names = Callable[[int, str], str]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpoints
+
+
+def model_key(name: str) -> str:
+    """What a parameter or buffer is called among a stage's tensors."""
+    return f"model.{name}"
+
+
+@runtime_checkable
+class NamesItself(Protocol):
+    """A chunk that knows what a tensor of its ``state_dict`` is called in the whole model."""
+
+    def whole_model_name(self, name: str) -> str: ...
+
+
+class NamedTensors(NamedTuple):
+    """``tensors`` has each once, by the first of its names in model order; ``aliases`` the others' first names."""
+
+    tensors: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+
+    def by_identity(self) -> dict[int, str]:
+        """The name of a tensor by its ``id``."""
+        return {id(tensor): name for name, tensor in self.tensors.items()}
+
+    def names_of(self, name: str) -> list[str]:
+        """``name``, which has a tensor, and its aliases."""
+        return [name, *(alias for alias, first in self.aliases.items() if first == name)]
+
+
+def named_tensors(pipeline: Pipeline, names: Names | None = None) -> NamedTensors:
+    """The parameters and persistent buffers of this rank's chunks.
+
+    Called as ``names(chunk index, name in the chunk)`` says, or else the chunk itself, or else "chunk.<index>.<name>".
+    Raises LdtError for two tensors of one name, for a tensor without memory, and for state that is no tensor.
+    """
+    found = NamedTensors({}, {})
+    firsts: dict[int, str] = {}
+    indices = pipeline.mesh.topology.chunks_of(pipeline.mesh.stage)
+    for index, chunk in zip(indices, pipeline.chunks, strict=True):
+        name_of = names or _own_names(chunk)
+        for name, value in chunk.state_dict(keep_vars=True).items():
+            whole = name_of(index, _unwrapped(name))
+            _check(whole, value, index, name)
+            if firsts.setdefault(id(value), whole) != whole:
+                found.aliases[whole] = firsts[id(value)]
+            elif found.tensors.setdefault(whole, value) is not value:
+                raise LdtError(
+                    f"two tensors of this rank would be saved as {whole}, one of them {name} of chunk {index}: "
+                    "give names=, a function of chunk index and name"
+                )
+    return found
+
+
+def _own_names(chunk: torch.nn.Module) -> Names:
+    if isinstance(chunk, NamesItself):
+        return lambda _, name: chunk.whole_model_name(name)
+    return "chunk.{}.{}".format
+
+
+def _unwrapped(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def _check(whole: object, value: object, index: int, name: str) -> None:
+    if not isinstance(whole, str):
+        raise InputTypeError(f"names({index}, {name!r}) must give a str, got {type(whole).__name__}")
+    if not isinstance(value, torch.Tensor):
+        raise LdtError(
+            f"{name} of chunk {index} is extra state of a module, a {type(value).__name__}: a checkpoint has tensors, "
+            "so keep it in a buffer"
+        )
+    if value.is_meta:
+        raise InputValueError(
+            f"{name} of chunk {index} is on the meta device: give it memory, as chunk.to_empty(device=...) does"
+        )

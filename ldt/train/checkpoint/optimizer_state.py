@@ -1,0 +1,177 @@
+"""An optimizer's state by the names of parameters, and back into an optimizer of another topology.
+
+``torch.distributed.checkpoint.state_dict`` would do but for two things: to ask it for the state of an optimizer that
+has not stepped makes a step, and it expects all parameters to have state or none, where a chunk's may have had no
+gradient so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ldt.errors import LdtError
+from ldt.runtime.disclosure import InputValueError
+from ldt.train.checkpoint.values import from_json, to_json
+
+__all__ = ["capture", "restored", "tensor_key"]
+
+Wanted = tuple[str, str, torch.Tensor]  # parameter, what of its state, the tensor to be read
+StoredShape = Callable[[str, str], tuple[torch.Size, torch.dtype]]
+
+_NOT_VALUES = {"params", "param_names"}
+
+
+def tensor_key(parameter: str, state: str) -> str:
+    """What the state of a parameter is called among a stage's tensors."""
+    return f"optimizer.{parameter}.{state}"
+
+
+def capture(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Its tensors by key, and the rest in types of JSON. ``names`` are those of parameters, by ``id``.
+
+    The rest is {"groups": [{"params": names, "values": hyperparameters}], "state": {name: {what: value}}}, where the
+    value of a tensor is None.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, Any]] = {}
+    groups = [
+        {
+            "params": [_name(parameter, names) for parameter in group["params"]],
+            "values": {
+                key: to_json(value, f"{key} of the optimizer")
+                for key, value in group.items()
+                if key not in _NOT_VALUES
+            },
+        }
+        for group in optimizer.param_groups
+    ]
+    for parameter, name, values in _states(optimizer, names):
+        state[name] = {}
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                _check_shape(value, parameter, f"{key} of {name}")
+                tensors[tensor_key(name, key)] = value.detach()
+                state[name][key] = None
+            else:
+                state[name][key] = [to_json(value, f"{key} of {name} in the optimizer")]
+    return tensors, {"groups": groups, "state": state}
+
+
+def restored(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    record_of: Callable[[str], Mapping[str, Any] | None],
+    stored_shape: StoredShape,
+) -> tuple[list[Wanted], dict[str, Any]]:
+    """Empty tensors to be read, and a state dict with them, which the optimizer can then load.
+
+    ``record_of(parameter)`` is what ``capture`` gave where that parameter was saved; ``stored_shape(parameter,
+    state)`` the shape and dtype of a tensor of its. Raises LdtError if a trainable parameter was not in the optimizer.
+    """
+    wanted: list[Wanted] = []
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group in optimizer.param_groups:
+        found = []
+        for parameter in group["params"]:
+            name = _name(parameter, names)
+            record = record_of(name)
+            if record is None and parameter.requires_grad:
+                raise LdtError(
+                    f"the checkpoint has no optimizer state of {name}: it was not in the optimizer"
+                )
+            if record is not None:
+                found.append((name, record))
+                state[number] = _restored_state(parameter, name, record, stored_shape, wanted)
+            number += 1
+        indices = list(range(number - len(group["params"]), number))
+        groups.append({**group, **_as_in(group, _common_values(found)), "params": indices})
+    return wanted, {
+        "state": {index: values for index, values in state.items() if values},
+        "param_groups": groups,
+    }
+
+
+def _states(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterable[tuple[torch.Tensor, str, Mapping[str, Any]]]:
+    """As ``optimizer.state_dict()`` gives them, which an optimizer may have hooks on."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in optimizer.state_dict()["state"].items():
+        if not isinstance(index, int) or not isinstance(values, Mapping):
+            raise LdtError(
+                f"the optimizer keeps state under {index!r} that is of no parameter: a checkpoint does not take it"
+            )
+        yield parameters[index], _name(parameters[index], names), values
+
+
+def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
+    if id(parameter) not in names:
+        raise InputValueError(
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that no chunk of this rank has: make it "
+            "of pipeline.parameters()"
+        )
+    return names[id(parameter)]
+
+
+def _check_shape(value: torch.Tensor, parameter: torch.Tensor, what: str) -> None:
+    """A part of a tensor must be one of a whole that another topology can make from its parameter."""
+    if isinstance(parameter, DTensor) and value.shape != parameter.shape and value.dim() > 0:
+        raise LdtError(
+            f"{what} in the optimizer has shape {list(value.shape)}, its sharded parameter {list(parameter.shape)}: a "
+            "checkpoint takes of a sharded parameter what has its shape, or is one number"
+        )
+
+
+def _restored_state(
+    parameter: torch.Tensor,
+    name: str,
+    record: Mapping[str, Any],
+    stored_shape: StoredShape,
+    wanted: list[Wanted],
+) -> dict[str, Any]:
+    restored: dict[str, Any] = {}
+    for key, value in record["state"].get(name, {}).items():
+        if value is not None:
+            restored[key] = from_json(value[0])
+            continue
+        shape, dtype = stored_shape(name, key)
+        if shape == parameter.shape and key != "step":
+            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            made = torch.empty(
+                shape, dtype=dtype, device="cpu"
+            )  # load_state_dict brings it to the device that it is to be on
+        restored[key] = made
+        wanted.append((name, key, made))
+    return restored
+
+
+def _common_values(found: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """The hyperparameters of these parameters when they were saved; empty if there are none."""
+    first, common = "", None
+    for name, record in found:
+        values = next(group["values"] for group in record["groups"] if name in group["params"])
+        if common is None:
+            first, common = name, values
+        elif values != common:
+            raise LdtError(
+                f"{first} and {name} are in one group of the optimizer, but were saved with {common} and {values}: "
+                "make groups as they were"
+            )
+    return {key: from_json(value) for key, value in (common or {}).items()}
+
+
+def _as_in(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that the optimizer keeps in tensors, as a learning rate may be, in tensors again."""
+    return {
+        key: torch.full_like(group[key], value) if isinstance(group.get(key), torch.Tensor) else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,78 @@
+"""The random states of a rank: of Python, of numpy if it is in use, of torch on the CPU and on the mesh's device."""
+
+from __future__ import annotations
+
+import base64
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ldt.errors import LdtError
+
+__all__ = ["capture", "restorer"]
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """All of them, in types of JSON."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "torch": _as_text(torch.get_rng_state()),
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [kind, keys.tolist(), *rest]
+    generator = _generator(device)
+    if generator is not None:
+        states[device.type] = _as_text(generator.get_rng_state(device))
+    return states
+
+
+def restorer(states: dict[str, Any], device: torch.device) -> Callable[[], None]:
+    """A function that sets those that ``states`` has and this process uses. Raises LdtError if one is damaged."""
+    numpy: Any = sys.modules.get("numpy")
+    generator = _generator(device)
+    steps: list[Callable[[], object]] = []
+    try:
+        version, words, gauss = states["python"]
+        of_python = version, tuple(words), gauss
+        random.Random().setstate(of_python)
+        steps.append(lambda: random.setstate(of_python))
+        of_torch = _as_tensor(states["torch"])
+        torch.Generator().set_state(of_torch)
+        steps.append(lambda: torch.set_rng_state(of_torch))
+        if numpy is not None and "numpy" in states:
+            of_numpy = tuple(states["numpy"])
+            numpy.random.RandomState().set_state(of_numpy)
+            steps.append(lambda: numpy.random.set_state(of_numpy))
+        if generator is not None and device.type in states:
+            of_device = _as_tensor(states[device.type])
+            steps.append(lambda: generator.set_rng_state(of_device, device))
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise LdtError(f"the random states of this checkpoint are damaged: {error!r}") from error
+
+    def restore() -> None:
+        for step in steps:
+            step()
+
+    return restore
+
+
+def _generator(device: torch.device) -> Any:
+    """The module that has the device's generator; None for the CPU, and for a device that has none."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "get_rng_state") else None
+
+
+def _as_text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.cpu().tolist())).decode()
+
+
+def _as_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

@@ -1,0 +1,220 @@
+"""Saving: every stage writes a checkpoint of its own, and names it complete when all stages have written theirs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import secrets
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+
+from ldt.errors import LdtError
+from ldt.runtime.calls import agree
+from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.pipeline import Pipeline
+from ldt.train.checkpoint import layout, optimizer_state, random_states
+from ldt.train.checkpoint.catalog import catalog, complete_saves, next_save
+from ldt.train.checkpoint.layout import Save
+from ldt.train.checkpoint.names import Names, model_key, named_tensors
+from ldt.train.checkpoint.reader import StageReader
+from ldt.train.checkpoint.record import StageRecord
+from ldt.train.checkpoint.together import together
+from ldt.train.checkpoint.values import to_json
+
+__all__ = ["HasState", "save_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_CALL = "save_checkpoint()"
+
+
+class HasState(Protocol):
+    """A scheduler, a scaler of the loss: its state has no tensors of more than one element."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    position: Any = None,
+    extra: Mapping[str, HasState] | None = None,
+    keep: int = 2,
+    names: Names | None = None,
+) -> None:
+    """Save the weights of all stages, their optimizers and random states as ``step`` in the folder ``path``.
+
+    A collective call of all ranks. ``path`` may be another one on each stage, so that the edge's weights stay on a
+    disk of the edge; the ranks of one stage share theirs. Each stage writes ``step-<step>/stage-<its number>``.
+    ``optimizer`` is this rank's, None where all is frozen. ``position``, the place in the data, is kept as the first
+    rank of the edge gives it, in the edge's folder alone. ``extra`` are further things with a state, by name, such as
+    a scheduler. ``names(chunk index, name in the chunk)`` gives a tensor's name in the whole model, by which another
+    split finds it; chunks of ``ldt.integrations.hf`` know theirs.
+
+    A kill at any moment leaves the last save that was complete: one is complete when all its stages are. Then those
+    before the last ``keep`` are removed, also what earlier kills have left.
+    Raises on all ranks if one fails, such as LdtError for a full disk, RemoteStageError on the others; the last save
+    is then still there, nothing is left of this one, and the mesh stays usable.
+    """
+    mesh = pipeline.mesh
+    mesh.check_usable()
+    draft: _Draft | None = None
+    error: Exception | None = None
+    own: list[Any] = []
+    try:
+        _check_numbers(step, keep)
+        draft = _Draft(Path(path), pipeline, optimizer, step, position, extra or {}, names)
+        with layout.file_errors("the folder of the checkpoint cannot be read"):
+            own = [secrets.token_hex(8), catalog([draft.path])]
+    except Exception as caught:
+        error = caught
+    same = {"steps": str(step), "values of keep": str(keep)}
+    answers = agree(mesh, _CALL, error, same, own)
+    assert draft is not None
+    catalogs = [seen for _, seen in answers]
+    save = next_save(catalogs, step)
+    _write(mesh, draft, save, answers[0][0])
+    complete = complete_saves(catalogs)
+    older = [other for other in complete if other < save]
+    if draft.is_first:
+        _clear(draft.path, save, older[max(0, len(older) + 1 - keep) :])
+    later = [other.step for other in complete if other > save]
+    if later:
+        logger.warning(
+            "%s has step %d, too, which load_checkpoint prefers to step %d", path, max(later), step
+        )
+
+
+def _write(mesh: Mesh, draft: _Draft, save: Save, save_id: str) -> None:
+    try:
+        together(mesh, _CALL, functools.partial(draft.write, save, save_id))
+        together(mesh, _CALL, functools.partial(draft.publish, save))
+    except BaseException:
+        # After a failure of the mesh a stage may still be about to name its folder, which must then be whole; the next
+        # save removes what is left.
+        if not mesh.failed:
+            layout.discard(draft.path, save, mesh.stage, published=draft.is_first)
+        raise
+
+
+def _clear(path: Path, save: Save, kept: list[Save]) -> None:
+    try:
+        layout.clear(path, save, kept)
+    except OSError as error:
+        logger.warning("could not remove older checkpoints in %s: %s", path, error)
+
+
+def _check_numbers(step: int, keep: int) -> None:
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise InputTypeError(f"{name} must be a whole number, got {type(value).__name__}")
+        if value < least:
+            raise InputValueError(f"{name} must be at least {least}, got {value}")
+
+
+class _Draft:
+    """What this rank is to write, taken when the call began. Only its stage's first rank names folders."""
+
+    def __init__(
+        self,
+        path: Path,
+        pipeline: Pipeline,
+        given: torch.optim.Optimizer | None,
+        step: int,
+        position: Any,
+        extra: Mapping[str, HasState],
+        names: Names | None,
+    ) -> None:
+        self.path = path
+        self.mesh = pipeline.mesh
+        self.is_first = self.mesh.is_leader and self.mesh.replica == 0
+        self._random_states = random_states.capture(self.mesh.device)
+        named = named_tensors(pipeline, names)
+        self._tensors = {model_key(name): tensor.detach() for name, tensor in named.tensors.items()}
+        of_optimizer: dict[str, Any] | None = None
+        if given is not None:
+            tensors, of_optimizer = optimizer_state.capture(given, named.by_identity())
+            self._tensors |= tensors
+        others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
+        place = to_json(position, "position") if self.mesh.is_edge else None
+        json.dumps([others, place])  # now, as nothing may be wrong later
+        self._record = functools.partial(
+            StageRecord,
+            self.mesh.topology,
+            self.mesh.stage,
+            step,
+            aliases=named.aliases,
+            optimizer=of_optimizer,
+            extra=others,
+            position=place,
+        )
+
+    def write(self, save: Save, save_id: str) -> None:
+        """A collective call of the ranks of the stage."""
+        folder = layout.unfinished_folder(self.path, save, self.mesh.stage)
+        group = self.mesh.stage_group
+        writer = _StageWriter(folder, functools.partial(self._write_values, folder, save_id))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                save_tensors(self._tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # a BaseException, with those of all ranks of the stage
+            stage = self.mesh.stage
+            mine = 0 if group is None else dist.get_rank(group)
+            first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0] != mine)
+            rank = self.mesh.ranks[self.mesh.topology.ranks_of_stage(stage)[first]]
+            with layout.file_errors(
+                f"rank {rank} cannot write stage {stage} of the checkpoint of step {save.step}"
+            ):
+                raise cause from None
+
+    def publish(self, save: Save) -> None:
+        """On the first rank of the stage, when all stages have written."""
+        if not self.is_first:
+            return
+        try:
+            StageReader(layout.unfinished_folder(self.path, save, self.mesh.stage)).check_files()
+        except LdtError as error:
+            raise LdtError(
+                f"{error}: all ranks of stage {self.mesh.stage} must be given one folder, which each of them sees"
+            ) from error
+        with layout.file_errors(
+            f"stage {self.mesh.stage} of the checkpoint of step {save.step} cannot be finished"
+        ):
+            layout.publish(self.path, save, self.mesh.stage)
+
+    def _write_values(self, folder: Path, save_id: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        states = json.dumps(self._random_states).encode()
+        layout.write_synced(folder / layout.rank_file(self.mesh.replica, self.mesh.tp_rank), states)
+        if self.is_first:
+            self._record(save_id=save_id).write(folder)
+
+
+class _StageWriter(FileSystemWriter):
+    """Does what else there is to write where torch lets all ranks know of an error: before a rank tells its plan."""
+
+    def __init__(self, folder: Path, before: Callable[[], None]) -> None:
+        # Copied tensor by tensor, not ahead: that would be on whichever accelerator there is, not the mesh's device.
+        super().__init__(folder, overwrite=False, per_thread_copy_ahead=0)
+        self._before = before
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._before()
+        return super().prepare_local_plan(plan)

@@ -1,0 +1,150 @@
+"""Files on a cloud's disk are not trusted: what would run code is refused, what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_jobs import Job
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+import ldt
+from ldt.topology import Topology
+
+
+class Evil:
+    """Unpickling one makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with Job(Topology([1])) as made:
+        yield made
+
+
+def tampered(job: Job, path: Path, change: Callable[[Metadata], Any]) -> Path:
+    """Save step 1 and write what ``change`` makes of its metadata in their place. Returns the stage's folder."""
+    job.train([0])
+    job.save(path, 1)
+    file = path / "step-1" / "stage-0" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    file.write_bytes(pickle.dumps(change(metadata) or metadata))
+    return file.parent
+
+
+def refusal(job: Job, path: Path) -> str:
+    """Of load and merge; neither changes anything."""
+    before = job.state()
+    with pytest.raises(ldt.LdtError) as caught:
+        job.load(path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in job.state().items())
+    with pytest.raises(ldt.LdtError) as other:
+        ldt.merge_checkpoint(path, path / "merged")
+    assert str(other.value) == str(caught.value)
+    assert not (path / "merged").exists()
+    return str(caught.value)
+
+
+def test_metadata_that_run_code(job: Job, tmp_path: Path) -> None:
+    def change(metadata: Metadata) -> None:
+        metadata.planner_data = Evil(tmp_path / "evil")
+
+    folder = tampered(job, tmp_path, change)
+    assert refusal(job, tmp_path) == (
+        f"{folder / '.metadata'} is not read: it asks for posix.mkdir, which has no place in the metadata of tensors. "
+        "Do not use a checkpoint that you do not know"
+    )
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("name", ["torch.load", "torch.distributed.checkpoint.metadata.os", "builtins.eval"])
+def test_other_names_of_the_modules_that_are_needed(job: Job, tmp_path: Path, name: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    folder = tampered(job, tmp_path, lambda metadata: None)
+    (folder / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
+    assert f"it asks for {name}, which has no place" in refusal(job, tmp_path)
+
+
+def test_a_tensor_that_is_a_pickle(job: Job, tmp_path: Path) -> None:
+    """torch would unpickle such an entry, whatever is in it."""
+
+    def change(metadata: Metadata) -> None:
+        key = next(iter(metadata.state_dict_metadata))
+        metadata.state_dict_metadata[key] = BytesStorageMetadata()
+
+    folder = tampered(job, tmp_path, change)
+    with next(folder.glob("*.distcp")).open("r+b") as stream:
+        torch.save(Evil(tmp_path / "evil"), stream)
+    assert "is no tensor there" in refusal(job, tmp_path)
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("name", ["../../../secret", "/etc/passwd", ".."])
+def test_files_outside(job: Job, tmp_path: Path, name: str) -> None:
+    def change(metadata: Metadata) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = name
+
+    tampered(job, tmp_path, change)
+    assert f"it names the file {name!r}, expected one in its own folder" in refusal(job, tmp_path)
+
+
+def test_a_file_that_is_cut_short(job: Job, tmp_path: Path) -> None:
+    folder = tampered(job, tmp_path, lambda metadata: None)
+    file = next(folder.glob("*.distcp"))
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    assert refusal(job, tmp_path) == f"{file} is cut short: expected {size} bytes, got {size - 1}"
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"no": "metadata"})])
+def test_metadata_that_are_damaged(job: Job, tmp_path: Path, content: bytes) -> None:
+    folder = tampered(job, tmp_path, lambda metadata: None)
+    (folder / ".metadata").write_bytes(content)
+    assert f"{folder / '.metadata'} is damaged" in refusal(job, tmp_path)
+
+
+def test_a_tensor_that_is_damaged(job: Job, tmp_path: Path) -> None:
+    """This is found while reading: the error says what that left."""
+    folder = tampered(job, tmp_path, lambda metadata: None)
+    with next(folder.glob("*.distcp")).open("r+b") as stream:
+        stream.write(bytes(64))
+    with pytest.raises(
+        ldt.LdtError, match=r"stage-0 is damaged: a tensor .* Weights of rank 0 may now be .* in part"
+    ):
+        job.load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 99, "ldt": "7"}'])
+def test_a_damaged_record_makes_its_step_incomplete(
+    job: Job, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.save(tmp_path, 1)
+    job.save(tmp_path, 2)
+    (tmp_path / "step-2" / "stage-0" / "stage.json").write_text(content)
+    assert job.load(tmp_path) == ldt.LoadedCheckpoint(1)
+    assert "left out a stage of a checkpoint" in caplog.text
+    with pytest.raises(ldt.LdtError, match=r"step 2 is not there, or is not complete: complete are \[1\]"):
+        job.load(tmp_path, step=2)
+
+
+@pytest.mark.parametrize(
+    "change", [{"python": [3, [1], None]}, {"torch": "AAAA"}, {"torch": "no base64"}, {"python": 1}]
+)
+def test_random_states_that_are_damaged(job: Job, tmp_path: Path, change: dict[str, Any]) -> None:
+    job.save(tmp_path, 1)
+    file = tmp_path / "step-1" / "stage-0" / "rank-0.0.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ldt.LdtError, match="the random states of this checkpoint are damaged"):
+        job.load(tmp_path)
