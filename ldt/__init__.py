@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ldt._logging import configure
 from ldt._torch_abi import guard_core, require_torch
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ldt.errors import PlanError as PlanError
     from ldt.errors import RemoteStageError as RemoteStageError
     from ldt.errors import TopologyError as TopologyError
+    from ldt.errors import TransferError as TransferError
     from ldt.runtime import Mesh as Mesh
     from ldt.runtime import Pipeline as Pipeline
     from ldt.runtime import StepResult as StepResult
@@ -36,6 +38,7 @@ _PURE = {
     "PlanError": "ldt.errors",
     "RemoteStageError": "ldt.errors",
     "TopologyError": "ldt.errors",
+    "TransferError": "ldt.errors",
     "Node": "ldt.topology",
     "Topology": "ldt.topology",
 }
@@ -83,3 +86,4 @@ def _version() -> str:
 
 
 guard_core()
+configure()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["LdtError", "MetadataError", "PlanError", "RemoteStageError", "TopologyError"]
+__all__ = ["LdtError", "MetadataError", "PlanError", "RemoteStageError", "TopologyError", "TransferError"]
 
 
 class LdtError(Exception):
@@ -43,3 +43,10 @@ class RemoteStageError(LdtError, RuntimeError):
         self.stage = stage
         self.place = place
         self.error_type = error_type
+
+
+class TransferError(LdtError, RuntimeError):
+    """A transfer of this rank failed or took too long, for no reason that another rank has told.
+
+    The text says which message on which channel between whom, and what all ranks were last seen doing.
+    """

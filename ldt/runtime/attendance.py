@@ -9,11 +9,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-__all__ = ["Attendance"]
+__all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
-_CLOSE = "close()"
+CLOSED = "closed its mesh"
+EXITED = "exited without closing its mesh"
+
+
+class Discord(NamedTuple):
+    """That two ranks are not in the same call. ``rank`` is the one that is to blame, if that is clear."""
+
+    rank: int | None
+    text: str
 
 
 class _Call(NamedTuple):
@@ -57,7 +65,7 @@ class Attendance:
         with self._lock:
             return "" if self._current is None else f"{self._current.name} (call {self._current.number})"
 
-    def compare(self, store: Any) -> str | None:
+    def compare(self, store: Any) -> Discord | None:
         """What is wrong if another rank makes another call than this one, which has lasted for a while."""
         with self._lock:
             call = self._current
@@ -67,13 +75,13 @@ class Attendance:
         self._compared = call.number
         return trouble
 
-    def leave(self, store: Any) -> str | None:
+    def leave(self, store: Any, how: str = CLOSED) -> Discord | None:
         """Say that this rank makes no more calls. What is wrong if another one waits for it in the next call."""
         with self._lock:
             number = self._count + 1
-        return self._meet(store, number, _CLOSE)
+        return self._meet(store, number, how)
 
-    def _meet(self, store: Any, number: int, name: str) -> str | None:
+    def _meet(self, store: Any, number: int, name: str) -> Discord | None:
         key = f"{self._key}/{number}"
         first, first_name = json.loads(store.compare_set(key, "", json.dumps([self._rank, name])))
         if first == self._rank:
@@ -83,10 +91,12 @@ class Attendance:
         if first_name == name:
             return None
         words = [_words(first, first_name, number), _words(self._rank, name, number)]
-        return f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+        exited = [rank for rank, what in ((first, first_name), (self._rank, name)) if what == EXITED]
+        text = f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+        return Discord(exited[0] if len(exited) == 1 else None, text)
 
 
 def _words(rank: int, name: str, number: int) -> str:
-    if name == _CLOSE:
-        return f"rank {rank} closed its mesh after call {number - 1}"
+    if name in (CLOSED, EXITED):
+        return f"rank {rank} {name} after call {number - 1}"
     return f"rank {rank} is in {name} (call {number})"

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,14 +19,14 @@ from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
 from ldt.runtime.strands import TransferChoice, Transfers
+from ldt.runtime.terms import Terms
+from ldt.runtime.vigil import Patience
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
 __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
-
-_SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
 
 
 def connect(
@@ -39,6 +40,8 @@ def connect(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     transfer_timeout: timedelta = timedelta(minutes=30),
+    heartbeat_timeout: timedelta = Patience.silence,
+    stall_timeout: timedelta = Patience.stall,
     share_edge_errors: bool = False,
 ) -> Mesh:
     """Meet the other ranks of ``topology`` and connect everything that a step will use.
@@ -63,6 +66,11 @@ def connect(
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched; through c10d by the backend's own means).
 
+    A rank that gives no sign of life for ``heartbeat_timeout`` is taken for lost, also where no connection ends: its
+    process is stopped, or its host gone. A rank that is in a call, waits for no other and does not get on with its row
+    for ``stall_timeout``, is taken to hang, and so is one outside of any call for which others wait that long; a
+    picture of all nodes is logged by every leader before, after a minute or half of that time.
+
     A failure on a cloud rank is told to all ranks with its text and traceback. Of one on the edge, cloud ranks learn
     the type of the exception, what the rank was doing, and the file, line and function that raised it, and the text
     only where it is an exception of this package, which names shapes and figures: another one's may quote a sample.
@@ -72,18 +80,37 @@ def connect(
     come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     lanes_of(topology, lanes)
-    transfers = Transfers.of(topology, transfer)
     ranks = _check_ranks(topology, ranks)
-    store, rank, key = _meeting_place(ranks)
+    rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     device = choose_device(device, backend)
-    deadline = time.monotonic() + timeout.total_seconds()
     check_transport(transport, device)
-    given = (topology.to_text(), lanes, transfers.to_text(), transport, str(backend), device.type)
-    settings = dict(zip(_SAME_ON_ALL_RANKS, given, strict=True))
-    check_in(store, key, ranks[rank], ranks, settings, timeout.total_seconds())
-    mesh = Mesh(topology, lanes, transfers, transport, ranks, rank, device, store, key, share_edge_errors)
+    transfers = Transfers.of(topology, transfer)
+    patience = Patience(heartbeat_timeout, stall_timeout)
+    terms = Terms(
+        topology,
+        backend,
+        lanes,
+        transfers,
+        transport,
+        ranks,
+        rank,
+        device,
+        timeout,
+        transfer_timeout,
+        patience,
+        share_edge_errors,
+    )
+    return _connect(terms)
+
+
+def _connect(terms: Terms) -> Mesh:
+    deadline = time.monotonic() + terms.timeout.total_seconds()
+    me = terms.ranks[terms.rank]
+    store, key = _meeting_place(me, terms.ranks)
+    check_in(store, key, me, terms.ranks, terms.settings, terms.timeout.total_seconds())
+    mesh = Mesh(terms, store, key, partial(_connect, terms))
     try:
-        mesh.open(backend, deadline, timeout, transfer_timeout)
+        mesh.open(deadline)
         mesh.endpoints.update(calibrate(mesh, deadline))
     except BaseException as error:
         _give_up(mesh, error)
@@ -98,11 +125,12 @@ def _give_up(mesh: Mesh, error: BaseException) -> NoReturn:
         mesh.close()
 
 
-def _meeting_place(ranks: tuple[int, ...]) -> tuple[Any, int, str]:
-    """The store, this rank's number in the topology, and the mesh's name in the store."""
+def _meeting_place(me: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
+    """The store, and the mesh's name there."""
     if dist.is_initialized():
-        return c10d._get_default_store(), ranks.index(dist.get_rank()), mesh_key(ranks)
-    return _private_store(), 0, "ldt/alone"
+        store = c10d._get_default_store()
+        return store, mesh_key(store, me, ranks)
+    return _private_store(), "ldt/alone"
 
 
 def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, ...]:

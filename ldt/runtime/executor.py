@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,8 @@ from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 
 __all__ = ["Executor"]
+
+logger = logging.getLogger(__name__)
 
 BackwardOf = Callable[[StepWork, int, Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
 
@@ -54,6 +57,7 @@ class Executor:
         self.recorder = recorder or Recorder()
         self._audit = audit
         self.place = "the start of the row"
+        self._progress = mesh.vigil.progress
         self._index = 0
         self._averagings: list[Averaging] = []
         self._last: dict[int, Action] = {}  # the last whole backward of each chunk
@@ -61,17 +65,19 @@ class Executor:
     def run(self) -> None:
         """Run the whole row. What a lane or a chunk raises passes through; ``place`` says where."""
         row = self._work.plan.rows[self._mesh.node]
+        self._progress.begin(self._work.plan)
         self._last = {action.chunk: action for action in row if action.kind is Kind.B}
         try:
             for self._index, action in enumerate(row):
-                self.place = f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}"
+                self._stand(f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}")
                 if action.kind.is_compute:
                     self._pace.keep()
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
                 if action.kind.is_compute:
                     self._pace.mark()
-            self.place = "waiting for the last sends and reductions"
+            self._index = len(row)
+            self._stand("the end of its row: the last sends and reductions")
             self._flush()
         finally:
             self._mailbox.clear()
@@ -189,7 +195,9 @@ class Executor:
         arrival = self._mailbox.take(slot)
         if arrival.work is not None:
             start = self.recorder.now()
-            arrival.work.wait()
+            receive = self._receives[slot].action
+            with self._progress.waiting(self._description(receive), _label(receive)):
+                arrival.work.wait()
             now = self.recorder.now()
             self.recorder.has_waited(entry, now - start)
             self._receives.pop(slot).end = now
@@ -231,6 +239,21 @@ class Executor:
         counts[0] += 1
         counts[1] += sum(spec.nbytes for spec in specs)
 
+    def _stand(self, place: str) -> None:
+        """From here on this rank is at ``place``."""
+        self.place = place
+        self._progress.at(place, self._index)
+        logger.debug("%s", place)
+
+    def _description(self, action: Action) -> str:
+        """Of the message that ``action`` sends or receives, by channel, with the rank at the other end."""
+        channel = self._channel(action)
+        other, word = (
+            (channel.source, "from") if channel.target == self._mesh.node else (channel.target, "to")
+        )
+        rank = self._mesh.ranks[self._topology.leader_of(other)]
+        return f"{_label(action)} on channel {channel.name} {word} rank {rank}"
+
     def _channel(self, action: Action) -> Channel:
         return self._work.plan.channel_of(action, self._mesh.node)
 
@@ -244,7 +267,8 @@ class Executor:
     def _flush(self) -> None:
         start = self.recorder.now()
         for work, entry in itertools.chain.from_iterable(self._sends.values()):
-            work.wait()
+            with self._progress.waiting(self._description(entry.action)):
+                work.wait()
             entry.end = self.recorder.now()
         self._sends.clear()
         for averaging in self._averagings:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ __all__ = [
     "control_groups",
     "control_name",
     "dp_name",
-    "drop_groups",
     "group_specs",
     "is_control",
     "lane_name",
@@ -168,30 +166,6 @@ def unique_dims() -> tuple[str, str]:
     """
     number = next(_meshes)
     return ("dp", "tp") if number == 1 else (f"dp_{number}", f"tp_{number}")
-
-
-def drop_groups(groups: dict[str, dist.ProcessGroup], *, broken: bool) -> None:
-    """Destroy ``groups`` (by name) and empty the dict. After a failure (``broken``) this waits for nobody.
-
-    The destructor of a gloo group waits for collectives that still run, that is, for other ranks, and nothing can end
-    them. So after a failure those groups that have collectives are left as they are until the process ends. Groups of
-    other backends are then aborted, as destroying them would first flush what is queued.
-    """
-    while groups:
-        name, group = groups.popitem()
-        if group not in c10d._world.pg_map:  # the whole world was destroyed before
-            continue
-        if broken and dist.get_backend(group) != GLOO and hasattr(c10d, "_abort_process_group"):
-            c10d._abort_process_group(group)
-            continue
-        if broken and dist.get_backend(group) == GLOO and not _is_point_to_point(name):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-        dist.destroy_process_group(group)
-
-
-def _is_point_to_point(name: str) -> bool:
-    """True for the leaders of a lane, whose transfers end when the lane is aborted."""
-    return "/stage/" not in name and name.startswith(("lane/", f"{_POST}/"))
 
 
 @contextmanager

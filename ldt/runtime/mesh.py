@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -15,32 +15,29 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ldt._C import Lane, LaneError
-from ldt.errors import LdtError, RemoteStageError
+from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime import groups as naming
-from ldt.runtime.attendance import Attendance
-from ldt.runtime.carriers import Carrier, CarrierChoice, TransportChoice
+from ldt.runtime.carriers import Carrier, CarrierChoice
 from ldt.runtime.connecting import await_connected, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend
-from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.group_set import GroupSet
 from ldt.runtime.place import Place
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share
 from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import NodeShards
-from ldt.runtime.strands import Transfers
-from ldt.topology import Channel, LanePolicy, Node, Topology
+from ldt.runtime.terms import Terms
+from ldt.runtime.vigil import Vigil, is_consequence
+from ldt.topology import Channel, LanePolicy, Node
 from ldt.topology import lanes as lanes_of
 
 __all__ = ["Mesh"]
 
 logger = logging.getLogger(__name__)
-
-# What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
-_SECONDARY = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
 
 
 class Mesh(Place):
@@ -54,39 +51,37 @@ class Mesh(Place):
 
     def __init__(
         self,
-        topology: Topology,
-        lanes: LanePolicy,
-        transfers: Transfers,
-        transport: TransportChoice,
-        ranks: tuple[int, ...],
-        rank: int,
-        device: torch.device,
+        terms: Terms,
         store: Any,
         key: str,
-        share_edge_errors: bool = False,
+        connect_again: Callable[[], Mesh],
     ) -> None:
-        super().__init__(topology, ranks, rank)
-        self.lanes = lanes
-        self.transfers = transfers
-        self.transport = transport
-        self.device = device
-        self._shares_errors = share_edge_errors or not self.is_edge
+        super().__init__(terms.topology, terms.ranks, terms.rank)
+        self.lanes: LanePolicy = terms.lanes
+        self.transfers = terms.transfers
+        self.device = terms.device
+        self._terms = terms
         self._key = key
         self._store = store
-        self._backend: str | None = None
-        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._connect_again = connect_again
+        self._groups = GroupSet()
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
         self._watched: tuple[Lane, ...] = ()
         self._device_meshes: dict[str, DeviceMesh] = {}
-        self.shards = NodeShards(self.tp_rank, topology.tp[self.stage], lambda: self.tp_mesh)
+        self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
         self._pipelines = 0
         self._control: ControlPlane | None = None
         self._post: Post | None = None
-        self._attendance = Attendance(f"{key}/call", ranks[rank])
-        self.failures = FailureWatch(
-            store, f"{key}/failure", self._on_failure, self._attendance, self._overdue
+        self.vigil = Vigil(
+            self,
+            store,
+            key,
+            terms.patience,
+            shares_errors=terms.share_edge_errors or not self.is_edge,
+            on_failure=self._on_failure,
+            overdue=self._overdue,
         )
 
     # -- torch's own device meshes ---------------------------------------------------------------------------
@@ -155,6 +150,10 @@ class Mesh(Place):
     # -- failing and closing ---------------------------------------------------------------------------------
 
     @property
+    def failures(self) -> FailureWatch:
+        return self.vigil.failures
+
+    @property
     def failed(self) -> bool:
         return self.failures.first is not None
 
@@ -163,7 +162,7 @@ class Mesh(Place):
         first = self.failures.first
         if first is not None:
             refused = "this mesh cannot be used after a failure; connect again. "
-            if first.rank == self.ranks[self.rank]:
+            if first.rank == self.global_rank:
                 raise LdtError(refused + first.describe())
             raise first.as_error(refused)
         if self._closed:
@@ -171,7 +170,7 @@ class Mesh(Place):
 
     def calling(self, name: str) -> AbstractContextManager[None]:
         """Held around a collective call of all ranks: where others are in another one, all fail within seconds."""
-        return self._attendance.calling(name)
+        return self.vigil.calling(name)
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
@@ -191,32 +190,44 @@ class Mesh(Place):
         That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
         ``detail`` is only logged, where the failure was first.
         """
-        first = self._publish(error, place)
-        me = self.ranks[self.rank]
-        if first.rank == me:
+        first = self.vigil.publish(error, place)
+        mine = first.rank == self.global_rank
+        if mine:
             logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
-        if first.rank == me or isinstance(error, RemoteStageError):
+        if mine and isinstance(error, LaneError):
+            raise TransferError(first.describe()) from error
+        if mine or isinstance(error, RemoteStageError):
             raise error
         # A consequence of that failure has nothing to add to it; an error of this rank's own has.
-        raise first.as_error() from None if isinstance(error, _SECONDARY) else error
+        raise first.as_error() from None if is_consequence(error) else error
 
     def tell(self, error: BaseException) -> str:
         """What the other ranks may learn of ``error``; see ``fail``."""
-        return reveal(error)[0] if self._shares_errors else disclose(error)
+        return self.vigil.tell(error)
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
 
         Other ranks are told: one that still makes a collective call gets a RemoteStageError that names this rank.
 
-        After a failure nothing is waited for; groups that other ranks may hold up stay until the process ends.
+        After a failure nothing is waited for.
         """
         if self._closed:
             return
         self._closed = True
-        self.failures.leave()
+        self.vigil.leave()
         self._drop_lanes()
         self._drop_groups()
+
+    def reconnect(self) -> Mesh:
+        """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
+
+        After a failure of which all processes are left, or were started anew under the same store. Pipelines are then
+        made anew on the mesh that this returns, of the same chunks, unless their layers were spread over ``tp_mesh``
+        or ``dp_mesh``: such are built and loaded anew.
+        """
+        self.close()
+        return self._connect_again()
 
     def __enter__(self) -> Mesh:
         return self
@@ -225,39 +236,36 @@ class Mesh(Place):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not self._closed:
-            self._publish(error, "the code that uses the mesh")
+            self.vigil.publish(error)
         self.close()
 
     def __repr__(self) -> str:
         return (
-            f"Mesh({self.topology.to_text()}, rank {self.rank} (global {self.ranks[self.rank]}): stage {self.stage}, "
+            f"Mesh({self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): stage {self.stage}, "
             f"replica {self.replica}, tp_rank {self.tp_rank}, {self.lanes} lanes on {self.device})"
         )
 
     # -- internal --------------------------------------------------------------------------------------------
 
-    def open(
-        self, backend: str | None, deadline: float, timeout: timedelta, transfer_timeout: timedelta
-    ) -> None:
+    def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        self._backend = backend
+        transfer_timeout = self._terms.transfer_timeout
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.failures.check()
                 control = naming.is_control(spec.name)
-                kind = naming.GLOO if control else choose_backend(self.device, backend)
+                kind = naming.GLOO if control else choose_backend(self.device, self._terms.backend)
                 members = [self.ranks[rank] for rank in spec.ranks]
-                name = f"{self._key}/{spec.name}"
-                self._groups[spec.name] = naming.make_group(name, members, kind, _until(deadline))
+                self._groups.make(spec.name, f"{self._key}/{spec.name}", members, kind, _until(deadline))
         relay = Relay(
             self,
-            self.failures,
+            self.vigil,
             transfer_timeout.total_seconds(),
             self._groups.get(naming.control_name(self.node)),
             self._groups.get(naming.LEADERS_CONTROL) if self.is_leader else None,
         )
-        self._control = ControlPlane(self, relay, self.failures, lambda: self._attendance.current)
-        self._post = make_post(self, relay, self.failures, self._groups)
+        self._control = ControlPlane(self, relay, self.failures, lambda: self.vigil.attendance.current)
+        self._post = make_post(self, relay, self.vigil, self._groups)
         self._carriers = self._choose_carriers(deadline)
         self._endpoints = make_endpoints(
             self.topology,
@@ -291,10 +299,10 @@ class Mesh(Place):
     def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
         def share_with_all(name: str, value: Any) -> list[Any]:
             key = f"{self._key}/carriers/{name}"
-            return share(self._store, key, self.ranks[self.rank], self.ranks, value, self.failures, deadline)
+            return share(self._store, key, self.global_rank, self.ranks, value, self.failures, deadline)
 
         return CarrierChoice(
-            self.transport,
+            self._terms.transport,
             self.topology,
             self.lanes,
             self.transfers,
@@ -303,15 +311,6 @@ class Mesh(Place):
             self.device,
             share_with_all,
         ).make()
-
-    def _publish(self, error: BaseException, place: str) -> FailureReport:
-        """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
-        first = self.failures.wait(1.0) if isinstance(error, _SECONDARY) else self.failures.first
-        if first is None:
-            me = self.ranks[self.rank]
-            report = FailureReport.of(error, me, self.stage, self.replica, place, in_full=self._shares_errors)
-            first = self.failures.publish(report)
-        return first
 
     def _part_of_stage(self, dim: str) -> DeviceMesh:
         """A dimension of the mesh of this stage: its replicas by the ranks of each."""
@@ -342,26 +341,25 @@ class Mesh(Place):
         if name not in self._groups:
             if not dist.is_initialized():
                 raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
-            backend = choose_backend(self.device, self._backend)
-            me = [self.ranks[self.rank]]
-            self._groups[name] = naming.make_group(
-                f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60)
-            )
+            backend = choose_backend(self.device, self._terms.backend)
+            me = [self.global_rank]
+            self._groups.make(name, f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60))
         return self._groups[name]
 
     def _on_failure(self, report: FailureReport) -> None:
-        logger.info("%s; rank %d aborts its lanes", report.describe(), self.ranks[self.rank])
+        logger.info("%s; rank %d aborts its lanes", report.describe(), self.global_rank)
         for lane in [*self.all_lanes(), *self._post_lanes()]:
             try:
                 lane.abort(report.describe())
             except Exception:  # the others must be aborted all the same
                 logger.exception("%s could not abort lane %s", self, lane.name)
+        self._groups.break_all()
 
     def _overdue(self) -> str:
         """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
         late = next(filter(None, (lane.overdue() for lane in self._watched)), "")
         advice = "look at the rank at its other end, or give connect a longer transfer_timeout"
-        return late and f"rank {self.ranks[self.rank]}: {late}: {advice}"
+        return late and f"rank {self.global_rank}: {late}: {advice}"
 
     def _drop_lanes(self) -> None:
         """A method of its own, so that no variable outlives it: a lane holds its groups."""
@@ -382,7 +380,7 @@ class Mesh(Place):
         self._device_meshes.clear()
         if self._control is not None:
             self._control.close()
-        naming.drop_groups(self._groups, broken=self.failed)
+        self._groups.drop()
 
 
 def _until(deadline: float) -> timedelta:

@@ -38,7 +38,20 @@ class Place:
 
     def stage_of(self, global_rank: int) -> int:
         """The stage of a rank of this mesh."""
-        return self.topology.node_of(self.ranks.index(global_rank)).stage
+        return self.node_of(global_rank).stage
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks[self.rank]
+
+    def node_of(self, global_rank: int) -> Node:
+        """The node of a rank of this mesh."""
+        return self.topology.node_of(self.ranks.index(global_rank))
+
+    def describe(self, global_rank: int) -> str:
+        """As it is named in texts: its rank, and where that is."""
+        node = self.node_of(global_rank)
+        return f"rank {global_rank} (stage {node.stage}, replica {node.replica})"
 
     @property
     def edge_replica(self) -> int:

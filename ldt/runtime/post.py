@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError
-from ldt.runtime.failure import FailureWatch
 from ldt.runtime.groups import post_name
 from ldt.runtime.place import Place
 from ldt.runtime.relay import MAX_BYTES, Relay, as_bytes, as_tensor
+from ldt.runtime.vigil import Vigil
 from ldt.topology import Node
 
 __all__ = ["MAX_CONTENT_BYTES", "Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
@@ -127,13 +127,13 @@ class Post:
         self,
         place: Place,
         relay: Relay,
-        failures: FailureWatch,
+        vigil: Vigil,
         mailing: Mailing | None,
         boxes: Mapping[int, Letterbox],
     ) -> None:
         self._place = place
         self._relay = relay
-        self._failures = failures
+        self._vigil = vigil
         self._mailing = mailing
         self._boxes = boxes
         self._own: defaultdict[bool, deque[Letter]] = defaultdict(deque)
@@ -165,22 +165,18 @@ class Post:
     def _from(self, replica: int, tokens: bool) -> Letter:
         if self._place.node == Node(0, replica):
             return self._own[tokens].popleft()
+        what = f"{'the number of tokens' if tokens else 'a step message'} of rank {self._edge_rank(replica)}, the edge"
         try:
-            return self._boxes[replica].take(tokens)
+            with self._vigil.progress.waiting(what):
+                return self._boxes[replica].take(tokens)
         except LaneError as error:
-            self._failures.wait(2.0)  # a rank that goes says why before it cuts its connections
-            self._failures.check()
-            raise LdtError(
-                f"lost the connection to rank {self._edge_rank(replica)}, the edge: {error}"
-            ) from error
+            raise self._vigil.lost(f"waiting for {what}", error) from error
 
     def _edge_rank(self, replica: int) -> int:
         return self._place.ranks[self._place.edge_leader(replica)]
 
 
-def make_post(
-    place: Place, relay: Relay, failures: FailureWatch, groups: Mapping[str, dist.ProcessGroup]
-) -> Post:
+def make_post(place: Place, relay: Relay, vigil: Vigil, groups: Mapping[str, dist.ProcessGroup]) -> Post:
     """This rank's ends, over ``groups``. Receives are posted from now on."""
     nodes = place.topology.nodes
     mailing: Mailing | None = None
@@ -194,4 +190,4 @@ def make_post(
                 mailing = Mailing(lane, [rank for rank in range(len(nodes)) if rank != edge])
             else:
                 boxes[replica] = Letterbox(lane, edge)
-    return Post(place, relay, failures, mailing, boxes)
+    return Post(place, relay, vigil, mailing, boxes)

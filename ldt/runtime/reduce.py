@@ -44,7 +44,7 @@ class Averaging:
         """Wait, and write the means."""
         for bucket, flat, work in self._started:
             if flat.device.type == "cpu":
-                wait_or_fail(work, self._mesh.failures, self._what)
+                wait_or_fail(work, self._mesh.vigil, self._what)
             else:
                 work.wait()
             self._write(bucket, flat)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ldt.errors import LdtError
-from ldt.runtime.failure import FailureWatch
 from ldt.runtime.place import Place
+from ldt.runtime.vigil import Vigil
 from ldt.topology import Node
 
 __all__ = ["MAX_BYTES", "Relay", "as_bytes", "as_tensor", "wait_or_fail"]
@@ -27,28 +27,27 @@ MAX_BYTES = 64 << 20
 _A_SUM = "a sum over all ranks"
 
 
-def wait_or_fail(work: dist.Work, failures: FailureWatch, what: str, seconds: float | None = None) -> None:
+def wait_or_fail(work: dist.Work, vigil: Vigil, what: str, seconds: float | None = None) -> None:
     """Wait for a host-side work of a group, as long as it takes unless ``seconds`` are given.
 
     Raises RemoteStageError as soon as the mesh has failed, LdtError when the connection is lost or the time is up.
     gloo's collectives may be waited for in slices; its point-to-point works may not.
     """
     start = time.monotonic()
-    while not work.is_completed():
+    with vigil.progress.waiting(what):
+        while not work.is_completed():
+            try:
+                work.wait(_POLL)
+            except RuntimeError:  # the slice is over, or the work has failed
+                vigil.failures.check()
+                if seconds is not None and time.monotonic() - start > seconds and not work.is_completed():
+                    raise LdtError(
+                        f"waited {seconds:g} s for {what}: is every rank making the same calls?"
+                    ) from None
         try:
-            work.wait(_POLL)
-        except RuntimeError:  # the slice is over, or the work has failed
-            failures.check()
-            if seconds is not None and time.monotonic() - start > seconds and not work.is_completed():
-                raise LdtError(
-                    f"waited {seconds:g} s for {what}: is every rank making the same calls?"
-                ) from None
-    try:
-        work.wait()
-    except RuntimeError as error:
-        failures.wait(2.0)  # a rank that goes says why before it cuts its connections
-        failures.check()
-        raise LdtError(f"lost the connection while waiting for {what}: {error}") from error
+            work.wait()
+        except RuntimeError as error:
+            raise vigil.lost(f"waiting for {what}", error) from error
 
 
 class Relay:
@@ -60,13 +59,13 @@ class Relay:
     def __init__(
         self,
         place: Place,
-        failures: FailureWatch,
+        vigil: Vigil,
         seconds: float,
         node: dist.ProcessGroup | None,
         leaders: dist.ProcessGroup | None,
     ) -> None:
         self._place = place
-        self._failures = failures
+        self._vigil = vigil
         self._seconds = seconds
         self._node = node
         self._leaders = leaders
@@ -157,7 +156,7 @@ class Relay:
         return parts or []
 
     def _finish(self, work: dist.Work, what: str, patient: bool = False) -> None:
-        wait_or_fail(work, self._failures, what, None if patient else self._seconds)
+        wait_or_fail(work, self._vigil, what, None if patient else self._seconds)
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:

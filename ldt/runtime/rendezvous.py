@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,17 +16,16 @@ __all__ = ["check_in", "mesh_key", "share"]
 
 _POLL_SECONDS = 0.02
 _COMPLETE = "complete"
-_connects: Counter[tuple[int, ...]] = Counter()
 
 
-def mesh_key(ranks: Sequence[int]) -> str:
-    """A name for the next mesh over ``ranks`` that is the same on all of them and never used again.
+def mesh_key(store: Any, rank: int, ranks: Sequence[int]) -> str:
+    """A name for the next mesh over ``ranks`` (global ones) that is the same on all of them and never used again.
 
-    It counts this process's connects over exactly these ranks: they call connect equally often.
+    The store counts how often ``rank`` has connected over exactly these ranks, which all do equally often, also where
+    one's process was started anew meanwhile.
     """
-    key = tuple(ranks)
-    _connects[key] += 1
-    return f"ldt/{'_'.join(map(str, key))}/{_connects[key]}"
+    mesh = f"ldt/{'_'.join(map(str, ranks))}"
+    return f"{mesh}/{store.add(f'{mesh}/connects/{rank}', 1)}"
 
 
 def check_in(

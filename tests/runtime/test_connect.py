@@ -15,7 +15,8 @@ from torch.distributed import distributed_c10d as c10d
 import ldt
 from ldt.runtime.connecting import await_connected
 from ldt.runtime.failure import FailureReport, FailureWatch
-from ldt.runtime.groups import drop_groups, group_specs, make_group
+from ldt.runtime.group_set import GroupSet
+from ldt.runtime.groups import group_specs
 from ldt.runtime.strands import Transfers
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology, lanes
@@ -156,6 +157,9 @@ class Group:
     def set_timeout(self, timeout: timedelta) -> None:
         self.calls.append(timeout)
 
+    def abort(self) -> None:
+        self.calls.append("break")
+
 
 @pytest.fixture
 def fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,13 +186,17 @@ def fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_groups_of_backends_with_streams(broken: bool) -> None:
     """They keep the limit that they are given, and are aborted after a failure: destroying would flush them."""
     minute = timedelta(minutes=1)
-    gloo: Any = make_group("control", [0, 1], "gloo", minute)
-    nccl: Any = make_group("lane/F0", [0, 1], "nccl", minute)
+    groups = GroupSet()
+    gloo: Any = groups.make("control", "mesh/control", [0, 1], "gloo", minute)
+    nccl: Any = groups.make("lane/F0", "mesh/lane/F0", [0, 1], "nccl", minute)
     assert gloo.calls == [timedelta(days=30)]
     assert nccl.calls == []
-    drop_groups({"control": gloo, "lane/F0": nccl}, broken=broken)
+    if broken:
+        groups.break_all()
+    groups.drop()
     assert gloo.calls[1:] == ["destroy"]
-    assert nccl.calls == (["abort"] if broken else ["destroy"])
+    assert nccl.calls == (["break", "abort"] if broken else ["destroy"])
+    assert not groups
 
 
 def two_pipelines() -> list[int]:

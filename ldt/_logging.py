@@ -1,0 +1,36 @@
+"""``LDT_LOG=debug`` (or info, warning, error): what ldt logs, to standard error, with the rank before each line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+__all__ = ["configure"]
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def configure() -> None:
+    """Do what the environment asks for. Raises ValueError for a level that there is none of."""
+    wanted = os.environ.get("LDT_LOG", "")
+    if not wanted:
+        return
+    level = _LEVELS.get(wanted.lower())
+    if level is None:
+        raise ValueError(f"LDT_LOG: expected one of {', '.join(_LEVELS)}, got {wanted!r}")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("[rank %(rank)s %(asctime)s.%(msecs)03d] %(message)s", "%H:%M:%S"))
+    handler.addFilter(_add_rank)
+    logger = logging.getLogger("ldt")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False  # a handler of the root's would say it all again
+
+
+def _add_rank(record: logging.LogRecord) -> bool:
+    """The global rank, once there is one: torch may not even have been imported yet."""
+    distributed = sys.modules.get("torch.distributed")
+    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    record.rank = distributed.get_rank() if distributed is not None and known else os.environ.get("RANK", "?")
+    return True

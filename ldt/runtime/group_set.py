@@ -1,0 +1,76 @@
+"""The process groups of a mesh: made one by one, broken all at once, dropped in the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ldt.runtime.groups import GLOO, make_group
+from ldt.runtime.sockets import Connections
+
+__all__ = ["GroupSet"]
+
+logger = logging.getLogger(__name__)
+
+
+class GroupSet(Mapping[str, dist.ProcessGroup]):
+    """Groups by name. One thread makes and drops them; any may break them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._connections: dict[str, Connections] = {}
+        self._broken = False
+
+    def __getitem__(self, name: str) -> dist.ProcessGroup:
+        return self._groups[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def make(
+        self, name: str, key: str, ranks: Sequence[int], backend: str, timeout: timedelta
+    ) -> dist.ProcessGroup:
+        """Make and keep the group ``name``, which the store knows by ``key``. See ``make_group``."""
+        connections = Connections()
+        with connections.recording():
+            group = make_group(key, ranks, backend, timeout)
+        if backend == GLOO:
+            self._connections[name] = connections
+        self._groups[name] = group
+        if self._broken:
+            self.break_all()
+        return group
+
+    def break_all(self) -> None:
+        """After a failure: end whatever a rank waits for in any of them, here and at the other ends."""
+        self._broken = True
+        for name, group in list(self._groups.items()):
+            try:
+                if name in self._connections:
+                    self._connections[name].cut()
+                else:
+                    group.abort()
+            except Exception:  # the others must be broken all the same
+                logger.exception("could not break the group %s", name)
+
+    def drop(self) -> None:
+        """Destroy them. A gloo group is gone once nothing runs in it any more, which is soon if all were broken.
+
+        Those of other backends are then aborted, as destroying them would first flush what is queued.
+        """
+        while self._groups:
+            name, group = self._groups.popitem()
+            if group not in c10d._world.pg_map:  # the whole world was destroyed before
+                continue
+            if self._broken and name not in self._connections and hasattr(c10d, "_abort_process_group"):
+                c10d._abort_process_group(group)
+            else:
+                dist.destroy_process_group(group)
+        self._connections.clear()

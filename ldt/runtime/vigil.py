@@ -1,0 +1,200 @@
+"""All by which a rank tells of a failure and learns of one: calls, progress, signs of life, the watch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ldt._C import LaneError
+from ldt.errors import LdtError, RemoteStageError, TransferError
+from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
+from ldt.runtime.disclosure import disclose, reveal
+from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.heartbeat import Heartbeats
+from ldt.runtime.place import Place
+from ldt.runtime.progress import Progress, Sighting
+from ldt.runtime.stall import StallWatch, picture
+
+__all__ = ["Patience", "Vigil", "is_consequence"]
+
+# What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
+_CONSEQUENCES = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
+_USERS_CODE = "the code that uses the mesh"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a rank may be silent, and how long it may not get on, until it is taken for lost or hung."""
+
+    silence: timedelta = timedelta(seconds=30)
+    stall: timedelta = timedelta(minutes=30)
+    warn_after: timedelta = timedelta(seconds=60)
+
+
+class Vigil:
+    """Kept by each rank over its mesh, at ``place``. ``on_failure`` is called once, when the first failure is known.
+
+    ``overdue`` says which transfer takes too long, where no backend looks after it.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        store: Any,
+        key: str,
+        patience: Patience,
+        *,
+        shares_errors: bool,
+        on_failure: Callable[[FailureReport], None],
+        overdue: Callable[[], str],
+    ) -> None:
+        self._place = place
+        self._shares_errors = shares_errors
+        self._overdue = overdue
+        stall = patience.stall.total_seconds()
+        self._silence = min(patience.silence.total_seconds(), stall)
+        self.progress = Progress()
+        self.attendance = Attendance(f"{key}/call", place.global_rank)
+        self.heartbeats = Heartbeats(f"{key}/seen", place.ranks, place.global_rank, self.progress)
+        self._stall = StallWatch(
+            place,
+            self.progress,
+            self.heartbeats,
+            warn_after=min(patience.warn_after.total_seconds(), stall / 2),
+            limit=stall,
+            shows_stack=shares_errors,
+        )
+        lookouts = (
+            self._beat,
+            self._compare_calls,
+            self._find_overdue,
+            self._look_after_neighbour,
+            self._stall.look,
+        )
+        self.failures = FailureWatch(store, f"{key}/failure", on_failure, lookouts, self._silence)
+        self.failures.on_exit = self._exit
+
+    @contextmanager
+    def calling(self, name: str) -> Iterator[None]:
+        """Held around a collective call of all ranks."""
+        with self.attendance.calling(name), self.progress.calling(self.attendance.current):
+            yield
+
+    def publish(self, error: BaseException, place: str = _USERS_CODE) -> FailureReport:
+        """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
+        first = self.failures.first
+        if first is None and is_consequence(error):
+            first = self._cause(error)
+        if first is None:
+            first = self.failures.publish(self._report_of(error, place))
+        return first
+
+    def lost(self, doing: str, error: BaseException) -> LdtError:
+        """What to raise where a connection was lost: of the failure that this came of, if that comes to be known."""
+        first = self.failures.first or self._cause(error)
+        if first is not None:
+            return first.as_error()
+        return TransferError(f"lost the connection while {doing}: {error}")
+
+    def tell(self, error: BaseException) -> str:
+        """What the other ranks may learn of ``error``: on the edge not what it may quote, unless errors are shared."""
+        return reveal(error)[0] if self._shares_errors else disclose(error)
+
+    def leave(self, how: str = CLOSED) -> None:
+        """Stop, and tell ranks that wait for this one, now or later."""
+
+        def farewell(store: Any) -> FailureReport | None:
+            self.progress.closed = True
+            self.heartbeats.beat_now(store)
+            return self._told(self.attendance.leave(store, how))
+
+        self.failures.leave(farewell)
+
+    # -- what goes wrong elsewhere ---------------------------------------------------------------------------
+
+    def _cause(self, error: BaseException) -> FailureReport | None:
+        """The failure that ``error`` came of: told by another rank, or by its silence."""
+        try:
+            missed = self.heartbeats.missed(self.failures.store, self.failures.wait)
+        except Exception:  # the store is gone as well: then that is the failure
+            return self.failures.wait(2.0)
+        if self.failures.first is not None or not missed:
+            return self.failures.first
+        noticed = f"rank {self._place.global_rank} noticed: {self.tell(error)}"
+        return self.failures.publish(self._lost(missed, "for a second and a half", noticed))
+
+    def _lost(self, missed: dict[int, Sighting], seconds: str, noticed: str) -> FailureReport:
+        rank, seen = next(iter(missed.items()))
+        node = self._place.node_of(rank)
+        others = f", nor of ranks {list(missed)[1:]}" if len(missed) > 1 else ""
+        text = (
+            f"no sign of life {seconds}{others}: its process was killed (out of memory?), has exited or is stopped, or "
+            "its host cannot be reached; look at its output and at its host's log. It was last seen "
+            f"{seen.describe()}. "
+        )
+        return FailureReport(rank, node.stage, node.replica, seen.place or seen.call, text + noticed)
+
+    def _report_of(self, error: BaseException, place: str) -> FailureReport:
+        me = self._place
+        report = FailureReport.of(
+            error, me.global_rank, me.stage, me.replica, place, in_full=self._shares_errors
+        )
+        if not isinstance(error, LaneError):
+            return report
+        return replace(report, error=f"{report.error}\nWhat ranks were last seen doing:\n{self._picture()}")
+
+    def _picture(self) -> str:
+        try:
+            return picture(self._place, self.heartbeats.sightings(self.failures.store), self.progress)
+        except Exception as error:
+            return f"  the store does not tell: {error}"
+
+    def _exit(self) -> None:
+        """The interpreter ends, and the mesh was not closed: because of an exception, or by the script's end."""
+        error = getattr(sys, "last_value", None)
+        if isinstance(error, BaseException) and self.failures.first is None:
+            self.publish(error)
+        self.leave(EXITED)
+
+    # -- asked by the watch, again and again -----------------------------------------------------------------
+
+    def _beat(self, store: Any) -> None:
+        self.heartbeats.beat(store)
+
+    def _compare_calls(self, store: Any) -> FailureReport | None:
+        return self._told(self.attendance.compare(store))
+
+    def _told(self, discord: Discord | None) -> FailureReport | None:
+        if discord is None or discord.rank is None:
+            return None if discord is None else FailureReport.of_unknown(discord.text)
+        node = self._place.node_of(discord.rank)
+        return FailureReport(discord.rank, node.stage, node.replica, "", discord.text)
+
+    def _find_overdue(self, store: Any) -> FailureReport | None:
+        """A device that has failed answers with an error, which is as good a reason."""
+        try:
+            late = self._overdue()
+        except Exception as error:
+            late = f"lanes cannot be asked what is under way: {type(error).__name__}: {error}"
+        return FailureReport.of_unknown(late) if late else None
+
+    def _look_after_neighbour(self, store: Any) -> FailureReport | None:
+        found = self.heartbeats.look_after_neighbour(store, self._silence)
+        if found is None:
+            return None
+        noticed = f"Rank {self._place.global_rank} noticed."
+        return self._lost(dict([found]), f"for {self._silence:.0f} s", noticed)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` may be what a rank sees when another one fails, with nothing to add to that one's report.
+
+    gloo has no class of its own for a connection that was lost.
+    """
+    return isinstance(error, _CONSEQUENCES) or (type(error) is RuntimeError and "gloo" in str(error))

@@ -1,0 +1,221 @@
+"""Ranks that say nothing any more: stopped, hung, stuck in a collective, late. The others name them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_jobs import build
+from torch import nn
+
+import ldt
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+LIMIT = timedelta(seconds=1.5)
+
+
+class Doing(ToyChunk):
+    """Does something in its forward of one microbatch of the armed step."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+        self.armed: Callable[[], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor and self.armed is not None:
+            act, self.armed = self.armed, None
+            act()
+        return super().forward(x)
+
+
+def caught_in_a_step(mesh: ldt.Mesh, chunks: list[nn.Module]) -> tuple[int | None, str, float]:
+    """The rank that the error of a step names, its text, and the seconds until it was raised."""
+    pipeline = build(mesh, chunks)
+    start = time.monotonic()
+    with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
+        pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
+        pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
+    return getattr(caught.value, "rank", None), str(caught.value), time.monotonic() - start
+
+
+def chunks_doing(topology: Topology, chunk: int, act: Callable[[], object]) -> list[nn.Module]:
+    torch.manual_seed(0)
+    chunks = [Doing() for _ in range(topology.num_chunks)]
+    chunks[chunk].armed = act
+    return list(chunks)
+
+
+# -- stuck in a collective of the stage ----------------------------------------------------------------------------
+
+
+class BoomError(Exception):
+    pass
+
+
+def boom() -> None:
+    raise BoomError("no more")
+
+
+def stuck(failing: int) -> tuple[int | None, str, float]:
+    """Rank 2 is in a collective of its stage, in which rank 1 does not take part, when rank ``failing`` fails."""
+    topology = Topology([1, 2, 1])
+    with ldt.connect(topology) as mesh:
+
+        def act() -> None:
+            if mesh.rank == failing == 1:
+                boom()
+            if mesh.rank == 1:
+                time.sleep(3.0)
+            dist.all_reduce(torch.ones(1), group=mesh.tp_mesh.get_group())
+
+        chunks = chunks_doing(topology, 1, act)
+        if failing == 3 and mesh.rank == 0:
+            threading.Timer(0.5, mesh.vigil.publish, [BoomError("the edge")]).start()
+        try:
+            return caught_in_a_step(mesh, chunks)
+        except BoomError:
+            return mesh.rank, "", 0.0
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_rank_in_a_collective_of_its_stage_is_freed(pool: RankPool, failing: int) -> None:
+    """Whether it waits for the rank that failed, or for one that has not heard of it yet."""
+    culprit = {1: 1, 3: 0}[failing]
+    for rank, (named, text, seconds) in enumerate(pool.run(stuck, failing)):
+        if rank == 2:
+            assert named == culprit, text
+            assert seconds < 2.0
+            assert "BoomError" in text
+
+
+# -- stopped and hung ------------------------------------------------------------------------------------------------
+
+
+def stopped() -> tuple[int | None, str, float]:
+    """Rank 1 is stopped in its step, and goes on once the others have raised."""
+    topology = Topology([1, 1, 1])
+    with ldt.connect(topology, ranks=range(3), heartbeat_timeout=LIMIT) as mesh:
+        pid = mesh.control.gather(os.getpid())[1]
+        found = caught_in_a_step(
+            mesh, chunks_doing(topology, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        )
+    if mesh.rank == 2:
+        os.kill(pid, signal.SIGCONT)
+    return found
+
+
+def test_a_stopped_rank_is_named_and_learns_of_it(pool: RankPool) -> None:
+    answers = pool.run(stopped, ranks=range(3))
+    for rank, (named, text, seconds) in enumerate(answers):
+        assert "rank 1 (stage 1, replica 0) failed first" in text
+        assert "no sign of life" in text
+        assert seconds < 8.0
+        assert rank == 1 or named == 1
+
+
+def hung(chunk: int, share: bool) -> tuple[int | None, str, float, list[str]]:
+    """One chunk takes far too long, on a rank that could still say so."""
+    topology = Topology([1, 1, 1])
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("ldt").addHandler(handler)
+    with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT, share_edge_errors=share) as mesh:
+        found = caught_in_a_step(mesh, chunks_doing(topology, chunk, lambda: time.sleep(3.5)))
+    logging.getLogger("ldt").removeHandler(handler)
+    return *found, [r.getMessage() for r in records if r.levelno == logging.WARNING]
+
+
+@pytest.mark.parametrize(("chunk", "share"), [(0, False), (0, True), (1, False)])
+def test_a_hung_rank_says_where_it_stands(pool: RankPool, chunk: int, share: bool) -> None:
+    """And all leaders have logged, once, where all nodes are."""
+    answers = pool.run(hung, chunk, share, ranks=range(3))
+    for rank, (named, text, seconds, warnings) in enumerate(answers):
+        assert rank == chunk or named == chunk, text
+        assert f"failed first in action {chunk}F0" in text
+        assert "no progress for 2 s: it stands at" in text
+        assert "test_lost_ranks.py" in text
+        stack = "time.sleep(3.5)" in text
+        assert stack == (share or chunk > 0), "the edge shows lines of its code only if it may"
+        assert rank == chunk or seconds < 3.0
+        [picture] = warnings
+        assert "has not got on for 1 s in step() (call 2)" in picture
+        assert f"rank {chunk} (stage {chunk}, replica 0): in step() (call 2), action {chunk}F0" in picture
+        assert f">{chunk}F0<" in picture
+        if chunk == 1:
+            assert "rank 0 (stage 0, replica 0): in step() (call 2)" in picture
+            assert "waiting for F2 microbatch 0 on channel F2:2.0->0.0 from rank 2" in picture
+
+
+def away(who: int) -> tuple[int | None, str]:
+    """One rank does something else while the others are in a step."""
+    topology = Topology([1, 1, 1])
+    with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
+        pipeline = build(mesh, toy_chunks(topology))
+        if mesh.rank == who:
+            mesh.failures.wait(10.0)
+        with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
+            pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+            pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+        return getattr(caught.value, "rank", None), str(caught.value)
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_rank_outside_of_any_call_is_named(pool: RankPool, who: int) -> None:
+    for rank, (named, text) in enumerate(pool.run(away, who, ranks=range(3))):
+        assert rank == who or named == who, text
+        assert f"rank {who} (stage {who}, replica 0) failed first in the code between calls" in text
+        assert "while others wait: it was last seen outside of any call" in text
+
+
+# -- one transfer takes too long -------------------------------------------------------------------------------------
+
+
+def late_transfer() -> tuple[str, str]:
+    topology = Topology([1, 1, 1])
+    with ldt.connect(topology, ranks=range(3), transfer_timeout=timedelta(seconds=1)) as mesh:
+        chunks = chunks_doing(topology, 1, lambda: time.sleep(3.0))
+        pipeline = build(mesh, chunks)
+        with pytest.raises(ldt.LdtError) as caught:
+            pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
+        return type(caught.value).__name__, str(caught.value)
+
+
+def test_a_transfer_that_takes_too_long_is_told_in_full(pool: RankPool) -> None:
+    """Who waits for which message from whom, since when, and what all were last seen doing."""
+    answers = dict(pool.run(late_transfer, ranks=range(3)))
+    assert set(answers) == {"TransferError", "RemoteStageError"}
+    text = answers["TransferError"]
+    for words in (
+        "failed first in action ",
+        "microbatch 0 from rank ",
+        " of float32[4, 16] (256 bytes) failed after 1.0",
+        "What ranks were last seen doing:",
+        "rank 1 (stage 1, replica 0): in step() (call 2), action 1F0",
+        "chunk 1, microbatch 0, for ",
+        "received last: F0 microbatch 0",
+        ">1F0<",
+    ):
+        assert words in text
+    assert text.split("failed first")[1] in answers["RemoteStageError"]
+
+
+def test_waits_have_a_length() -> None:
+    """A mesh of one rank looks after nobody, and is not taken to hang between its calls."""
+    with ldt.connect(Topology([1]), stall_timeout=timedelta(seconds=0.2)) as mesh:
+        assert mesh.failures.wait(1.0) is None
+        with mesh.calling("step()"), mesh.vigil.progress.waiting("a tea"):
+            time.sleep(0.3)
+            seen: Any = mesh.vigil.progress.sighting()
+        assert "in step() (call 1), waiting for a tea, for 0.3 s" in seen.describe()
