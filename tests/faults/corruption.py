@@ -15,7 +15,7 @@ __all__ = ["CORRUPTIONS"]
 
 _HEAD_BYTES = 24
 _MAGIC_BYTES = 6  # of a step message, with its version and kind
-_LONG_CALL_SECONDS = 1.0  # calls as long as this are compared with those of others
+_LONG_CALL_SECONDS = 2.5  # calls as long as this are compared with those of others, in vain
 
 
 class _Scrambled(NamedTuple):
@@ -66,7 +66,8 @@ def failure_key(mesh: ldt.Mesh) -> None:
 
 def call_key(mesh: ldt.Mesh) -> None:
     """What stands in the store about the next call. It is read where a call is long, so this rank is late for it."""
-    mesh._store.set(f"{mesh._key}/call/{mesh._attendance._count + 1}", os.urandom(20))
+    attendance = mesh.vigil.attendance
+    mesh._store.set(f"{attendance._key}/{attendance._count + 1}", os.urandom(20))
     time.sleep(_LONG_CALL_SECONDS)
 
 

@@ -7,6 +7,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import tempfile
 import threading
@@ -160,6 +161,7 @@ class Crew:
 
     def _stack_of(self, rank: int) -> str:
         member = self._members[rank]
+        resource.prlimit(member.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         for number in (signal.SIGCONT, signal.SIGUSR1):
             os.kill(member.process.pid, number)
         time.sleep(0.5)

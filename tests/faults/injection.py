@@ -23,11 +23,11 @@ from faults.holdings import borrowed_socket, tcp_connections
 import ldt
 from ldt.runtime import executor
 
-__all__ = ["EXIT_CODE", "PAUSE_SECONDS", "STALL_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
+__all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
 
-STALL_SECONDS = 2.0  # what the job gives connect as stall_timeout
+SILENCE_SECONDS = 2.0  # what the job gives connect as heartbeat_timeout
 PAUSE_SECONDS = 0.8
-STOP_SECONDS = STALL_SECONDS + 3.0
+STOP_SECONDS = SILENCE_SECONDS + 3.0
 EXIT_CODE = 3
 _SLOW_SECONDS = 0.3
 _SLOW_EVERY = 5  # actions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import time
 import traceback
 from collections.abc import Iterator
@@ -19,11 +18,10 @@ from faults import checkpoints
 from faults.crew import Seat
 from faults.fault import MICROBATCHES, SAVE_EVERY, STEPS, Fault
 from faults.holdings import Holdings
-from faults.injection import STALL_SECONDS, Trap
+from faults.injection import SILENCE_SECONDS, Trap
 from torch import nn
 
 import ldt
-from ldt.runtime import rendezvous
 from ldt.testing import ToyChunk, toy_loss, toy_microbatches
 from ldt.topology import Topology
 
@@ -87,7 +85,6 @@ class Report:
 def train(seat: Seat, order: Order) -> Report:
     """Run the job; whatever it raises is in the report."""
     before = Holdings.now()
-    rendezvous._connects.clear()  # a process that is new has not counted the meshes of worlds before
     report = Report()
     world = order.topology.world_size
     limit = timedelta(seconds=30)
@@ -160,10 +157,11 @@ def _microbatches(step: int, mesh: ldt.Mesh, trap: Trap) -> Microbatches | None:
 
 
 def _connect(topology: Topology) -> ldt.Mesh:
-    options: dict[str, Any] = {"timeout": timedelta(seconds=_CONNECT_SECONDS)}
-    if "stall_timeout" in inspect.signature(ldt.connect).parameters:
-        options["stall_timeout"] = timedelta(seconds=STALL_SECONDS)
-    return ldt.connect(topology, **options)
+    return ldt.connect(
+        topology,
+        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        heartbeat_timeout=timedelta(seconds=SILENCE_SECONDS),
+    )
 
 
 @contextmanager

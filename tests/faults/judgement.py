@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from faults.crew import Ending, Injected
 from faults.fault import QUIET, SAVE_EVERY, STEPS, Fault
-from faults.injection import EXIT_CODE, STALL_SECONDS, STOP_SECONDS
+from faults.injection import EXIT_CODE, SILENCE_SECONDS, STOP_SECONDS
 from faults.job import Raised, Report
 
 __all__ = ["complaints", "repeated_steps", "resumption_complaints", "seconds_until_raised"]
@@ -30,7 +30,7 @@ def complaints(
         for text in _of_rank(fault, rank, ending, reference[rank]):
             yield f"rank {rank}: {text}"
     seconds = seconds_until_raised(fault, injected, endings)
-    limit = RAISE_SECONDS + (STALL_SECONDS if fault.kind == "stop" else 0.0)
+    limit = RAISE_SECONDS + (SILENCE_SECONDS if fault.kind == "stop" else 0.0)
     if seconds is not None and seconds > limit:
         yield f"the last rank raised after {seconds:.2f} s, expected at most {limit:g} s"
 
@@ -127,9 +127,10 @@ def _failed(fault: Fault, rank: int, report: Report) -> Iterator[str]:
 def _wrong_error(fault: Fault, rank: int, raised: Raised) -> Iterator[str]:
     """Its own error where a rank failed; a RemoteStageError that names that rank elsewhere."""
     own = _OWN_ERRORS.get(fault.kind)
-    if fault.kind in ("drop", "corrupt"):  # found by some rank that it concerns
-        good = raised.remote or raised.ours
-        expected = "an error of ldt"
+    if fault.kind == "corrupt":  # found by some rank that it concerns
+        good, expected = raised.ours, "an error of ldt"
+    elif fault.kind == "drop":  # the connection may be one that the model's layers use
+        good, expected = raised.ours or "gloo" in raised.text, "an error of ldt or of gloo"
     elif rank == fault.rank and fault.kind == "disk_full":
         good, expected = not raised.remote, "the error of the disk"
     elif rank == fault.rank and own is not None:
