@@ -4,6 +4,7 @@
 #   make build | test | lint | format | clean
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
+#   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39")
 #
 # PYTHON         interpreter for the environment (Python 3.10 or newer)
 # VENV           folder of the environment; one that exists already, and a torch in it, is used as it is
@@ -31,10 +32,10 @@ export PATH := $(BIN):$(PATH)
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
-test: EXTRAS = examples,test
+test faults: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo fuzz npu-headers matrix clean
+.PHONY: build test lint format demo fuzz faults npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -74,6 +75,10 @@ fuzz: $(READY)
 	cmake -G Ninja -S . -B build/fuzz -DLDT_BUILD_FUZZ=ON -DLDT_WITH_CUDA=off -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build build/fuzz --target fuzz_metadata
 	build/fuzz/fuzz_metadata $(ARGS)
+
+faults: $(READY)
+	$(INSTALL)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --table build/faults.md $(ARGS)
 
 # torch_npu is unpacked, not installed: beside it, a torch cannot even be imported without an NPU's libraries.
 NPU_WHEEL = torch_npu==$$($(BIN)/python -c 'import torch; print(".".join(torch.__version__.split(".")[:2]))').*

@@ -17,7 +17,9 @@ _HEAD = ("fault", "runs", "time until all ranks raised (max)", "steps done again
 def main(arguments: Sequence[str] | None = None) -> int:
     """The number of seeds that were not as expected, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
-    parser.add_argument("--seeds", default="0-199", help='such as "17", "0-24" or "3,5,8-9" (default: %(default)s)')
+    parser.add_argument(
+        "--seeds", default="0-199", help='such as "17", "0-24" or "3,5,8-9" (default: %(default)s)'
+    )
     parser.add_argument("--table", type=Path, help="write a table in Markdown to this file")
     options = parser.parse_args(arguments)
     outcomes = []
@@ -26,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             start = time.monotonic()
             outcome = harness.run(seed)
             outcomes.append(outcome)
-            raised = "nothing raised" if outcome.seconds is None else f"all raised after {outcome.seconds:.2f} s"
+            raised = (
+                "nothing raised" if outcome.seconds is None else f"all raised after {outcome.seconds:.2f} s"
+            )
             print(f"{outcome.fault}: {raised}, {time.monotonic() - start:.1f} s in all", flush=True)
             for complaint in outcome.complaints:
                 print("  " + complaint.replace("\n", "\n    "), flush=True)
@@ -41,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def table(outcomes: Sequence[Outcome]) -> str:
     """A row for each kind of fault, in Markdown."""
     rows = [_HEAD, ("---", *["---:"] * (len(_HEAD) - 1))]
-    rows += [_row(kind, of_kind) for kind in KINDS if (of_kind := [o for o in outcomes if o.fault.kind == kind])]
+    rows += [
+        _row(kind, of_kind) for kind in KINDS if (of_kind := [o for o in outcomes if o.fault.kind == kind])
+    ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 

@@ -9,7 +9,18 @@ from typing import Literal, get_args
 from ldt.plan import Kind, ushape
 from ldt.topology import Topology
 
-__all__ = ["KINDS", "MICROBATCHES", "QUIET", "SAVE_EVERY", "SHAPES", "STEPS", "Fault", "FaultKind", "Point", "draw"]
+__all__ = [
+    "KINDS",
+    "MICROBATCHES",
+    "QUIET",
+    "SAVE_EVERY",
+    "SHAPES",
+    "STEPS",
+    "Fault",
+    "FaultKind",
+    "Point",
+    "draw",
+]
 
 FaultKind = Literal[
     "exception", "kill", "exit", "drop", "corrupt", "memory", "disk_full", "pause", "slow", "stop"

@@ -11,7 +11,6 @@ from faults.crew import Crew, Ending
 from faults.fault import SHAPES, Fault, draw
 from faults.job import Order, Report, train
 from faults.judgement import complaints, repeated_steps, resumption_complaints, seconds_until_raised
-
 from ldt.topology import Topology
 
 __all__ = ["FaultError", "Harness", "Outcome"]

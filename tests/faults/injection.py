@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import ldt
 from faults.corruption import CORRUPTIONS
 from faults.crew import Injected, Seat
 from faults.fault import Fault, Point
 from faults.holdings import borrowed_socket, tcp_connections
-
-import ldt
 from ldt.runtime import executor
 
 __all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+import ldt
 from faults import checkpoints
 from faults.crew import Seat
 from faults.fault import MICROBATCHES, SAVE_EVERY, STEPS, Fault
 from faults.holdings import Holdings
 from faults.injection import SILENCE_SECONDS, Trap
-from torch import nn
-
-import ldt
 from ldt.testing import ToyChunk, toy_loss, toy_microbatches
 from ldt.topology import Topology
 

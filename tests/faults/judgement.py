@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from faults.crew import Ending, Injected
 from faults.fault import QUIET, SAVE_EVERY, STEPS, Fault
-from faults.injection import EXIT_CODE, SILENCE_SECONDS, STOP_SECONDS
+from faults.injection import EXIT_CODE, SILENCE_SECONDS
 from faults.job import Raised, Report
 
 __all__ = ["complaints", "repeated_steps", "resumption_complaints", "seconds_until_raised"]
