@@ -240,7 +240,8 @@ class Executor:
         counts[1] += sum(spec.nbytes for spec in specs)
 
     def _stand(self, place: str) -> None:
-        """From here on this rank is at ``place``."""
+        """From here on this rank is at ``place``. Raises RemoteStageError if the mesh has failed."""
+        self._mesh.failures.check()
         self.place = place
         self._progress.at(place, self._index)
         logger.debug("%s", place)

@@ -60,6 +60,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             except Exception:  # the others must be broken all the same
                 logger.exception("could not break the group %s", name)
 
+    def lost_connections(self) -> int:
+        """How many that gloo groups had are closed: whoever was at their other ends is gone, or was told to close."""
+        return sum(connections.lost() for connections in list(self._connections.values()))
+
     def drop(self) -> None:
         """Destroy them. A gloo group is gone once nothing runs in it any more, which is soon if all were broken.
 

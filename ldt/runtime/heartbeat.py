@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ldt.runtime.progress import Progress, Sighting
 
-__all__ = ["Heartbeats"]
+__all__ = ["Heartbeats", "RollCall"]
 
 _BEAT_SECONDS = 0.2
 _LOOK_SECONDS = 1.0  # how often a rank looks after its neighbour
-_POLL_SECONDS = 0.05
+_BEATS_TO_WAIT = 7.5
 _NEVER_SEEN = Sighting(0).to_text().encode()
 _RANKS_PER_BEAT = 250  # of larger meshes ranks beat less often, so that the store is not asked more often
 
@@ -25,7 +25,7 @@ class Heartbeats:
         self._ranks = ranks
         self._rank = rank
         self._progress = progress
-        self._period = _BEAT_SECONDS * max(1.0, len(ranks) / _RANKS_PER_BEAT)
+        self.period = _BEAT_SECONDS * max(1.0, len(ranks) / _RANKS_PER_BEAT)
         self._next_beat = 0.0
         self._next_look = 0.0
         neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)]
@@ -36,7 +36,7 @@ class Heartbeats:
         """Leave a sign of life if it is time for one. Called often, by one thread."""
         now = time.monotonic()
         if now >= self._next_beat:
-            self._next_beat = now + self._period
+            self._next_beat = now + self.period
             self.beat_now(store)
 
     def beat_now(self, store: Any) -> None:
@@ -44,25 +44,10 @@ class Heartbeats:
 
     def sightings(self, store: Any) -> dict[int, Sighting]:
         """What each rank, by its global number, was last seen doing. Without those that were never seen."""
-        return {rank: Sighting.from_text(text) for rank, text in self._texts(store).items()}
+        return {rank: Sighting.from_text(text) for rank, text in self.texts(store).items()}
 
-    def missed(self, store: Any, wait: Callable[[float], object]) -> dict[int, Sighting]:
-        """Other ranks that give no sign of life for a second and a half, and what they were last seen doing.
-
-        ``wait(seconds)`` waits; once it returns something true, there is no need to know any more.
-        """
-        before = dict.fromkeys(self._ranks, _NEVER_SEEN) | self._texts(store)
-        silent = {
-            rank
-            for rank, text in before.items()
-            if rank != self._rank and not Sighting.from_text(text).closed
-        }
-        for beats in (5.0, 2.5):  # a busy rank may be late
-            if not silent or wait(beats * self._period):
-                return {}
-            now = self._texts(store, silent)
-            silent = {rank for rank in silent if now.get(rank, _NEVER_SEEN) == before[rank]}
-        return {rank: Sighting.from_text(before[rank]) for rank in sorted(silent)}
+    def call_roll(self, store: Any) -> RollCall:
+        return RollCall(self, store)
 
     def look_after_neighbour(self, store: Any, limit: float) -> tuple[int, Sighting] | None:
         """The next rank, and what it was last seen doing, if it has given no sign of life for ``limit`` seconds.
@@ -73,7 +58,7 @@ class Heartbeats:
         if self._neighbour is None or now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
-        text = self._texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
+        text = self.texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
         if self._neighbours_last is None or self._neighbours_last[0] != text:
             self._neighbours_last = text, now
         sighting = Sighting.from_text(text)
@@ -83,10 +68,40 @@ class Heartbeats:
             else None
         )
 
-    def _texts(self, store: Any, ranks: Sequence[int] | set[int] | None = None) -> dict[int, bytes]:
+    @property
+    def others(self) -> set[int]:
+        return set(self._ranks) - {self._rank}
+
+    def texts(self, store: Any, ranks: Collection[int] | None = None) -> dict[int, bytes]:
         wanted = self._ranks if ranks is None else ranks
         keys = {rank: f"{self._key}/{rank}" for rank in wanted}
         present = (
             keys if store.check(list(keys.values())) else {r: k for r, k in keys.items() if store.check([k])}
         )
         return {rank: store.get(key) for rank, key in present.items()}
+
+
+class RollCall:
+    """Asks all other ranks for a sign of life, from when it is made on. Those that have closed need not give one.
+
+    Ranks that are busy may be late, so it takes ``patience`` seconds until one can be said to be missing.
+    """
+
+    def __init__(self, heartbeats: Heartbeats, store: Any) -> None:
+        self._heartbeats = heartbeats
+        self._before = dict.fromkeys(heartbeats.others, _NEVER_SEEN) | heartbeats.texts(
+            store, heartbeats.others
+        )
+        self._silent = {rank for rank, text in self._before.items() if not Sighting.from_text(text).closed}
+        self._start = time.monotonic()
+        self.patience = _BEATS_TO_WAIT * heartbeats.period
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() - self._start > self.patience
+
+    def missing(self, store: Any) -> dict[int, Sighting]:
+        """Ranks that have given no sign of life yet, and what they were last seen doing."""
+        now = self._heartbeats.texts(store, self._silent)
+        self._silent = {rank for rank in self._silent if now.get(rank, _NEVER_SEEN) == self._before[rank]}
+        return {rank: Sighting.from_text(self._before[rank]) for rank in sorted(self._silent)}

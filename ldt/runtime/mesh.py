@@ -82,6 +82,7 @@ class Mesh(Place):
             shares_errors=terms.share_edge_errors or not self.is_edge,
             on_failure=self._on_failure,
             overdue=self._overdue,
+            lost_connections=self._groups.lost_connections,
         )
 
     # -- torch's own device meshes ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ class Connections:
     """
 
     def __init__(self) -> None:
-        self._opened: dict[int, str] = {}
+        self._opened: dict[int, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -46,11 +47,14 @@ class Connections:
                 connection.shutdown(socket.SHUT_RDWR)
         self._opened.clear()
 
+    def lost(self) -> int:
+        """How many were closed meanwhile, as gloo does with those that the other side has ended."""
+        return sum(_identity(descriptor) != identity for descriptor, identity in self._opened.items())
+
     def _connected(self) -> Iterator[socket.socket]:
         """Those that are still what they were; a number may be another file's by now."""
-        now = _sockets()
         for descriptor, identity in self._opened.items():
-            if now.get(descriptor) != identity:
+            if _identity(descriptor) != identity:
                 continue
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 internet = connection.family in (socket.AF_INET, socket.AF_INET6)
@@ -59,13 +63,19 @@ class Connections:
                     yield connection
 
 
-def _sockets() -> dict[int, str]:
-    """The open sockets: descriptor to a name that no other one gets."""
-    found = {}
-    with suppress(FileNotFoundError):
-        for descriptor in _DESCRIPTORS.iterdir():
-            with suppress(OSError):  # closed since
-                target = str(descriptor.readlink())
-                if target.startswith("socket:"):
-                    found[int(descriptor.name)] = target
-    return found
+def _identity(descriptor: int) -> int | None:
+    """A number that no other socket gets; None if it is not one, or not open."""
+    with suppress(OSError):
+        status = os.fstat(descriptor)
+        return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
+    return None
+
+
+def _sockets() -> dict[int, int]:
+    """The open sockets: descriptor to identity."""
+    try:
+        descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
+    except FileNotFoundError:
+        return {}
+    found = ((descriptor, _identity(descriptor)) for descriptor in descriptors)
+    return {descriptor: identity for descriptor, identity in found if identity is not None}

@@ -16,7 +16,7 @@ from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
 from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.failure import FailureReport, FailureWatch
-from ldt.runtime.heartbeat import Heartbeats
+from ldt.runtime.heartbeat import Heartbeats, RollCall
 from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress, Sighting
 from ldt.runtime.stall import StallWatch, picture
@@ -40,7 +40,8 @@ class Patience:
 class Vigil:
     """Kept by each rank over its mesh, at ``place``. ``on_failure`` is called once, when the first failure is known.
 
-    ``overdue`` says which transfer takes too long, where no backend looks after it.
+    ``overdue`` says which transfer takes too long, where no backend looks after it, and ``lost_connections`` how many
+    of those to other ranks are closed.
     """
 
     def __init__(
@@ -53,10 +54,14 @@ class Vigil:
         shares_errors: bool,
         on_failure: Callable[[FailureReport], None],
         overdue: Callable[[], str],
+        lost_connections: Callable[[], int],
     ) -> None:
         self._place = place
         self._shares_errors = shares_errors
         self._overdue = overdue
+        self._lost_connections = lost_connections
+        self._known_losses = 0
+        self._roll: RollCall | None = None
         stall = patience.stall.total_seconds()
         self._silence = min(patience.silence.total_seconds(), stall)
         self.progress = Progress()
@@ -74,6 +79,7 @@ class Vigil:
             self._beat,
             self._compare_calls,
             self._find_overdue,
+            self._look_after_connections,
             self._look_after_neighbour,
             self._stall.look,
         )
@@ -121,13 +127,15 @@ class Vigil:
     def _cause(self, error: BaseException) -> FailureReport | None:
         """The failure that ``error`` came of: told by another rank, or by its silence."""
         try:
-            missed = self.heartbeats.missed(self.failures.store, self.failures.wait)
+            roll = self.heartbeats.call_roll(self.failures.store)
+            told = self.failures.wait(roll.patience)
+            missing = {} if told is not None else roll.missing(self.failures.store)
         except Exception:  # the store is gone as well: then that is the failure
             return self.failures.wait(2.0)
-        if self.failures.first is not None or not missed:
+        if self.failures.first is not None or not missing:
             return self.failures.first
         noticed = f"rank {self._place.global_rank} noticed: {self.tell(error)}"
-        return self.failures.publish(self._lost(missed, "for a second and a half", noticed))
+        return self.failures.publish(self._lost(missing, f"for {roll.patience:g} s", noticed))
 
     def _lost(self, missed: dict[int, Sighting], seconds: str, noticed: str) -> FailureReport:
         rank, seen = next(iter(missed.items()))
@@ -183,6 +191,18 @@ class Vigil:
         except Exception as error:
             late = f"lanes cannot be asked what is under way: {type(error).__name__}: {error}"
         return FailureReport.of_unknown(late) if late else None
+
+    def _look_after_connections(self, store: Any) -> FailureReport | None:
+        """Where no rank waits for one that is gone, as it computes, or waits for its device."""
+        lost = self._lost_connections()
+        if self._roll is None and lost > self._known_losses:
+            self._known_losses, self._roll = lost, self.heartbeats.call_roll(store)
+        if self._roll is None or not self._roll.is_over:
+            return None
+        roll, self._roll = self._roll, None
+        missing = roll.missing(store)
+        noticed = f"rank {self._place.global_rank} noticed that connections to it were closed"
+        return self._lost(missing, f"for {roll.patience:g} s", noticed) if missing else None
 
     def _look_after_neighbour(self, store: Any) -> FailureReport | None:
         found = self.heartbeats.look_after_neighbour(store, self._silence)

@@ -18,7 +18,7 @@ from pipeline_jobs import build
 from torch import nn
 
 import ldt
-from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.testing import RankError, RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 4
@@ -113,6 +113,26 @@ def stopped() -> tuple[int | None, str, float]:
     if mesh.rank == 2:
         os.kill(pid, signal.SIGCONT)
     return found
+
+
+def killed_meanwhile() -> None:
+    """Nobody waits for the rank that is killed, as on a device, where hosts wait for streams only."""
+    with ldt.connect(Topology([1, 2, 1])) as mesh:
+        if mesh.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        start = time.monotonic()
+        report = mesh.failures.wait(20.0)
+        assert report is not None
+        assert report.rank == 2
+        assert "no sign of life for 1.5 s" in report.error
+        assert "noticed that connections to it were closed" in report.error
+        assert time.monotonic() - start < 5.0
+
+
+def test_a_rank_that_nobody_waits_for_is_missed(pool: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(killed_meanwhile)
+    assert str(caught.value) == "rank 2 died with exit code -9"
 
 
 def test_a_stopped_rank_is_named_and_learns_of_it(pool: RankPool) -> None:
