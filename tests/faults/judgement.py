@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from faults.crew import Ending, Injected
 from faults.fault import QUIET, SAVE_EVERY, STEPS, Fault
@@ -14,10 +14,7 @@ __all__ = ["complaints", "repeated_steps", "resumption_complaints", "seconds_unt
 RAISE_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
 _EXIT_CODES = {"kill": -9, "exit": EXIT_CODE}
-_OWN_ERRORS = {
-    "exception": ("InjectedError",),
-    "memory": ("OutOfMemoryError",),
-}
+_OWN_ERRORS = {"exception": "InjectedError", "memory": "OutOfMemoryError"}
 
 
 def complaints(
@@ -125,24 +122,39 @@ def _failed(fault: Fault, rank: int, report: Report) -> Iterator[str]:
 
 
 def _wrong_error(fault: Fault, rank: int, raised: Raised) -> Iterator[str]:
-    """Its own error where a rank failed; a RemoteStageError that names that rank elsewhere."""
-    own = _OWN_ERRORS.get(fault.kind)
-    if fault.kind == "corrupt":  # found by some rank that it concerns
-        good, expected = raised.ours, "an error of ldt"
-    elif fault.kind == "drop":  # the connection may be one that the model's layers use
-        good, expected = raised.ours or "gloo" in raised.text, "an error of ldt or of gloo"
-    elif rank == fault.rank and fault.kind == "disk_full":
-        good, expected = not raised.remote, "the error of the disk"
-    elif rank == fault.rank and own is not None:
-        good, expected = raised.kind in own, " or ".join(own)
-    elif rank == fault.rank:  # it was stopped, and is told so when it comes back
-        good, expected = raised.ours, "an error of ldt"
-    else:
-        cause = own[0] if own is not None else None
-        good = raised.remote and raised.rank == fault.rank and cause in (None, raised.cause)
-        expected = f"RemoteStageError of rank {fault.rank} ({cause or 'whatever'})"
-    if not good:
+    expected, is_right = _right_error(fault, rank)
+    if not is_right(raised):
         yield f"expected {expected}, got one of rank {raised.rank} ({raised.cause}):\n{raised.trace}"
+
+
+def _right_error(fault: Fault, rank: int) -> tuple[str, Callable[[Raised], bool]]:
+    """Its own error where a rank failed; a RemoteStageError that names that rank elsewhere. In words, and as a test."""
+    if fault.kind == "corrupt":  # found by some rank that it concerns
+        return "an error of ldt", lambda raised: raised.ours
+    if fault.kind == "drop":  # of a connection that the model's layers may use
+        return "an error of ldt or of gloo", lambda raised: raised.ours or "gloo" in raised.text
+    if fault.kind == "disk_full":
+        return f"that the disk of rank {fault.rank} is full", lambda raised: _is_full_disk(
+            fault, rank, raised
+        )
+    own = _OWN_ERRORS.get(fault.kind)
+    if rank != fault.rank:
+        return (
+            f"RemoteStageError of rank {fault.rank} ({own or 'whatever'})",
+            lambda raised: raised.remote and raised.rank == fault.rank and own in (None, raised.cause),
+        )
+    if own is None:  # it was stopped, and is told so when it comes back
+        return "an error of ldt", lambda raised: raised.ours
+    return own, lambda raised: raised.kind == own
+
+
+def _is_full_disk(fault: Fault, rank: int, raised: Raised) -> bool:
+    """The ranks of a stage write together, and all of them fail; the texts say whose disk it was."""
+    if rank == fault.rank:
+        return not raised.remote
+    stages = {fault.topology.node_of(other).stage for other in (rank, fault.rank)}
+    named = raised.rank == fault.rank or f"rank {fault.rank} cannot write" in raised.text
+    return named and (raised.remote or len(stages) == 1)
 
 
 def _unlike(report: Report, reference: Report) -> Iterator[str]:
