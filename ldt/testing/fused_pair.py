@@ -40,7 +40,7 @@ class FusedPair:
         self.sends: Lane | None = None
         groups = [dist.new_group([SENDER, LEADER], backend=backend) for _ in range(2)]
         to_leader, to_member = _CARRIERS[transport](device, *groups)
-        p2p, stage = groups
+        self._groups = p2p, stage = groups
         options["device"] = device
         if self.rank == SENDER:
             self.sends = Lane("sends", p2p=p2p, stage=None, carrier=to_leader, **options)
@@ -60,6 +60,8 @@ class FusedPair:
     def close(self) -> None:
         for lane in self.lanes():
             lane.close()
+        for group in self._groups:
+            dist.destroy_process_group(group)
 
 
 Carriers = tuple[

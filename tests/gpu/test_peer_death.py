@@ -67,4 +67,4 @@ def test_the_survivors_gpu_still_works(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
     assert ranks[0].returncode == 0, complaint
-    assert "the receiver has died" in said
+    assert "rank 1 (stage 1, replica 0) failed first: no sign of life" in said, "before this rank's own words"
