@@ -11,11 +11,12 @@ from pathlib import Path
 from faults.fault import KINDS, FaultKind
 from faults.harness import Harness, Outcome
 
-_HEAD = ("fault", "runs", "time until all ranks raised (max)", "steps done again (max)", "not as expected")
+_HEAD = ("fault", "runs", "time until all ranks raised (max)", "lost (max)", "not as expected")
+_LOST = {"disk_full": "that save", "pause": "nothing", "slow": "nothing"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The number of seeds that were not as expected, at most 1."""
+    """1 if a seed was not as expected, else 0."""
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument(
         "--seeds", default="0-199", help='such as "17", "0-24" or "3,5,8-9" (default: %(default)s)'
@@ -26,20 +27,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Harness() as harness:
         for seed in _numbers(options.seeds):
             start = time.monotonic()
-            outcome = harness.run(seed)
-            outcomes.append(outcome)
-            raised = (
-                "nothing raised" if outcome.seconds is None else f"all raised after {outcome.seconds:.2f} s"
-            )
-            print(f"{outcome.fault}: {raised}, {time.monotonic() - start:.1f} s in all", flush=True)
-            for complaint in outcome.complaints:
-                print("  " + complaint.replace("\n", "\n    "), flush=True)
+            outcomes.append(harness.run(seed))
+            _tell(outcomes[-1], time.monotonic() - start)
     text = table(outcomes)
     print(text)
     if options.table is not None:
         options.table.parent.mkdir(parents=True, exist_ok=True)
         options.table.write_text(text)
     return int(any(outcome.complaints for outcome in outcomes))
+
+
+def _tell(outcome: Outcome, seconds: float) -> None:
+    raised = "nothing raised" if outcome.seconds is None else f"all raised after {outcome.seconds:.2f} s"
+    print(f"{outcome.fault}: {raised}, {seconds:.1f} s in all", flush=True)
+    for complaint in outcome.complaints:
+        print("  " + complaint.replace("\n", "\n    "), flush=True)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -57,7 +59,7 @@ def _row(kind: FaultKind, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
         kind,
         str(len(outcomes)),
         f"{max(seconds):.2f} s" if seconds else "nothing raised",
-        str(max(outcome.repeated for outcome in outcomes)),
+        _LOST.get(kind, f"its step and {max(outcome.repeated for outcome in outcomes)} before"),
         str(sum(bool(outcome.complaints) for outcome in outcomes)),
     )
 

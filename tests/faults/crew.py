@@ -118,10 +118,6 @@ class Crew:
             self._remove(rank, 0.0)
         return list(endings.values())
 
-    def pids(self) -> list[int]:
-        """The processes that are there."""
-        return [member.process.pid for member in self._members.values()]
-
     def _take(self, rank: int, ending: Ending) -> bool:
         """Read what a rank says. Whether it was its last word."""
         member = self._members[rank]
@@ -135,8 +131,7 @@ class Crew:
             return True
         self.injected.append(message)
         if message.continue_after is not None:
-            signal_it = (member.process.pid, signal.SIGCONT)
-            threading.Timer(message.continue_after, os.kill, signal_it).start()
+            threading.Timer(message.continue_after, _continue, [member.process.pid]).start()
         return False
 
     def _start(self, rank: int) -> _Member:
@@ -166,6 +161,11 @@ class Crew:
             os.kill(member.process.pid, number)
         time.sleep(0.5)
         return member.stack.read_text()
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
 
 
 def _serve(pipe: Connection, rank: int, port: int, stack_file: str) -> None:

@@ -19,14 +19,14 @@ import torch
 import ldt
 from faults.corruption import CORRUPTIONS
 from faults.crew import Injected, Seat
-from faults.fault import Fault, Point
-from faults.holdings import borrowed_socket, tcp_connections
+from faults.fault import Fault, FaultKind, Point
+from faults.holdings import Connection, borrowed_socket, tcp_connections
 from ldt.runtime import executor
 
 __all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
 
 SILENCE_SECONDS = 2.0  # what the job gives connect as heartbeat_timeout
-PAUSE_SECONDS = 0.8
+PAUSE_SECONDS = 1.2
 STOP_SECONDS = SILENCE_SECONDS + 3.0
 EXIT_CODE = 3
 _SLOW_SECONDS = 0.3
@@ -93,41 +93,62 @@ class Trap:
     def _strike(self, fault: Fault) -> None:
         continue_after = {"pause": PAUSE_SECONDS, "stop": STOP_SECONDS}.get(fault.kind)
         self._seat.tell(Injected(time.monotonic(), continue_after))
-        if fault.kind == "exception":
-            raise InjectedError("injected")
-        if fault.kind == "memory":
-            raise torch.OutOfMemoryError("injected")
-        if fault.kind == "exit":
-            sys.exit(EXIT_CODE) if fault.detail == "sys.exit" else os._exit(EXIT_CODE)
-        if fault.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.kind in ("pause", "stop"):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif fault.kind == "slow":
-            time.sleep(_SLOW_SECONDS)
-        elif fault.kind == "drop":
-            self._drop(random.Random(fault.seed))
-        elif fault.kind == "corrupt":
-            mesh = self._mesh()
-            assert mesh is not None
-            CORRUPTIONS[fault.detail](mesh)
-        elif fault.kind == "disk_full":  # Python ignores SIGXFSZ: a write beyond the limit is an OSError
-            resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES, resource.RLIM_INFINITY))
+        _STRIKES[fault.kind](self, fault)
 
-    def _drop(self, dice: random.Random) -> None:
+    # -- one method per kind ---------------------------------------------------------------------------------
+
+    def _raise(self, fault: Fault) -> None:
+        raise InjectedError("injected") if fault.kind == "exception" else torch.OutOfMemoryError("injected")
+
+    def _kill(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _exit(self, fault: Fault) -> None:
+        sys.exit(EXIT_CODE) if fault.detail == "sys.exit" else os._exit(EXIT_CODE)
+
+    def _stop(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)  # the crew sends SIGCONT
+
+    def _sleep(self, fault: Fault) -> None:
+        time.sleep(_SLOW_SECONDS)
+
+    def _drop(self, fault: Fault) -> None:
         """Shut down a connection over which bytes went in the step before: the job will miss it."""
         before, after = self._traffic[-2:]
         used = sorted(fd for fd in after.keys() & before.keys() if after[fd] > before[fd])
-        with borrowed_socket(dice.choice(used)) as sock:
+        with borrowed_socket(random.Random(fault.seed).choice(used)) as sock:
             sock.shutdown(socket.SHUT_RDWR)
 
-    def _connections(self) -> list[Any]:
+    def _corrupt(self, fault: Fault) -> None:
+        mesh = self._mesh()
+        assert mesh is not None
+        CORRUPTIONS[fault.detail](mesh)
+
+    def _fill_disk(self, fault: Fault) -> None:
+        """To this process it is: a write beyond the limit is an OSError, as Python ignores SIGXFSZ."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES, resource.RLIM_INFINITY))
+
+    def _connections(self) -> list[Connection]:
         """Those of the mesh, but for those to the store."""
         return [
             found
             for found in tcp_connections()
             if found.fd not in self._foreign and found.peer_port != self._seat.port
         ]
+
+
+_STRIKES: dict[FaultKind, Callable[[Trap, Fault], None]] = {
+    "exception": Trap._raise,
+    "memory": Trap._raise,
+    "kill": Trap._kill,
+    "exit": Trap._exit,
+    "stop": Trap._stop,
+    "pause": Trap._stop,
+    "slow": Trap._sleep,
+    "drop": Trap._drop,
+    "corrupt": Trap._corrupt,
+    "disk_full": Trap._fill_disk,
+}
 
 
 def _watched(plain: Callable[..., None], trap: Trap) -> Callable[..., None]:

@@ -152,4 +152,4 @@ def test_outcomes_name_their_seed_and_make_a_table() -> None:
     bad = Outcome(draw(10), 1.5, repeated=2, complaints=["rank 0: hangs"])
     with pytest.raises(FaultError, match=r"seed 10: exception on rank \d.*\nrank 0: hangs"):
         bad.check()
-    assert "| exception | 2 | 1.50 s | 2 | 1 |" in table([Outcome(draw(0), 0.5), bad])
+    assert "| exception | 2 | 1.50 s | its step and 2 before | 1 |" in table([Outcome(draw(0), 0.5), bad])
