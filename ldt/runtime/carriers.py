@@ -63,9 +63,9 @@ class CarrierChoice:
         connected, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was asked for
         and cannot be had on every lane.
         """
+        warn_of_settings(self.device)
         if self.device.type == "cpu" or self.transport == "c10d":
             return {}
-        warn_of_one_connection(self.device)
         routes = routes_of(self.topology, self.policy, self.transfers)
         mine = [lane for lane, found in routes.items() if any(self.rank in route[1:3] for route in found)]
         refused = set(routes)
@@ -126,8 +126,18 @@ def communicator_of(group: dist.ProcessGroup, device: torch.device) -> int:
     return int(backend._comm_ptr())
 
 
-def warn_of_one_connection(device: torch.device) -> None:
-    if device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+def warn_of_settings(device: torch.device) -> None:
+    """Log which settings of CUDA in the environment do harm."""
+    if device.type != "cuda":
+        return
+    if os.environ.get("CUDA_MODULE_LOADING", "LAZY").upper() != "EAGER":
+        logger.warning(
+            "CUDA_MODULE_LOADING is not EAGER: a kernel is loaded when it is launched for the first time, and that can "
+            "wait for all that is queued on the GPU, also for a transfer that waits for this rank, so that no rank goes "
+            "on. Start the processes with CUDA_MODULE_LOADING=EAGER (which takes 1 GiB and some seconds more), or run "
+            "every chunk forward and backward once before connect"
+        )
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(
             "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams of this process share one queue to the GPU. Lanes that wait "
             "there would hold up compute, so none can use the copy engine, which hid nine tenths of a transfer behind "

@@ -39,6 +39,8 @@ __all__ = ["Mesh"]
 
 logger = logging.getLogger(__name__)
 
+_CLOSING_SECONDS = 5.0  # for what is under way on all lanes
+
 
 class Mesh(Place):
     """This rank's place in a connected topology, made by ``connect``.
@@ -364,9 +366,10 @@ class Mesh(Place):
 
     def _drop_lanes(self) -> None:
         """A method of its own, so that no variable outlives it: a lane holds its groups."""
+        deadline = time.monotonic() + _CLOSING_SECONDS
         for lane in self.all_lanes():
             if not self.failed:
-                lane.close(timedelta(seconds=5))
+                lane.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
         self._endpoints.clear()
         self._carriers.clear()
         self._watched = ()

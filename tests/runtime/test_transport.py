@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt._C import LaneError, PeerMemory, PeerSender
-from ldt.runtime.carriers import warn_of_one_connection
+from ldt.runtime.carriers import warn_of_settings
 from ldt.runtime.routes import routes_of
 from ldt.runtime.strands import Transfers
 from ldt.testing import RankPool
@@ -76,12 +76,20 @@ def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_one_connection_is_warned_of(
+def test_settings_that_do_harm_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    warn_of_one_connection(torch.device("cuda", 0))
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    warn_of_settings(torch.device("cuda", 0))
     assert not caplog.records
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    warn_of_one_connection(torch.device("cuda", 0))
+    warn_of_settings(torch.device("cuda", 0))
     assert "none can use the copy engine, which hid nine tenths" in caplog.text
+    assert "EAGER" not in caplog.text
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    warn_of_settings(torch.device("cuda", 0))
+    assert "CUDA_MODULE_LOADING is not EAGER" in caplog.text
+    caplog.clear()
+    warn_of_settings(torch.device("npu", 0))
+    assert not caplog.records
