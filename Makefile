@@ -5,12 +5,14 @@
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
 #   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39")
+#   make sanitize                   runs the C++ tests under the address, undefined behaviour and thread sanitizers of the
+#                                   compiler (CXX); compiles all of csrc twice, some minutes (ARGS: for ctest)
 #
 # PYTHON         interpreter for the environment (Python 3.10 or newer)
 # VENV           folder of the environment; one that exists already, and a torch in it, is used as it is
 # TORCH_INSTALL  what pip installs where there is no torch, e.g. "torch==2.13.0 --index-url <index of CPU builds>"
-# ARGS           further arguments for pytest, for the demo or for the fuzzer: libFuzzer's own options if the compiler
-#                is Clang (CXX=clang++), else the number of messages and a seed
+# ARGS           further arguments for pytest, for the demo, for ctest or for the fuzzer: libFuzzer's own options if
+#                the compiler is Clang (CXX=clang++), else the number of messages and a seed
 # NPROC          processes of the demo; the sum of --stages in ARGS unless given
 
 PYTHON ?= python3
@@ -35,7 +37,7 @@ build demo: EXTRAS = examples
 test faults: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo fuzz faults npu-headers matrix clean
+.PHONY: build test lint format demo fuzz faults sanitize npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -79,6 +81,18 @@ fuzz: $(READY)
 faults: $(READY)
 	$(INSTALL)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --table build/faults.md $(ARGS)
+
+# Every finding ends the test that has it. torch is not compiled with a sanitizer: of it only inlined code is seen, and
+# the calls that sanitizers replace (memory, threads, locks).
+sanitize: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=1:strict_string_checks=1
+sanitize: export UBSAN_OPTIONS = print_stacktrace=1
+sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
+sanitize: sanitize-address sanitize-thread
+sanitize-%: $(READY)
+	cmake -G Ninja -S . -B build/sanitize-$* -DLDT_SANITIZE=$* -DLDT_BUILD_TESTS=ON -DLDT_WITH_CUDA=off \
+	  -DPython_EXECUTABLE=$(BIN)/python
+	cmake --build build/sanitize-$* --target cpp_tests
+	$(BIN)/ctest --test-dir build/sanitize-$* --output-on-failure $(ARGS)
 
 # torch_npu is unpacked, not installed: beside it, a torch cannot even be imported without an NPU's libraries.
 NPU_WHEEL = torch_npu==$$($(BIN)/python -c 'import torch; print(".".join(torch.__version__.split(".")[:2]))').*

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ldt._C import LaneError as LaneError
     from ldt.errors import LdtError as LdtError
     from ldt.errors import MetadataError as MetadataError
+    from ldt.errors import NonFiniteError as NonFiniteError
     from ldt.errors import PlanError as PlanError
     from ldt.errors import RemoteStageError as RemoteStageError
     from ldt.errors import TopologyError as TopologyError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _PURE = {
     "LdtError": "ldt.errors",
     "MetadataError": "ldt.errors",
+    "NonFiniteError": "ldt.errors",
     "PlanError": "ldt.errors",
     "RemoteStageError": "ldt.errors",
     "TopologyError": "ldt.errors",

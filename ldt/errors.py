@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["LdtError", "MetadataError", "PlanError", "RemoteStageError", "TopologyError", "TransferError"]
+__all__ = [
+    "LdtError",
+    "MetadataError",
+    "NonFiniteError",
+    "PlanError",
+    "RemoteStageError",
+    "TopologyError",
+    "TransferError",
+]
 
 
 class LdtError(Exception):
@@ -15,6 +23,19 @@ class TopologyError(LdtError, ValueError):
 
 class MetadataError(LdtError, ValueError):
     """A step's metadata that cannot be packed, or a message that is none; the text names the tensor or the byte."""
+
+
+class NonFiniteError(LdtError, ArithmeticError):
+    """A NaN or an infinity in what a chunk computed: ``Pipeline(check_finite=True)`` looks for them.
+
+    The text names the output, the loss or the gradient, its shape, and how many of its values are what; never a value.
+    ``chunk`` and ``microbatch`` are in the text, too.
+    """
+
+    def __init__(self, text: str, *, chunk: int, microbatch: int) -> None:
+        super().__init__(text)
+        self.chunk = chunk
+        self.microbatch = microbatch
 
 
 class PlanError(LdtError, ValueError):

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from ldt.runtime.received import parse, plain, quoted
+
 __all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
+_NAME_LIMIT = 200
 CLOSED = "closed its mesh"
 EXITED = "exited without closing its mesh"
 
@@ -83,7 +86,12 @@ class Attendance:
 
     def _meet(self, store: Any, number: int, name: str) -> Discord | None:
         key = f"{self._key}/{number}"
-        first, first_name = json.loads(store.compare_set(key, "", json.dumps([self._rank, name])))
+        text = store.compare_set(key, "", json.dumps([self._rank, name]))
+        try:
+            first, first_name = _entry(parse(text))
+        except ValueError:
+            what = f"the store has {quoted(text)} where a rank should have left its call {number}: who writes to it?"
+            return Discord(None, what)
         if first == self._rank:
             self._mine.append(number)
             while len(self._mine) > _KEPT_CALLS:
@@ -94,6 +102,13 @@ class Attendance:
         exited = [rank for rank, what in ((first, first_name), (self._rank, name)) if what == EXITED]
         text = f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
         return Discord(exited[0] if len(exited) == 1 else None, text)
+
+
+def _entry(value: Any) -> tuple[int, str]:
+    match value:
+        case [int(rank), str(name)]:
+            return rank, plain(name, _NAME_LIMIT)
+    raise ValueError("expected [rank, name]")
 
 
 def _words(rank: int, name: str, number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,11 +55,14 @@ def calibrate(mesh: Mesh, deadline: float) -> dict[Channel, Endpoint]:
         link = frozenset((channel.source.stage, channel.target.stage))
         if link not in found:
             mine = _measure(mesh, channel, deadline)
-            answer = mesh.control.broadcast(mine, channel.source)
-            found[link] = math.inf if answer is None else float(answer)
+            found[link] = mesh.control.broadcast(mine, channel.source, _read_crossover)
         if channel in mesh.endpoints:
             ends[channel] = mesh.endpoints[channel].scattering_from(found[link])
     return ends
+
+
+def _read_crossover(value: Any) -> float:
+    return math.inf if value is None else float(value)
 
 
 def _measure(mesh: Mesh, channel: Channel, deadline: float) -> float | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from ldt.errors import LdtError, RemoteStageError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.received import plain, texts, texts_by_name
 
 __all__ = ["Call", "Mode", "Refusal", "agree"]
 
@@ -52,11 +54,17 @@ class Call:
 
 
 def agree(
-    mesh: Mesh, call: str, error: Exception | None, same: Mapping[str, str], own: object = None
+    mesh: Mesh,
+    call: str,
+    error: Exception | None,
+    same: Mapping[str, str],
+    own: object = None,
+    read_own: Callable[[Any], Any] = lambda own: own,
 ) -> list[Any]:
     """Raise on every rank if one cannot begin ``call`` for an ``error``, or was given other values.
 
-    A collective call. ``same`` has what must be equal, by the name it has in texts. Returns each rank's ``own``.
+    A collective call. ``same`` has what must be equal, by the name it has in texts. Returns each rank's ``own``, as
+    ``read_own`` reads it.
     """
     mine = {
         "error": None if error is None else mesh.tell(error),
@@ -65,22 +73,38 @@ def agree(
         "own": own,
     }
     with mesh.collective(call):
-        answers = dict(zip(mesh.ranks, mesh.control.gather(mine), strict=True))
+        gathered = mesh.control.gather(mine, partial(_answer, read_own))
+        answers = dict(zip(mesh.ranks, gathered, strict=True))
     if error is not None:
         raise error
     for rank, answer in answers.items():
-        if answer["error"] is not None:
+        if answer.error is not None:
             raise RemoteStageError(
-                f"rank {rank} cannot begin {call}: {answer['error']}",
+                f"rank {rank} cannot begin {call}: {answer.error}",
                 rank=rank,
                 stage=mesh.stage_of(rank),
                 place=f"the beginning of {call}",
-                error_type=answer["error_type"],
+                error_type=answer.error_type,
             )
     for what, value in same.items():
-        others = [rank for rank, answer in answers.items() if answer["same"][what] != value]
+        others = [rank for rank, answer in answers.items() if answer.same.get(what) != value]
         if others:
             raise LdtError(
                 f"every rank must be given the same: ranks {others} have other {what} than this rank"
             )
-    return [answer["own"] for answer in answers.values()]
+    return [answer.own for answer in answers.values()]
+
+
+class _Answer(NamedTuple):
+    """Of one rank, in ``agree``."""
+
+    error: str | None
+    error_type: str | None
+    same: dict[str, str]
+    own: Any
+
+
+def _answer(read_own: Callable[[Any], Any], value: Any) -> _Answer:
+    told = [value[name] for name in ("error", "error_type")]
+    error, error_type = (None if text is None else plain(texts([text])[0]) for text in told)
+    return _Answer(error, error_type, texts_by_name(value["same"]), read_own(value["own"]))

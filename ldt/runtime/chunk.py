@@ -116,7 +116,9 @@ class ChunkRunner:
         _backward(starts)
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
-        return list(map(_finished, wanted))
+        given = list(map(_finished, wanted))
+        work.finite.gradients(self.index, microbatch, given, self.module.named_parameters())
+        return given
 
     def backward_input(
         self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
@@ -132,9 +134,11 @@ class ChunkRunner:
         except LdtError as error:
             raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
         graph.roots = []
-        return list(map(_finished, found))
+        given = list(map(_finished, found))
+        work.finite.gradients(self.index, microbatch, given)
+        return given
 
-    def backward_weight(self, microbatch: int) -> None:
+    def backward_weight(self, work: StepWork, microbatch: int) -> None:
         """The rest: accumulate parameter gradients."""
         graph = self._graphs.pop(microbatch)
         assert graph.weight_part is not None
@@ -142,12 +146,15 @@ class ChunkRunner:
             graph.weight_part.run()
         finally:
             graph.let_go()
+        work.finite.gradients(self.index, microbatch, parameters=self.module.named_parameters())
 
     # -- parts of these ----------------------------------------------------------------------------------------
 
     def call(self, work: StepWork, microbatch: int, inputs: Sequence[Any]) -> Any:
         """The module on ``inputs``, and on what it takes by name of what there is for this microbatch."""
-        return self.module(*inputs, **self._keywords.pick(work.keywords[microbatch], len(inputs)))
+        output = self.module(*inputs, **self._keywords.pick(work.keywords[microbatch], len(inputs)))
+        work.finite.outputs(self.index, microbatch, output)
+        return output
 
     def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
         """The tensors to run on, for tensors that came over a hop that carries ``specs``."""

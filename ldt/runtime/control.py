@@ -12,10 +12,18 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
 from ldt.runtime.place import Place
+from ldt.runtime.received import parse, plain, quoted, understood
 from ldt.runtime.relay import MAX_BYTES, Relay
 from ldt.topology import Node
 
 __all__ = ["ControlPlane"]
+
+Read = Callable[[Any], Any]  # makes of what JSON stands for what the caller expects, or raises
+_NAME_LIMIT = 200
+
+
+def _as_it_is(message: Any) -> Any:
+    return message
 
 
 class ControlPlane:
@@ -31,16 +39,19 @@ class ControlPlane:
         self._failures = failures
         self._call = call
 
-    def broadcast(self, message: Any, node: Node) -> Any:
-        """What the leader of ``node`` gives as ``message``, on every rank."""
+    def broadcast(self, message: Any, node: Node, read: Read = _as_it_is) -> Any:
+        """What the leader of ``node`` gives as ``message``, on every rank, as ``read`` reads it there.
+
+        Raises LdtError naming the sender where ``read`` cannot.
+        """
         source = self._place.topology.leader_of(node)
         data = _encode([self._call(), message]) if self._place.rank == source else b""
-        return self._opened(self._relay.spread(data, node), source)
+        return self._opened(self._relay.spread(data, node), source, read)
 
-    def gather(self, message: Any) -> list[Any]:
-        """Every rank's ``message``, by rank of the topology, on every rank."""
+    def gather(self, message: Any, read: Read = _as_it_is) -> list[Any]:
+        """Every rank's ``message``, by rank of the topology, on every rank, as ``read`` reads each."""
         answers = self._relay.collect(_encode([self._call(), message]))
-        return [self._opened(data, source) for source, data in enumerate(answers)]
+        return [self._opened(data, source, read) for source, data in enumerate(answers)]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all ranks, in double precision."""
@@ -65,21 +76,22 @@ class ControlPlane:
     def _global(self, rank: int) -> int:
         return self._place.ranks[rank]
 
-    def _opened(self, data: bytes, source: int) -> Any:
+    def _opened(self, data: bytes, source: int, read: Read) -> Any:
         """The message in ``data``, if it belongs to the call that this rank is in."""
         envelope = _decode(data, self._global(source))
         match envelope:
             case [str(theirs), message] if theirs == self._call():
-                return message
+                return understood(message, read, f"rank {self._global(source)}")
             case [str(theirs), _]:
                 self._failures.wait(1.0)  # another rank may have found out before
                 self._failures.check()
                 raise LdtError(
-                    f"rank {self._global(source)} is in {theirs or 'no call'}, rank {self._global(self._place.rank)} "
-                    f"is in {self._call() or 'no call'}: every rank must make the same calls in the same order"
+                    f"rank {self._global(source)} is in {plain(theirs, _NAME_LIMIT) or 'no call'}, "
+                    f"rank {self._global(self._place.rank)} is in {self._call() or 'no call'}: every rank must make "
+                    "the same calls in the same order"
                 )
         raise LdtError(
-            f"rank {self._global(source)} sent a control message of another form: {str(envelope)[:80]}"
+            f"rank {self._global(source)} sent a control message of another form: {quoted(envelope)}"
         )
 
 
@@ -92,6 +104,6 @@ def _encode(message: Any) -> bytes:
 
 def _decode(data: bytes, source: int) -> Any:
     try:
-        return json.loads(data)
+        return parse(data)
     except ValueError as error:
         raise LdtError(f"rank {source} sent a control message that is not JSON: {error}") from error

@@ -48,10 +48,10 @@ class TailRunner(ChunkRunner):
         loss = work.loss.take_root(microbatch)
         return [(loss, torch.ones_like(loss))] if loss.requires_grad else []
 
-    @staticmethod
-    def _finish(work: StepWork, microbatch: int, output: Any, target: Any) -> None:
+    def _finish(self, work: StepWork, microbatch: int, output: Any, target: Any) -> None:
         assert work.loss is not None
         loss = work.loss.forward(microbatch, output, target)
+        work.finite.loss(self.index, microbatch, loss)
         if work.guard is not None:
             work.guard.add_loss(microbatch, loss)
         if work.announced is not None and work.loss.complete:

@@ -111,7 +111,7 @@ class Executor:
         self._run_backward(action, entry, self._runners[action.chunk].backward_input)
 
     def _backward_weight(self, action: Action, entry: Entry) -> None:
-        self._runners[action.chunk].backward_weight(_microbatch(action))
+        self._runners[action.chunk].backward_weight(self._work, _microbatch(action))
 
     def _send(self, action: Action, entry: Entry) -> None:
         end = self._mesh.endpoints.get(self._channel(action))

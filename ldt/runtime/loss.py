@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ldt.errors import LdtError
 from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call
 from ldt.runtime.disclosure import InputTypeError, InputValueError
@@ -17,6 +18,7 @@ from ldt.runtime.post import Letter, Post, Subject
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 
+_COUNT = struct.Struct("<d")  # of tokens, on the wire
 LossReduction = Literal["mean", "token"]
 LossFn = Callable[[Any, Any], Any]
 
@@ -167,7 +169,7 @@ class TokenScale:
 
     def tell(self, count: float) -> None:
         """``count``: the tokens of this replica of the edge, from its leader."""
-        letter = Letter(Subject.TOKENS, self._call.number, struct.pack("<d", count))
+        letter = Letter(Subject.TOKENS, self._call.number, _COUNT.pack(count))
         self._post.tell(letter)
         if self._audit is not None:
             self._audit.write("tokens", self._call.serial, letter.nbytes)
@@ -175,8 +177,16 @@ class TokenScale:
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
         letters = self._post.hear(tokens=True)
-        assert all(letter.number == self._call.number for letter in letters), letters
-        count = sum(struct.unpack("<d", letter.content)[0] for letter in letters)
+        count = sum(self._count_in(letter) for letter in letters)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:
                 parameter.grad.mul_(replicas).div_(count) if replicas > 1 else parameter.grad.div_(count)
+
+    def _count_in(self, letter: Letter) -> float:
+        if letter.number != self._call.number or len(letter.content) != _COUNT.size:
+            raise LdtError(
+                f"expected the number of tokens of call {self._call.number}, got {len(letter.content)} bytes about "
+                f"call {letter.number}: do all ranks run one version of ldt?"
+            )
+        count: float = _COUNT.unpack(letter.content)[0]
+        return count

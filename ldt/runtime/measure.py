@@ -45,7 +45,7 @@ def measure_costs(
     finally:
         earlier.put_back()
     with mesh.collective(_CALL):
-        figures = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])])
+        figures = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])], _read_figures)
         times, sizes = map(_largest, zip(*figures, strict=True))
         links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
     hops = range(mesh.topology.tail)
@@ -61,6 +61,15 @@ def _refusal(repeats: int) -> ValueError | None:
     if isinstance(repeats, int) and not isinstance(repeats, bool) and repeats >= 1:
         return None
     return InputValueError(f"steps must be a number from 1 on, got {repeats!r}")
+
+
+def _read_figures(value: Any) -> tuple[dict[str, float], dict[str, int]]:
+    """Of one rank: ``_times`` and ``_sizes``."""
+    times, sizes = value
+    return (
+        {str(key): float(seconds) for key, seconds in times.items()},
+        {str(int(hop)): int(size) for hop, size in sizes.items()},
+    )
 
 
 def _largest(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

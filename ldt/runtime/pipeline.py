@@ -18,6 +18,7 @@ from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, shardi
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
+from ldt.runtime.finite import FiniteCheck
 from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
 from ldt.runtime.measure import measure_costs
@@ -26,6 +27,7 @@ from ldt.runtime.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.notices import Notices
 from ldt.runtime.opening import Opening
 from ldt.runtime.plans import PlanBook, PlanFactory
+from ldt.runtime.received import texts
 from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
@@ -51,7 +53,11 @@ class Pipeline:
     ``grad_scaler``, an ``ldt.GradScaler``, is needed on the edge: it scales what backwards start from.
     ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph. ``audit``, a path, on the edge
     writes a line there for all that leaves it, and looks for copies of samples and labels, too; their own memory is
-    never sent.
+    never sent. ``check_finite`` looks at what each action computes: outputs of chunks, the loss, and the gradients of
+    inputs and parameters, but these not with a ``grad_scaler``, as they may overflow then. The first that has a NaN or
+    an infinity raises NonFiniteError on its rank before it is sent, and RemoteStageError with the same text elsewhere.
+    It costs a pass over all of these, and on a device a wait of the host in each action that computes, two in the last
+    chunk's forward.
 
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
     """
@@ -68,6 +74,7 @@ class Pipeline:
         plan_factory: PlanFactory | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
         audit: str | Path | None = None,
+        check_finite: bool = False,
     ) -> None:
         self._mesh = mesh
         self._loss_fn = loss_fn
@@ -93,14 +100,17 @@ class Pipeline:
         except Exception as caught:
             error, same = caught, {}
         try:
-            answers = agree(mesh, "Pipeline()", error, same, own=[sharding, names, reads])
-            self._plans.keep_lockstep(check_sharded_alike(mesh, [shardings for shardings, _, _ in answers]))
+            mine = [sharding, names, reads, grad_scaler is not None]
+            answers = agree(mesh, "Pipeline()", error, same, mine, _read_own)
+            self._plans.keep_lockstep(check_sharded_alike(mesh, [shardings for shardings, *_ in answers]))
         except BaseException:
             if self._audit is not None:
                 self._audit.discard()
             raise
-        wanted = sorted({name for _, taken, _ in answers for name in taken})
-        all_reads = {chunk: found for _, _, by_chunk in answers for chunk, found in by_chunk.items()}
+        wanted = sorted({name for _, taken, *_ in answers for name in taken})
+        all_reads = {chunk: found for _, _, by_chunk, _ in answers for chunk, found in by_chunk.items()}
+        scaled = any(scales for *_, scales in answers)  # the edge's scaler is in the gradients of all
+        self._finite = FiniteCheck(activations=check_finite, gradients=check_finite and not scaled)
         self._number = mesh.count_pipeline()
         self._runners = {
             index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
@@ -183,8 +193,8 @@ class Pipeline:
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""
         with self._mesh.collective("gather_stats()"):
-            answers = self._mesh.control.gather(result.stats.to_json())
-        return [StepStats.from_json(answer) for answer in answers] if self._mesh.is_edge else None
+            found: list[StepStats] = self._mesh.control.gather(result.stats.to_json(), StepStats.from_json)
+        return found if self._mesh.is_edge else None
 
     def measure_costs(self, microbatches: Any = None, steps: int = 3) -> Costs:
         """What this pipeline's steps cost, for ``ldt.plan.optimize``: equal on every rank. A collective call.
@@ -227,7 +237,9 @@ class Pipeline:
                 else replace(call, serial=self._serial + 1, microbatches=self._take(mode, upcoming))
             )
             agreement = self._opening.open(call, later)
-            work = StepWork(agreement.plan, agreement.hops, agreement.keywords, call.serial)
+            work = StepWork(
+                agreement.plan, agreement.hops, agreement.keywords, call.serial, finite=self._finite
+            )
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
@@ -306,6 +318,15 @@ class Pipeline:
     def _clean_up(self) -> None:
         for runner in self._runners.values():
             runner.drop()
+
+
+def _read_own(value: Any) -> tuple[dict[str, list[str]], list[str], dict[str, list[str]], bool]:
+    """What each rank tells of its chunks: parts of ``fully_shard``, metadata it takes and reads, and of a scaler."""
+    sharding, names, reads, scales = value
+    by_chunk = (
+        {str(int(chunk)): texts(found) for chunk, found in told.items()} for told in (sharding, reads)
+    )
+    return next(by_chunk), texts(names), next(by_chunk), bool(scales)
 
 
 def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:

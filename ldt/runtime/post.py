@@ -57,6 +57,16 @@ class Letter(NamedTuple):
         head = (int(self.subject), self.number, len(self.content))
         return b"".join(value.to_bytes(8, "little") for value in head) + self.content
 
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Letter:
+        """What ``to_bytes`` gave. Raises LdtError for anything else."""
+        subject, number, length = cls.head_of(data)
+        if len(data) != _HEAD_BYTES + length:
+            raise LdtError(
+                f"a letter with {length} bytes of content was announced, {len(data)} bytes came in all"
+            )
+        return cls(subject, number, data[_HEAD_BYTES:])
+
     @staticmethod
     def head_of(data: bytes) -> tuple[Subject, int, int]:
         """Subject, number and length of the content. Raises LdtError for what is no letter."""
@@ -154,8 +164,7 @@ class Post:
             data = b""
             if self._place.is_leader:
                 data = self._from(replica, tokens).to_bytes()
-            data = self._relay.within_node(data, patient=True)
-            letters.append(Letter(*Letter.head_of(data)[:2], data[_HEAD_BYTES:]))
+            letters.append(Letter.from_bytes(self._relay.within_node(data, patient=True)))
         return letters
 
     def lanes(self) -> list[Lane]:

@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def probe_links(mesh: Mesh, nbytes: dict[int, int]) -> dict[int, LinkFigures]:
         answers = []
         for replica in range(mesh.topology.dp):
             mine = _probe(mesh, hop, replica, max(size, LEAST_BYTES))
-            answers += [answer for answer in mesh.control.gather(mine) if answer is not None]
+            answers += [answer for answer in mesh.control.gather(mine, _read_seconds) if answer is not None]
         empty, long = (max(times) for times in zip(*answers, strict=True))
         figures[hop] = LinkFigures(empty / 2, max(size, LEAST_BYTES) / max(long - empty, _LEAST_SECONDS))
     return figures
@@ -63,6 +64,14 @@ def _probe(mesh: Mesh, hop: int, replica: int, nbytes: int) -> tuple[float, floa
         times = [there_and_back(mesh.failures, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
         medians.append(statistics.median(times[1:]))
     return (medians[0], medians[1]) if there is not None and there.sends else None
+
+
+def _read_seconds(value: Any) -> tuple[float, float] | None:
+    """Of one rank: what ``_probe`` gives."""
+    if value is None:
+        return None
+    empty, long = value
+    return float(empty), float(long)
 
 
 def end_of(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint | None:

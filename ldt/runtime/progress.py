@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ldt.plan import Plan
+from ldt.runtime.received import parse, plain
 
 __all__ = ["Progress", "Sighting"]
 
@@ -40,10 +41,10 @@ class Sighting:
     def from_text(cls, text: bytes | str) -> Sighting:
         """What ``to_text`` gives; one that says nothing for anything else, as it may be the reason of a failure."""
         try:
-            fields: dict[str, Any] = json.loads(text)
+            fields: dict[str, Any] = parse(text)
             types = {name: type(value) for name, value in asdict(cls(0)).items()}
             return cls(**{name: _checked(fields[name], kind) for name, kind in types.items()})
-        except (ValueError, TypeError, KeyError):
+        except (ArithmeticError, KeyError, TypeError, ValueError):
             return cls(-1, place="what cannot be read: do all ranks run the same version of this package?")
 
     @property
@@ -130,4 +131,4 @@ def _checked(value: Any, kind: type) -> Any:
         kind, value = float, float(value)
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, got {value!r}")
-    return value[:_TEXT_LIMIT] if isinstance(value, str) else value
+    return plain(value, _TEXT_LIMIT) if isinstance(value, str) else value

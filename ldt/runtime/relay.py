@@ -87,7 +87,10 @@ class Relay:
         """The bytes of every rank, by rank of the topology, on every rank."""
         of_node = self._to_root(self._node, [data])
         of_all = self._to_root(self._leaders, of_node) if self._place.is_leader else []
-        return _unpacked(self.spread(_packed(of_all), self._place.topology.nodes[0]))
+        messages = _unpacked(self.spread(_packed(of_all), self._place.topology.nodes[0]))
+        if len(messages) != self._place.topology.world_size:
+            raise LdtError(f"{len(messages)} messages came of {self._place.topology.world_size} ranks")
+        return messages
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on every rank."""
@@ -130,6 +133,11 @@ class Relay:
         longest = self._scattered(
             group, 0, torch.stack(lengths).max() if lengths else torch.tensor(0, device="cpu")
         )
+        if not len(mine) <= int(longest) <= MAX_BYTES:
+            raise LdtError(
+                f"messages of {int(longest)} bytes were announced, this rank's has {len(mine)}; at most {MAX_BYTES} "
+                "are accepted"
+            )
         padded = torch.zeros(int(longest), dtype=torch.uint8, device="cpu")
         padded[: len(mine)] = as_tensor(mine)
         parts = self._gathered(group, padded)

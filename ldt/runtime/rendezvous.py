@@ -6,11 +6,12 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
+from ldt.runtime.received import parse, plain, quoted, texts_by_name, understood
 
 __all__ = ["check_in", "mesh_key", "share"]
 
@@ -40,11 +41,11 @@ def check_in(
         f"{key}/here/{rank}", json.dumps({**settings, "host": socket.gethostname(), "pid": os.getpid()})
     )
     _wait_for_all(store, key, ranks, seconds)
-    cards = {other: json.loads(store.get(f"{key}/here/{other}")) for other in ranks}
+    cards = {other: _read(store, f"{key}/here/{other}", other, _card) for other in ranks}
     for name, mine in settings.items():
         differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != mine}
         if differing:
-            theirs = "; ".join(f"rank {other} has {value!r}" for other, value in differing.items())
+            theirs = "; ".join(f"rank {other} has {quoted(value)}" for other, value in differing.items())
             raise LdtError(
                 f"connect: {name} must be the same on all ranks: rank {rank} has {mine!r}, {theirs}"
             )
@@ -59,10 +60,10 @@ def share(
     failures: FailureWatch,
     deadline: float,
 ) -> list[Any]:
-    """Give ``value`` (for JSON) to all ``ranks`` (global ones) under ``key``, and return what each of them gave.
+    """Give ``value``, a bool or texts by name, to all ``ranks`` (global ones) under ``key``; returns what each gave.
 
-    Raises LdtError naming the ranks that did not by ``deadline`` (``time.monotonic()``), RemoteStageError if another
-    rank failed.
+    Raises LdtError naming the ranks that did not by ``deadline`` (``time.monotonic()``), or one that gave a thing of
+    another kind than this rank, RemoteStageError if another rank failed.
     """
     store.set(f"{key}/{rank}", json.dumps(value))
     while not store.check([f"{key}/{other}" for other in ranks]):
@@ -71,7 +72,8 @@ def share(
             missing = [other for other in ranks if not store.check([f"{key}/{other}"])]
             raise LdtError(f"connect: ranks {missing} did not give their {key} in time; look at their output")
         time.sleep(_POLL_SECONDS)
-    return [json.loads(store.get(f"{key}/{other}")) for other in ranks]
+    read = _flag if isinstance(value, bool) else texts_by_name
+    return [_read(store, f"{key}/{other}", other, read) for other in ranks]
 
 
 def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) -> None:
@@ -86,9 +88,25 @@ def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) ->
             store.compare_set(verdict, "", _missing_text(missing, ranks, seconds) if missing else _COMPLETE)
         else:
             time.sleep(_POLL_SECONDS)
-    decided = store.get(verdict).decode()
+    decided = store.get(verdict).decode(errors="replace")
     if decided != _COMPLETE:
-        raise LdtError(f"connect: {decided}")
+        raise LdtError(f"connect: {plain(decided)}")
+
+
+def _read(store: Any, key: str, rank: int, read: Callable[[Any], Any]) -> Any:
+    """What ``rank`` left under ``key``. Raises LdtError naming it if that is no JSON, or not what ``read`` takes."""
+    return understood(store.get(key), lambda data: read(parse(data)), f"connect: rank {rank}")
+
+
+def _card(value: Any) -> dict[str, str]:
+    """The texts of a card; its number of a process is for people who look into the store."""
+    return texts_by_name({name: entry for name, entry in dict(value).items() if name != "pid"})
+
+
+def _flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise TypeError("expected true or false")
 
 
 def _missing_text(missing: Sequence[int], ranks: Sequence[int], seconds: float) -> str:

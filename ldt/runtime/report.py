@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from ldt.errors import RemoteStageError
 from ldt.runtime.disclosure import TEXT_LIMIT, disclose, reveal
+from ldt.runtime.received import quoted, read_fields
 
 __all__ = ["FailureReport"]
 
@@ -47,11 +47,10 @@ class FailureReport:
     def from_text(cls, text: str | bytes) -> FailureReport:
         """Read what ``to_text`` gives, or whatever else stands there: a report must never fail to be reported."""
         try:
-            fields: dict[str, Any] = json.loads(text)
-            return cls(**fields)
-        except (ValueError, TypeError):
+            return read_fields(cls, text)
+        except ValueError:
             return cls.of_unknown(
-                f"unreadable failure report {text!r}: do all ranks run the same version of this package?"
+                f"unreadable failure report {quoted(text)}: do all ranks run the same version of this package?"
             )
 
     def describe(self) -> str:

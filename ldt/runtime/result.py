@@ -73,6 +73,7 @@ class StepStats:
         fields["topology"] = Topology.from_text(fields["topology"])
         fields["channels"] = {name: Traffic(*counts) for name, counts in fields["channels"].items()}
         fields["entries"] = [Entry.from_json(entry) for entry in fields["entries"]]
+        fields |= {name: float(fields[name]) for name in ("seconds", "computing", "waiting")}
         return cls(**fields)
 
 

@@ -110,11 +110,11 @@ def connect_routes(
                 offers[route.name] = ends[lane].offer(route, device)
             except LaneError as error:
                 refusals[route.name] = str(error)
-    offers = {name: offer for theirs in share("offers", offers) for name, offer in theirs.items()}
+    given = share("offers", offers)
     for lane, route in _each(routes):
-        if route.source == rank and route.name in offers:
+        if route.source == rank and route.name in given[route.target]:
             try:
-                ends[lane].accept(route, device, offers[route.name])
+                ends[lane].accept(route, device, given[route.target][route.name])
             except LaneError as error:
                 refusals[route.name] = str(error)
     return ends, {name: text for theirs in share("refusals", refusals) for name, text in theirs.items()}

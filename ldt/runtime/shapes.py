@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -125,8 +126,7 @@ class ShapeBook:
             if node == self._mesh.node or (node.stage == self._mesh.stage and not self._mesh.is_edge):
                 mine = [self._infer(q.chunk, q.inputs, offered[at], q.training) for q, at in new.items()]
             message = None if mine is None else [[spec.to_json() for spec in specs] for specs in mine]
-            answers = self._mesh.control.broadcast(message, node)
-            agreed = [tuple(map(TensorSpec.from_json, answer)) for answer in answers]
+            agreed = self._mesh.control.broadcast(message, node, partial(_answers, len(new)))
             self._compare(questions[0].chunk, agreed, mine)
             for question, answer in zip(new, agreed, strict=True):
                 known[question] = self._outputs.get(question, lambda answer=answer: answer)  # type: ignore[misc]
@@ -174,6 +174,13 @@ class ShapeBook:
             return kwargs
         # Metadata, which are read on the CPU here, will be on the device.
         return {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
+
+
+def _answers(number: int, value: Any) -> list[HopSpecs]:
+    answers = [tuple(map(TensorSpec.from_json, answer)) for answer in value]
+    if len(answers) != number:
+        raise ValueError(f"expected the specs of {number} microbatches, got {len(answers)}")
+    return answers
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

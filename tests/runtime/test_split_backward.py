@@ -163,7 +163,7 @@ def run(runner: ChunkRunner, split: bool, free_outputs: bool) -> list[Tensor]:
         else:
             found += runner.backward(WORK, index, grad)
     for index in range(2 if split else 0):
-        runner.backward_weight(index)
+        runner.backward_weight(WORK, index)
     assert runner.in_flight == 0
     return [torch.empty(0) if grad is None else grad for grad in found]
 
@@ -229,7 +229,7 @@ def test_the_graph_goes_with_its_second_part(end: str) -> None:
     del x
     runner.backward_input(WORK, 0, [torch.ones_like(output)])
     assert held() is not None
-    runner.backward_weight(0) if end == "run" else runner.drop()
+    runner.backward_weight(WORK, 0) if end == "run" else runner.drop()
     assert held() is None
 
 

@@ -91,5 +91,5 @@ def test_settings_that_do_harm_are_warned_of(
     warn_of_settings(torch.device("cuda", 0))
     assert "CUDA_MODULE_LOADING is not EAGER" in caplog.text
     caplog.clear()
-    warn_of_settings(torch.device("npu", 0))
+    warn_of_settings(torch.device("xpu", 0))
     assert not caplog.records

@@ -1,0 +1,65 @@
+"""ldt listens nowhere: each socket that listens is the one of a gloo group that torch made, and goes with it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from listening import listeners
+from torch.distributed import distributed_c10d as c10d
+
+import ldt
+from ldt.runtime.strands import TransferChoice
+from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
+from ldt.topology import LanePolicy, Topology
+
+WORLD_SIZE = 3
+ROOT = Path(ldt.__file__).parents[1]
+
+
+def gloo_groups() -> int:
+    return sum(backend == "gloo" for backend, _ in c10d._world.pg_map.values())
+
+
+def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int, int]]:
+    """Sockets that listen, and gloo groups: at first, with one more group of torch's, with a mesh, and after it."""
+    seen = [(len(listeners()), gloo_groups())]
+    group = dist.new_group(backend="gloo")
+    seen.append((len(listeners()), gloo_groups()))
+    dist.destroy_process_group(group)
+    del group  # whose sockets live as long as it
+    topology = Topology([1, 2])
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology, lanes=policy, transfer=transfer) as mesh:
+        connected = listeners()
+        seen.append((len(connected), gloo_groups()))
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
+        pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+        assert listeners() == connected, "a step opens nothing"
+    deadline = time.monotonic() + 5.0
+    while len(listeners()) > gloo_groups() and time.monotonic() < deadline:
+        time.sleep(0.05)  # what still holds a group lets go of it
+    seen.append((len(listeners()), gloo_groups()))
+    return seen
+
+
+@pytest.mark.parametrize(("policy", "transfer"), [("dedicated", "auto"), ("paired", "leader")])
+def test_only_groups_of_torch_listen(pool: RankPool, policy: LanePolicy, transfer: TransferChoice) -> None:
+    for seen in pool.run(what_listens, policy, transfer, timeout=90.0):
+        at_first, one_more, connected, closed = seen
+        assert (at_first, one_more) == ((1, 1), (2, 2)), "a group of gloo has one socket that listens"
+        sockets, groups = connected
+        assert sockets == groups > 3, "each is that of a group"
+        assert closed == (1, 1), "and goes with it"
+
+
+def test_the_extension_makes_no_socket() -> None:
+    calls = re.compile(r"\b(?:socket|bind|listen|accept4?)\s*\(|<sys/socket\.h>|<netinet/")
+    for source in sorted((ROOT / "csrc").rglob("*")):
+        if source.is_file():
+            code = re.sub(r"//.*", "", source.read_text(encoding="utf-8"))
+            assert not calls.search(code), f"{source.name} has {calls.search(code)}"

@@ -1,0 +1,84 @@
+"""Nothing that came from a peer can run code here: no module unpickles, evaluates or listens, by its syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import ldt
+
+PACKAGE = Path(ldt.__file__).parent
+# Reads the metadata of torch.distributed.checkpoint from a disk, with a list of the classes that it may make.
+UNPICKLERS = {"train/checkpoint/reader.py"}
+MODULES = {"_pickle", "cloudpickle", "code", "dill", "joblib", "marshal", "pickle", "shelve", "socketserver"}
+BUILTINS = {"__import__", "compile", "eval", "exec"}
+# Of torch: a model's file and the collectives of objects are pickles.
+OF_TORCH = {"torch.load", "torch.save", "torch.hub.load", "torch.serialization.load", "torch.jit.load"}
+OBJECTS = {name for name in dir(dist) if "_object" in name} | {"_tensor_to_object", "_object_to_tensor"}
+METHODS = {"listen", "bind", "create_server", "start_server"}
+
+
+def dangers(source: str) -> Iterator[str]:
+    """Line and name of each thing that may run what it is given, or opens a port."""
+    for node in ast.walk(ast.parse(source)):
+        for name in names_in(node):
+            yield f"{getattr(node, 'lineno', 0)}: {name}"
+
+
+def names_in(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.Import(names=aliases):
+            yield from (alias.name for alias in aliases if alias.name.split(".")[0] in MODULES)
+        case ast.ImportFrom(module=str(module), names=aliases):
+            whole = [module, *(f"{module}.{alias.name}" for alias in aliases)]
+            yield from (name for name in whole if name.split(".")[0] in MODULES or name in OF_TORCH)
+            yield from (alias.name for alias in aliases if alias.name in OBJECTS)
+        case ast.Call(func=ast.Name(id=name)) if name in BUILTINS:
+            yield name
+        case ast.Call(func=ast.Attribute(attr=name)) if name in METHODS:
+            yield name
+        case ast.Attribute(attr=name) if name in OBJECTS or ast.unparse(node) in OF_TORCH:
+            yield ast.unparse(node)
+        case ast.keyword(arg="allow_pickle" | "weights_only"):
+            yield str(node.arg)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "import torch, marshal as m",
+        "from pickle import loads",
+        "def f(x):\n    import cloudpickle.cloudpickle",
+        "from torch import load",
+        "import torch\nread = torch.load",
+        "dist.all_gather_object(found, mine)",
+        "from torch.distributed import broadcast_object_list as tell",
+        "eval(text)",
+        "server.bind(('', 0))",
+        "numpy.load(path, allow_pickle=True)",
+    ],
+)
+def test_dangers_are_found(source: str) -> None:
+    assert list(dangers(source))
+
+
+@pytest.mark.parametrize(
+    "source", ["pipeline.eval(batch)", "re.compile('x')", "json.loads(text)", "ctypes.py_object(x)"]
+)
+def test_others_are_none(source: str) -> None:
+    assert not list(dangers(source))
+
+
+def test_no_module_can_be_made_to_run_code() -> None:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith("testing/") and name not in UNPICKLERS:
+            found[name] = list(dangers(path.read_text(encoding="utf-8")))
+    assert len(found) > 80
+    assert {name: lines for name, lines in found.items() if lines} == {}
