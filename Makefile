@@ -4,7 +4,7 @@
 #   make build | test | lint | format | clean
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
-#
+#   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39")
 #   make sanitize                   runs the C++ tests under the address, undefined behaviour and thread sanitizers of the
 #                                   compiler (CXX); compiles all of csrc twice, some minutes (ARGS: for ctest)
 #
@@ -34,10 +34,10 @@ export PATH := $(BIN):$(PATH)
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
-test: EXTRAS = examples,test
+test faults: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo fuzz sanitize npu-headers matrix clean
+.PHONY: build test lint format demo fuzz faults sanitize npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -77,6 +77,10 @@ fuzz: $(READY)
 	cmake -G Ninja -S . -B build/fuzz -DLDT_BUILD_FUZZ=ON -DLDT_WITH_CUDA=off -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build build/fuzz --target fuzz_metadata
 	build/fuzz/fuzz_metadata $(ARGS)
+
+faults: $(READY)
+	$(INSTALL)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --table build/faults.md $(ARGS)
 
 # Every finding ends the test that has it. torch is not compiled with a sanitizer: of it only inlined code is seen, and
 # the calls that sanitizers replace (memory, threads, locks).

@@ -1,0 +1,1 @@
+"""Seeded faults in a small job: what the other ranks raise, how soon, and what is left behind."""

@@ -1,0 +1,77 @@
+"""`python -m faults`: faults of many seeds, and a table of what came of them. `make faults` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from faults.fault import KINDS, FaultKind
+from faults.harness import Harness, Outcome
+
+_HEAD = ("fault", "runs", "time until all ranks raised (max)", "lost (max)", "not as expected")
+_LOST = {"disk_full": "that save", "pause": "nothing", "slow": "nothing"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 if a seed was not as expected, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+    parser.add_argument(
+        "--seeds", default="0-199", help='such as "17", "0-24" or "3,5,8-9" (default: %(default)s)'
+    )
+    parser.add_argument("--table", type=Path, help="write a table in Markdown to this file")
+    options = parser.parse_args(arguments)
+    outcomes = []
+    with Harness() as harness:
+        for seed in _numbers(options.seeds):
+            start = time.monotonic()
+            outcomes.append(harness.run(seed))
+            _tell(outcomes[-1], time.monotonic() - start)
+    text = table(outcomes)
+    print(text)
+    if options.table is not None:
+        options.table.parent.mkdir(parents=True, exist_ok=True)
+        options.table.write_text(text)
+    return int(any(outcome.complaints for outcome in outcomes))
+
+
+def _tell(outcome: Outcome, seconds: float) -> None:
+    raised = "nothing raised" if outcome.seconds is None else f"all raised after {outcome.seconds:.2f} s"
+    print(f"{outcome.fault}: {raised}, {seconds:.1f} s in all", flush=True)
+    for complaint in outcome.complaints:
+        print("  " + complaint.replace("\n", "\n    "), flush=True)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A row for each kind of fault, in Markdown."""
+    rows = [_HEAD, ("---", *["---:"] * (len(_HEAD) - 1))]
+    rows += [
+        _row(kind, of_kind) for kind in KINDS if (of_kind := [o for o in outcomes if o.fault.kind == kind])
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(kind: FaultKind, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
+    return (
+        kind,
+        str(len(outcomes)),
+        f"{max(seconds):.2f} s" if seconds else "nothing raised",
+        _LOST.get(kind, f"its step and {max(outcome.repeated for outcome in outcomes)} before"),
+        str(sum(bool(outcome.complaints) for outcome in outcomes)),
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    """Those of ranges such as "3,5,8-9"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        found += range(int(first), int(last or first) + 1)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

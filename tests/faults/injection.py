@@ -1,0 +1,161 @@
+"""Makes a fault happen in this process, at the point that it was drawn for."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ldt
+from faults.corruption import CORRUPTIONS
+from faults.crew import Injected, Seat
+from faults.fault import Fault, FaultKind, Point
+from faults.holdings import Connection, borrowed_socket, tcp_connections
+from ldt.runtime import executor
+
+__all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
+
+SILENCE_SECONDS = 2.0  # what the job gives connect as heartbeat_timeout
+PAUSE_SECONDS = 1.2
+STOP_SECONDS = SILENCE_SECONDS + 3.0
+EXIT_CODE = 3
+_SLOW_SECONDS = 0.3
+_SLOW_EVERY = 5  # actions
+_DISK_BYTES = 64
+
+
+class InjectedError(Exception):
+    """What an injected exception is."""
+
+
+class Trap:
+    """Knows where this process is in the job, and strikes where the fault says. Without a fault it never does."""
+
+    def __init__(self, fault: Fault | None, seat: Seat) -> None:
+        self._fault = fault if fault is not None and fault.rank == seat.rank else None
+        self._seat = seat
+        self._step = -1
+        self._count = 0
+        self._mesh: Callable[[], ldt.Mesh | None] = lambda: None
+        self._foreign: set[int] = set()
+        self._traffic: list[dict[int, int]] = []
+        self.watch_actions()
+
+    def watch_actions(self) -> None:
+        """From now on every action of a plan tells this trap when it begins and ends."""
+        for kind, method in executor._METHODS.items():
+            plain = getattr(method, "plain", method)
+            executor._METHODS[kind] = _watched(plain, self)
+
+    def before_connect(self) -> None:
+        """Connections that there are now are not the mesh's."""
+        self._foreign = {connection.fd for connection in tcp_connections()}
+
+    def connected(self, mesh: ldt.Mesh) -> None:
+        self._mesh = weakref.ref(mesh)
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self._step, self._count = step, 0
+        if self._fault is not None and self._fault.kind == "drop":
+            self._traffic.append({found.fd: found.sent + found.received for found in self._connections()})
+
+    def reach(self, point: Point) -> None:
+        """The job has come to a point."""
+        fault = self._fault
+        if fault is None or (self._step, point) != (fault.step, fault.point):
+            return
+        self._count += 1
+        if fault.kind == "slow":
+            if self._count % _SLOW_EVERY == 1:
+                self._strike(fault)
+        elif self._count - 1 == fault.index:
+            delayed = point == "save" and fault.kind != "disk_full"
+            if delayed and fault.detail != "sys.exit":  # which ends the thread that calls it
+                threading.Timer(fault.delay, self._strike, [fault]).start()
+            else:
+                self._strike(fault)
+
+    def release(self) -> None:
+        """The disk has room again."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    def _strike(self, fault: Fault) -> None:
+        continue_after = {"pause": PAUSE_SECONDS, "stop": STOP_SECONDS}.get(fault.kind)
+        self._seat.tell(Injected(time.monotonic(), continue_after))
+        _STRIKES[fault.kind](self, fault)
+
+    # -- one method per kind ---------------------------------------------------------------------------------
+
+    def _raise(self, fault: Fault) -> None:
+        raise InjectedError("injected") if fault.kind == "exception" else torch.OutOfMemoryError("injected")
+
+    def _kill(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _exit(self, fault: Fault) -> None:
+        sys.exit(EXIT_CODE) if fault.detail == "sys.exit" else os._exit(EXIT_CODE)
+
+    def _stop(self, fault: Fault) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)  # the crew sends SIGCONT
+
+    def _sleep(self, fault: Fault) -> None:
+        time.sleep(_SLOW_SECONDS)
+
+    def _drop(self, fault: Fault) -> None:
+        """Shut down a connection over which bytes went in the step before: the job will miss it."""
+        before, after = self._traffic[-2:]
+        used = sorted(fd for fd in after.keys() & before.keys() if after[fd] > before[fd])
+        with borrowed_socket(random.Random(fault.seed).choice(used)) as sock:
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def _corrupt(self, fault: Fault) -> None:
+        mesh = self._mesh()
+        assert mesh is not None
+        CORRUPTIONS[fault.detail](mesh)
+
+    def _fill_disk(self, fault: Fault) -> None:
+        """To this process it is: a write beyond the limit is an OSError, as Python ignores SIGXFSZ."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES, resource.RLIM_INFINITY))
+
+    def _connections(self) -> list[Connection]:
+        """Those of the mesh, but for those to the store."""
+        return [
+            found
+            for found in tcp_connections()
+            if found.fd not in self._foreign and found.peer_port != self._seat.port
+        ]
+
+
+_STRIKES: dict[FaultKind, Callable[[Trap, Fault], None]] = {
+    "exception": Trap._raise,
+    "memory": Trap._raise,
+    "kill": Trap._kill,
+    "exit": Trap._exit,
+    "stop": Trap._stop,
+    "pause": Trap._stop,
+    "slow": Trap._sleep,
+    "drop": Trap._drop,
+    "corrupt": Trap._corrupt,
+    "disk_full": Trap._fill_disk,
+}
+
+
+def _watched(plain: Callable[..., None], trap: Trap) -> Callable[..., None]:
+    def method(*arguments: Any) -> None:
+        trap.reach("action")
+        plain(*arguments)
+        trap.reach("action")
+
+    method.plain = plain  # type: ignore[attr-defined]
+    return method

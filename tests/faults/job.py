@@ -1,0 +1,215 @@
+"""The small job that faults are injected into: it trains, saves every other step, and reports what it saw."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ldt
+from faults import checkpoints
+from faults.crew import Seat
+from faults.fault import MICROBATCHES, SAVE_EVERY, STEPS, Fault
+from faults.holdings import Holdings
+from faults.injection import SILENCE_SECONDS, Trap
+from ldt.testing import ToyChunk, toy_loss, toy_microbatches
+from ldt.topology import Topology
+
+__all__ = ["Order", "Raised", "Report", "train"]
+
+_WIDTH = 16
+_CONNECT_SECONDS = 20
+Microbatches = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a rank is to run: a job in a ``world`` of its own, from the last checkpoint in ``folder`` if any."""
+
+    world: str
+    topology: Topology
+    folder: Path
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception as the harness sees it; ``time`` is CLOCK_MONOTONIC, ``ours`` says that it is ldt's.
+
+    ``rank`` and ``cause`` are those of a RemoteStageError.
+    """
+
+    time: float
+    kind: str
+    text: str
+    trace: str
+    remote: bool
+    ours: bool
+    rank: int | None = None
+    cause: str | None = None
+
+    @classmethod
+    def of(cls, error: Exception) -> Raised:
+        remote = isinstance(error, ldt.RemoteStageError)
+        ours = isinstance(error, (ldt.LdtError, ldt.LaneError))
+        trace = "".join(traceback.format_exception(error)[-12:])
+        rank, cause = getattr(error, "rank", None), getattr(error, "error_type", None)
+        return cls(time.monotonic(), type(error).__name__, str(error), trace, remote, ours, rank, cause)
+
+
+@dataclass
+class Report:
+    """What a rank saw. Steps are counted by how many were done; ``digests`` are those of its weights after each."""
+
+    loaded: int | None = None
+    done: int = 0
+    digests: dict[int, str] = field(default_factory=dict)
+    tried: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+    refused: Raised | None = None  # a save that failed, after which the job went on
+    failure: Raised | None = None
+    closed: float = 0.0  # CLOCK_MONOTONIC
+    left: list[str] = field(default_factory=list)  # what it holds more than before
+
+
+def train(seat: Seat, order: Order) -> Report:
+    """Run the job; whatever it raises is in the report."""
+    before = Holdings.now()
+    report = Report()
+    world = order.topology.world_size
+    limit = timedelta(seconds=30)
+    dist.init_process_group(
+        "gloo", store=seat.store(order.world), rank=seat.rank, world_size=world, timeout=limit
+    )
+    with suppress(Exception):
+        _connect_and_train(order, Trap(order.fault, seat), report)
+    report.closed = time.monotonic()
+    dist.destroy_process_group()
+    report.left = before.left_since()
+    return report
+
+
+def _connect_and_train(order: Order, trap: Trap, report: Report) -> None:
+    trap.before_connect()
+    with _reporting(report), _connect(order.topology) as mesh:
+        trap.connected(mesh)
+        with _reporting(report):  # again, so that closing does not count
+            _train(mesh, order, trap, report)
+
+
+def _train(mesh: ldt.Mesh, order: Order, trap: Trap, report: Report) -> None:
+    chunks = [_Chunk(index, mesh, trap) for index in order.topology.chunks_of(mesh.stage)]
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        trap.reach("loss")
+        return toy_loss(output, target)
+
+    pipeline = ldt.Pipeline(chunks, mesh, loss_fn=loss_fn if mesh.is_edge else None)
+    optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(lambda *unused: trap.reach("optimizer"))
+    report.loaded = checkpoints.load(order.folder, pipeline, optimizer)
+    report.done = report.loaded or 0
+    report.digests[report.done] = _digest(pipeline)
+    for step in range(report.done, STEPS):
+        trap.begin(step)
+        pipeline.step(_microbatches(step, mesh, trap))
+        ldt.clip_grad_norm_(pipeline.parameters(), 1.0, mesh)
+        optimizer.step()
+        optimizer.zero_grad()
+        report.done = step + 1
+        report.digests[report.done] = _digest(pipeline)
+        if report.done % SAVE_EVERY == 0:
+            _save(pipeline, optimizer, order, trap, report)
+
+
+def _save(
+    pipeline: ldt.Pipeline, optimizer: torch.optim.Optimizer, order: Order, trap: Trap, report: Report
+) -> None:
+    report.tried.append(report.done)
+    try:
+        trap.reach("save")
+        checkpoints.save(order.folder, pipeline, optimizer, report.done)
+        report.saved.append(report.done)
+    except Exception as error:
+        if order.fault is None or order.fault.kind != "disk_full":
+            raise
+        report.refused = Raised.of(error)
+    finally:
+        trap.release()
+
+
+def _microbatches(step: int, mesh: ldt.Mesh, trap: Trap) -> Microbatches | None:
+    """Of another shape in each step, so that each is told of in a message of its own."""
+    trap.reach("data")
+    if not mesh.is_edge:
+        return None
+    return toy_microbatches(MICROBATCHES, _WIDTH, batch=2 + step, seed=100 * mesh.replica + step)
+
+
+def _connect(topology: Topology) -> ldt.Mesh:
+    return ldt.connect(
+        topology,
+        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        heartbeat_timeout=timedelta(seconds=SILENCE_SECONDS),
+    )
+
+
+@contextmanager
+def _reporting(report: Report) -> Iterator[None]:
+    """Note an exception where it first passes, before anything is closed."""
+    try:
+        yield
+    except Exception as error:
+        report.failure = report.failure or Raised.of(error)
+        raise
+
+
+def _digest(pipeline: ldt.Pipeline) -> str:
+    found = hashlib.sha256()
+    for parameter in pipeline.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+class _Chunk(ToyChunk):
+    """Tells a trap of its forwards and backwards, and talks to the other ranks of its node in between."""
+
+    def __init__(self, index: int, mesh: ldt.Mesh, trap: Trap) -> None:
+        torch.manual_seed(index)
+        super().__init__(_WIDTH)
+        self.trap = trap
+        self.group = mesh.tp_mesh.get_group() if mesh.tp_mesh.size() > 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is not torch.Tensor:  # while shapes are inferred
+            return super().forward(x)
+        self.trap.reach("forward")
+        self.meet()
+        return _Watched.apply(super().forward(x), self)  # type: ignore[no-any-return,no-untyped-call]
+
+    def meet(self) -> None:
+        """As the layers of a tensor-parallel stage do, in each direction."""
+        if self.group is not None:
+            dist.all_reduce(torch.ones(_WIDTH), group=self.group)
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+        ctx.chunk = chunk
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.chunk.trap.reach("backward")
+        ctx.chunk.meet()
+        return grad, None

@@ -1,0 +1,155 @@
+"""The harness itself: it must see what is wrong, or the faults prove nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from faults.__main__ import table
+from faults.crew import Crew, Ending, Injected, Seat
+from faults.fault import SAVE_EVERY, STEPS, Fault, FaultKind, draw
+from faults.harness import FaultError, Outcome
+from faults.holdings import Holdings, tcp_connections
+from faults.job import Raised, Report
+from faults.judgement import complaints, resumption_complaints
+
+SAVES = list(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
+GOOD = Report(done=STEPS, digests={step: str(step) for step in range(STEPS + 1)}, tried=SAVES, saved=SAVES)
+
+
+def act(seat: Seat, what: str) -> str:
+    if what == "hang":
+        time.sleep(60.0)
+    elif what == "exit":
+        os._exit(7)
+    elif what == "raise":
+        raise ValueError("no")
+    seat.tell(Injected(1.0))
+    return f"rank {seat.rank}"
+
+
+def test_a_crew_says_how_each_rank_ended_and_replaces_it() -> None:
+    with Crew(4) as crew:
+        crew.run(act, ["answer"] * 4, timeout=60.0)
+        answered, hung, gone, raised = crew.run(act, ["answer", "hang", "exit", "raise"], timeout=2.0)
+        assert answered == Ending("rank 0")
+        assert crew.injected == [Injected(1.0)]
+        assert "in act" in (hung.stack or "")
+        assert gone == Ending(exit_code=7)
+        assert "ValueError: no" in raised.answer
+        again = crew.run(act, ["answer"] * 4, timeout=60.0)
+        assert [end.answer for end in again] == [f"rank {rank}" for rank in range(4)]
+
+
+def test_what_a_process_holds_more_is_seen() -> None:
+    before = Holdings.now()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    more = "\n".join(Holdings.now().more_than(before))
+    assert "1 threads" in more
+    assert "1 open socket" in more
+    assert "1 open pipe" in more
+    assert f"child process {child.pid}" in more
+    stop.set()
+    thread.join()
+    listener.close()
+    child.communicate()
+    assert before.left_since() == []
+
+
+def test_connections_count_their_bytes() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        mine = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+        mine.sendall(b"12345")
+        assert theirs.recv(5) == b"12345"
+        found = {connection.fd: connection for connection in tcp_connections()}
+        assert (
+            found[mine.fileno()].sent - found[theirs.fileno()].sent >= 5
+        )  # Linux may count the first packet, too
+        assert found[theirs.fileno()].received - found[mine.fileno()].received == 5
+        assert found[mine.fileno()].peer_port == listener.getsockname()[1]
+        assert listener.fileno() not in found
+        mine.close()
+        theirs.close()
+
+
+def raised(kind: str = "RemoteStageError", **details: Any) -> Raised:
+    values: dict[str, Any] = {"time": 10.1, "text": "", "trace": "", "ours": True, "rank": None}
+    return Raised(kind=kind, remote=kind == "RemoteStageError", **(values | details))
+
+
+def fault_of(kind: FaultKind) -> Fault:
+    """One on rank 1, while step 3 is saved."""
+    return replace(draw(0), kind=kind, rank=1, step=3, point="save", detail="")
+
+
+def found_in(kind: FaultKind, endings: list[Ending]) -> str:
+    return "\n".join(complaints(fault_of(kind), [Injected(10.0)], endings, [GOOD] * len(endings)))
+
+
+def failing(failure: Raised | None, **details: Any) -> Ending:
+    return Ending(replace(GOOD, done=3, failure=failure, closed=10.2, **details))
+
+
+OWN = raised("InjectedError", ours=False)
+REMOTE = raised(rank=1, cause="InjectedError")
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "words"),
+    [
+        ("exception", failing(REMOTE), failing(OWN), ""),
+        ("exception", failing(raised(rank=0, cause="InjectedError")), failing(OWN), "rank 0: expected Remote"),
+        ("exception", failing(raised(rank=1, cause="LdtError")), failing(OWN), "rank 0: expected Remote"),
+        ("exception", failing(None), failing(OWN), "rank 0: should have raised"),
+        ("exception", failing(replace(REMOTE, time=16.0)), failing(OWN), "last rank raised after 6.00 s"),
+        ("exception", failing(REMOTE, left=["2 threads x"]), failing(OWN), "rank 0: holds more than before: 2 th"),
+        ("exception", failing(REMOTE), failing(REMOTE), "rank 1: expected InjectedError"),
+        ("exception", failing(REMOTE), Ending(stack="in wait"), "rank 1: did not answer: it hung at\nin wait"),
+        ("exception", failing(replace(REMOTE, time=1.0)), failing(OWN), "rank 0: closing took 9.2 s"),
+        ("kill", failing(raised(rank=1)), Ending(exit_code=-9), ""),
+        ("kill", failing(raised(rank=1)), Ending(exit_code=1), "rank 1: should have ended with exit code -9"),
+        ("kill", failing(raised()), Ending(exit_code=-9), "rank 0: expected RemoteStageError of rank 1"),
+        ("drop", failing(raised("TransferError")), failing(raised()), ""),
+        ("drop", failing(raised("RuntimeError", ours=False)), failing(raised()), "rank 0: expected an error of ldt"),
+        ("pause", Ending(GOOD), Ending(GOOD), ""),
+        ("slow", Ending(GOOD), failing(raised()), "rank 1: nothing should be raised"),
+        ("slow", Ending(replace(GOOD, digests={2: "other"})), Ending(GOOD), "rank 0: its weights differ"),
+        ("disk_full", Ending(GOOD), Ending(GOOD), "rank 1: the save to a full disk should have raised"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_told(kind: FaultKind, first: Ending, second: Ending, words: str) -> None:
+    """And nothing else."""
+    found = found_in(kind, [first, second])
+    assert words in found
+    assert bool(found) == bool(words), found
+
+
+def test_a_resumed_run_must_begin_at_the_last_save() -> None:
+    endings = [failing(REMOTE, tried=[2, 4], saved=[2])]
+    for loaded, good in ((None, False), (2, True), (4, True), (6, False)):
+        again = [Ending(replace(GOOD, loaded=loaded))]
+        assert good == (not list(resumption_complaints(endings, again, [GOOD])))
+    unlike = [Ending(replace(GOOD, loaded=2, digests={6: "other"}))]
+    assert "its weights differ" in "".join(resumption_complaints(endings, unlike, [GOOD]))
+
+
+def test_outcomes_name_their_seed_and_make_a_table() -> None:
+    bad = Outcome(draw(10), 1.5, repeated=2, complaints=["rank 0: hangs"])
+    with pytest.raises(FaultError, match=r"seed 10: exception on rank \d.*\nrank 0: hangs"):
+        bad.check()
+    assert "| exception | 2 | 1.50 s | its step and 2 before | 1 |" in table([Outcome(draw(0), 0.5), bad])
