@@ -123,12 +123,30 @@ class FailureWatch:
             self._first = report
         self._stop.set()
         # Most of a failed process's end is the collector walking through torch's modules: spare it that.
+        atexit.unregister(gc.freeze)
         atexit.register(gc.freeze)
         try:
             self._on_failure(report)
         finally:
             self._known.set()
+            self._count_in()
         return report
+
+    def _count_in(self) -> None:
+        """Say that this rank knows."""
+        try:
+            self._store.add(f"{self._key}/known", 1)
+        except Exception as error:
+            logger.debug("could not tell the store that this rank knows of a failure: %s", error)
+
+    def await_known(self, ranks: int, seconds: float) -> None:
+        """Wait until so many ``ranks`` know of the failure, or the time is up, or the store is gone."""
+        deadline = time.monotonic() + seconds
+        try:
+            while self._store.add(f"{self._key}/known", 0) < ranks and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS / 2)
+        except Exception as error:
+            logger.debug("could not ask the store who knows of a failure: %s", error)
 
     def _watch(self) -> None:
         lost_since: float | None = None

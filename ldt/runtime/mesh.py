@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ldt._C import Lane, LaneError
+from ldt._C import Lane
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime import groups as naming
 from ldt.runtime.carriers import Carrier, CarrierChoice
@@ -202,8 +202,8 @@ class Mesh(Place):
         mine = first.rank == self.global_rank
         if mine:
             logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
-        if mine and isinstance(error, LaneError):
-            raise TransferError(first.describe()) from error
+        if mine and is_consequence(error) and not isinstance(error, RemoteStageError):
+            raise TransferError(first.describe()) from error  # of this rank's own, or others gave it up
         if mine or isinstance(error, RemoteStageError):
             raise error
         # A consequence of that failure has nothing to add to it; an error of this rank's own has.

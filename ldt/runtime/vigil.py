@@ -25,6 +25,7 @@ __all__ = ["Patience", "Vigil", "is_consequence"]
 
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _CONSEQUENCES = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
+_TELLING_SECONDS = 2.0
 _USERS_CODE = "the code that uses the mesh"
 
 
@@ -120,6 +121,10 @@ class Vigil:
             self.heartbeats.beat_now(store)
             return self._told(self.attendance.leave(store, how))
 
+        place = self._place
+        if self.failures.first is not None and place.global_rank == 0:
+            # Its process may keep the store, and end next: then nobody could read any more what happened.
+            self.failures.await_known(len(place.ranks), _TELLING_SECONDS)
         self.failures.leave(farewell)
 
     # -- what goes wrong elsewhere ---------------------------------------------------------------------------
