@@ -71,7 +71,8 @@ class Executor:
             for self._index, action in enumerate(row):
                 self._stand(f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}")
                 if action.kind.is_compute:
-                    self._pace.keep()
+                    with self._progress.waiting("its device, which is some actions behind"):
+                        self._pace.keep()
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
                 if action.kind.is_compute:

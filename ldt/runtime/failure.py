@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
 _LOST_SECONDS = 1.0  # how long the store may refuse
-ANSWER_SECONDS = 30.0  # how long it may say nothing
+_ANSWER_SECONDS = 30.0  # how long it may say nothing
+_STORE_ERRORS = (RuntimeError, OSError)
 Lookout = Callable[[Any], "FailureReport | None"]  # given the store: what is wrong, if something is
 
 # The threads must have ended before the interpreter goes: one that comes back from the store then would abort it.
@@ -31,7 +32,15 @@ _running: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     for watch in list(_running):
-        watch.on_exit()
+        try:
+            watch.on_exit()
+        except Exception:  # the others must end all the same
+            logger.exception("a mesh could not tell that its process ends")
+
+
+def _freeze() -> None:
+    """Most of a failed process's end is the collector walking through torch's modules: spare it that."""
+    gc.freeze()
 
 
 class FailureWatch:
@@ -49,12 +58,13 @@ class FailureWatch:
         key: str,
         on_failure: Callable[[FailureReport], None],
         lookouts: Sequence[Lookout] = (),
-        answer_seconds: float = ANSWER_SECONDS,
+        answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
-        connection = Connections()
-        with connection.recording():
+        self._connection = Connections()
+        with self._connection.recording():
             self._store = store.clone() if hasattr(store, "clone") else store
-        connection.limit_answers(answer_seconds)
+        self._connection.limit_answers(answer_seconds)
+        atexit.unregister(_freeze)  # whatever failed before, the process has gone on
         self._key = key
         self._on_failure = on_failure
         self._lookouts = lookouts
@@ -97,11 +107,14 @@ class FailureWatch:
             raise self._first.as_error() from None  # whatever was being handled came of that failure
 
     def close(self) -> None:
-        """Stop the thread. A store that does not answer may hold it a little longer."""
+        """Stop the thread. One that waits for an answer of the store is not left to wait for long."""
         _running.discard(self)
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
+            if self._thread.is_alive():
+                self._connection.cut()
+                self._thread.join(_JOIN_SECONDS)
 
     def leave(self, farewell: Lookout) -> None:
         """Stop the thread; unless the mesh has failed, ask ``farewell``, too, and leave what it finds to others."""
@@ -122,9 +135,7 @@ class FailureWatch:
                 return self._first
             self._first = report
         self._stop.set()
-        # Most of a failed process's end is the collector walking through torch's modules: spare it that.
-        atexit.unregister(gc.freeze)
-        atexit.register(gc.freeze)
+        atexit.register(_freeze)
         try:
             self._on_failure(report)
         finally:
@@ -155,7 +166,7 @@ class FailureWatch:
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None
                 found = None if text is not None else self._look_out()
-            except Exception as error:
+            except _STORE_ERRORS as error:
                 lost_since = lost_since or asked
                 seconds = time.monotonic() - lost_since
                 if seconds > _LOST_SECONDS:
@@ -169,7 +180,15 @@ class FailureWatch:
 
     def _look_out(self) -> FailureReport | None:
         found = (look(self._store) for look in self._lookouts)
-        return next((report for report in found if report is not None), None)
+        try:
+            return next((report for report in found if report is not None), None)
+        except _STORE_ERRORS:
+            raise
+        except Exception as error:
+            logger.exception("the watch for failures has failed")
+            return FailureReport.of_unknown(
+                f"a rank cannot watch for failures: {type(error).__name__}: {error}"
+            )
 
 
 def _lost_text(seconds: float, error: Exception) -> str:

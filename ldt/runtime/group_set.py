@@ -51,12 +51,13 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def break_all(self) -> None:
         """After a failure: end whatever a rank waits for in any of them, here and at the other ends."""
         self._broken = True
+        for connections in list(self._connections.values()):
+            connections.cut()
         for name, group in list(self._groups.items()):
+            if name in self._connections:
+                continue
             try:
-                if name in self._connections:
-                    self._connections[name].cut()
-                else:
-                    group.abort()
+                group.abort()
             except Exception:  # the others must be broken all the same
                 logger.exception("could not break the group %s", name)
 

@@ -73,12 +73,11 @@ class Heartbeats:
         return set(self._ranks) - {self._rank}
 
     def texts(self, store: Any, ranks: Collection[int] | None = None) -> dict[int, bytes]:
-        wanted = self._ranks if ranks is None else ranks
-        keys = {rank: f"{self._key}/{rank}" for rank in wanted}
-        present = (
-            keys if store.check(list(keys.values())) else {r: k for r, k in keys.items() if store.check([k])}
-        )
-        return {rank: store.get(key) for rank, key in present.items()}
+        """What ranks have left, without those that never did: two questions to the store, unless there are such."""
+        keys = {rank: f"{self._key}/{rank}" for rank in (self._ranks if ranks is None else ranks)}
+        if keys and not store.check(list(keys.values())):
+            keys = {rank: key for rank, key in keys.items() if store.check([key])}
+        return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
 
 
 class RollCall:
@@ -92,7 +91,10 @@ class RollCall:
         self._before = dict.fromkeys(heartbeats.others, _NEVER_SEEN) | heartbeats.texts(
             store, heartbeats.others
         )
-        self._silent = {rank for rank, text in self._before.items() if not Sighting.from_text(text).closed}
+        self.closed = frozenset(
+            rank for rank, text in self._before.items() if Sighting.from_text(text).closed
+        )
+        self._silent = set(self._before) - self.closed
         self._start = time.monotonic()
         self.patience = _BEATS_TO_WAIT * heartbeats.period
 

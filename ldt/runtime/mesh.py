@@ -204,8 +204,8 @@ class Mesh(Place):
             logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
         if mine and is_consequence(error) and not isinstance(error, RemoteStageError):
             raise TransferError(first.describe()) from error  # of this rank's own, or others gave it up
-        if mine or isinstance(error, RemoteStageError):
-            raise error
+        if mine or isinstance(error, RemoteStageError) or not isinstance(error, Exception):
+            raise error  # also what ends a program, such as Ctrl-C
         # A consequence of that failure has nothing to add to it; an error of this rank's own has.
         raise first.as_error() from None if is_consequence(error) else error
 
@@ -223,9 +223,13 @@ class Mesh(Place):
         if self._closed:
             return
         self._closed = True
-        self.vigil.leave()
-        self._drop_lanes()
-        self._drop_groups()
+        try:
+            self.vigil.leave()
+        finally:
+            try:
+                self._drop_lanes()
+            finally:
+                self._drop_groups()
 
     def reconnect(self) -> Mesh:
         """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
@@ -243,7 +247,8 @@ class Mesh(Place):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not self._closed:
+        ends = isinstance(error, SystemExit) and not error.code  # with nothing wrong
+        if error is not None and not ends and not self._closed:
             self.vigil.publish(error)
         self.close()
 

@@ -6,12 +6,14 @@ import os
 import socket
 import stat
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 __all__ = ["Connections"]
 
+_recording = threading.Lock()
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -20,6 +22,7 @@ class Connections:
 
     gloo's collectives know no abort: who is in one, waits until its peers' sockets say that they are gone. So after a
     failure each rank ends its own connections, which frees itself and its peers at once, whatever these are doing.
+    What other threads of the job open meanwhile is ended as well; recording lasts for as long as a group is made.
     """
 
     def __init__(self) -> None:
@@ -27,9 +30,10 @@ class Connections:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        before = _sockets()
-        yield
-        self._opened = dict(_sockets().items() - before.items())
+        with _recording:  # of meshes that are connected by several threads
+            before = _sockets()
+            yield
+            self._opened = dict(_sockets().items() - before.items())
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -54,13 +58,16 @@ class Connections:
     def _connected(self) -> Iterator[socket.socket]:
         """Those that are still what they were; a number may be another file's by now."""
         for descriptor, identity in self._opened.items():
-            if _identity(descriptor) != identity:
-                continue
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                if internet and not listens:  # gloo takes the end of a socket it listens on for a bug
-                    yield connection
+            with suppress(OSError):
+                copy = os.dup(descriptor)  # of which the number stays ours while it is looked at
+                if _identity(copy) != identity:
+                    os.close(copy)
+                    continue
+                with socket.socket(fileno=copy) as connection:
+                    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                    if internet and not listens:  # gloo takes the end of a socket it listens on for a bug
+                        yield connection
 
 
 def _identity(descriptor: int) -> int | None:

@@ -10,12 +10,12 @@ from typing import Any
 
 from ldt.plan.excerpt import excerpt
 from ldt.runtime.disclosure import TRACEBACK_LINES
-from ldt.runtime.heartbeat import Heartbeats
+from ldt.runtime.heartbeat import Heartbeats, RollCall
 from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress, Sighting
 from ldt.runtime.report import FailureReport
 
-__all__ = ["StallWatch", "picture"]
+__all__ = ["StallWatch", "of_lost_ranks", "picture"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +26,10 @@ _SHOWN = 32  # ranks
 class StallWatch:
     """Asked again and again by the thread that watches for failures.
 
-    A rank that is in a call, waits for nothing that the runtime knows of and does not get on for ``limit`` seconds is
-    taken to hang. It says so itself, with its stack; if it cannot, or is outside of any call, those that wait for it
-    do. After ``warn_after`` seconds leaders log a picture of all nodes, once for each call.
+    Once this rank has not got on for ``limit`` seconds in a call, it calls the roll. Who does not answer is lost; else
+    the rank that hangs is the one that has not got on for longest, of those that wait for nothing that the runtime
+    knows of. It says so itself, with its stack, or, if it does not, the others do. After ``warn_after`` seconds
+    leaders log a picture of all nodes, once for each call.
     """
 
     def __init__(
@@ -48,32 +49,59 @@ class StallWatch:
         self._limit = limit
         self._shows_stack = shows_stack
         self._warned_of = ""
+        self._roll: RollCall | None = None
 
     def look(self, store: Any) -> FailureReport | None:
         """Who hangs, if somebody does."""
         call, seconds = self._progress.call, self._progress.seconds
-        if not call:
+        if not call or seconds < self._warn_after:
+            self._roll = None
             return None
-        if seconds > self._warn_after and self._warned_of != call and self._place.is_leader:
+        if self._warned_of != call and self._place.is_leader:
             self._warned_of = call
-            sightings = self._heartbeats.sightings(store)
-            logger.warning(
-                "rank %d has not got on for %.0f s in %s\n%s",
-                self._place.global_rank,
-                seconds,
-                call,
-                picture(self._place, sightings, self._progress),
-            )
+            self._warn(store, call, seconds)
         if seconds < self._limit:
             return None
-        if not self._progress.sighting().is_waiting:
+        if self._roll is None:
+            self._roll = self._heartbeats.call_roll(store)
+        return self._judge(store, self._roll, seconds) if self._roll.is_over else None
+
+    def _warn(self, store: Any, call: str, seconds: float) -> None:
+        shown = picture(self._place, self._heartbeats.sightings(store), self._progress)
+        me = self._place.global_rank
+        logger.warning("rank %d has not got on for %.0f s in %s\n%s", me, seconds, call, shown)
+
+    def _judge(self, store: Any, roll: RollCall, seconds: float) -> FailureReport | None:
+        me = self._place.global_rank
+        missing = roll.missing(store)
+        if missing:
+            noticed = f"Rank {me} noticed as it has not got on for {seconds:.0f} s."
+            return of_lost_ranks(self._place, missing, f"for {roll.patience:g} s", noticed)
+        sightings = self._heartbeats.sightings(store) | {me: self._progress.sighting()}
+        busy = {rank: seen for rank, seen in sightings.items() if not (seen.is_waiting or seen.closed)}
+        if any(seen.seconds < self._limit for seen in busy.values()):
+            return None  # somebody works
+        culprit = max(busy, key=lambda rank: busy[rank].seconds, default=None)
+        if culprit == me:
             return self._of_this_rank(seconds)
-        return self._of_another(store) if seconds > self._limit + _GRACE_SECONDS else None
+        if seconds < self._limit + roll.patience + _GRACE_SECONDS:
+            return None
+        shown = picture(self._place, sightings, self._progress)
+        if culprit is None:
+            text = f"no rank has got on for {self._limit:.0f} s, each waits for others:\n{shown}"
+            return FailureReport.of_unknown(text)
+        seen = busy[culprit]
+        text = f"no progress for {seen.seconds:.0f} s while others wait: it was last seen {seen.describe()}\n{shown}"
+        return self._report(culprit, seen.place or seen.call or "the code between calls", text)
 
     def _of_this_rank(self, seconds: float) -> FailureReport:
         frame = sys._current_frames().get(self._progress.thread)
-        stack = traceback.extract_stack(frame)
-        where = f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        where = (
+            f"{stack[-1].filename}:{stack[-1].lineno} in {stack[-1].name}"
+            if stack
+            else "a thread that has ended"
+        )
         lines = "".join(traceback.format_list(stack)).splitlines()[-TRACEBACK_LINES:]
         return self._report(
             self._place.global_rank,
@@ -82,24 +110,23 @@ class StallWatch:
             "\n".join(lines) if self._shows_stack else "",
         )
 
-    def _of_another(self, store: Any) -> FailureReport | None:
-        sightings = self._heartbeats.sightings(store)
-        if any(not seen.is_waiting and seen.seconds < self._limit for seen in sightings.values()):
-            return None  # somebody works
-        shown = picture(self._place, sightings, self._progress)
-        for rank, seen in sorted(sightings.items()):
-            if not seen.is_waiting:
-                text = f"no progress for {seen.seconds:.0f} s while others wait: it was last seen {seen.describe()}"
-                return self._report(
-                    rank, seen.place or seen.call or "the code between calls", f"{text}\n{shown}"
-                )
-        return FailureReport.of_unknown(
-            f"no rank has got on for {self._limit:.0f} s, each waits for others:\n{shown}"
-        )
-
     def _report(self, rank: int, place: str, error: str, stack: str = "") -> FailureReport:
         node = self._place.node_of(rank)
         return FailureReport(rank, node.stage, node.replica, place, error, None, stack)
+
+
+def of_lost_ranks(
+    place: Place, missing: Mapping[int, Sighting], how_long: str, noticed: str
+) -> FailureReport:
+    """That the ranks ``missing`` give no sign of life, and how that was ``noticed``."""
+    rank, seen = next(iter(missing.items()))
+    node = place.node_of(rank)
+    others = f", nor of ranks {list(missing)[1:]}" if len(missing) > 1 else ""
+    text = (
+        f"no sign of life {how_long}{others}: its process was killed (out of memory?), has exited or is stopped, or "
+        f"its host cannot be reached; look at its output and at its host's log. It was last seen {seen.describe()}. "
+    )
+    return FailureReport(rank, node.stage, node.replica, seen.place or seen.call, text + noticed)
 
 
 def picture(place: Place, sightings: Mapping[int, Sighting], progress: Progress) -> str:

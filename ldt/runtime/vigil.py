@@ -18,8 +18,8 @@ from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.heartbeat import Heartbeats, RollCall
 from ldt.runtime.place import Place
-from ldt.runtime.progress import Progress, Sighting
-from ldt.runtime.stall import StallWatch, picture
+from ldt.runtime.progress import Progress
+from ldt.runtime.stall import StallWatch, of_lost_ranks, picture
 
 __all__ = ["Patience", "Vigil", "is_consequence"]
 
@@ -62,9 +62,10 @@ class Vigil:
         self._overdue = overdue
         self._lost_connections = lost_connections
         self._known_losses = 0
+        self._known_closed: frozenset[int] = frozenset()
         self._roll: RollCall | None = None
         stall = patience.stall.total_seconds()
-        self._silence = min(patience.silence.total_seconds(), stall)
+        self._silence = patience.silence.total_seconds()
         self.progress = Progress()
         self.attendance = Attendance(f"{key}/call", place.global_rank)
         self.heartbeats = Heartbeats(f"{key}/seen", place.ranks, place.global_rank, self.progress)
@@ -140,18 +141,7 @@ class Vigil:
         if self.failures.first is not None or not missing:
             return self.failures.first
         noticed = f"rank {self._place.global_rank} noticed: {self.tell(error)}"
-        return self.failures.publish(self._lost(missing, f"for {roll.patience:g} s", noticed))
-
-    def _lost(self, missed: dict[int, Sighting], seconds: str, noticed: str) -> FailureReport:
-        rank, seen = next(iter(missed.items()))
-        node = self._place.node_of(rank)
-        others = f", nor of ranks {list(missed)[1:]}" if len(missed) > 1 else ""
-        text = (
-            f"no sign of life {seconds}{others}: its process was killed (out of memory?), has exited or is stopped, or "
-            "its host cannot be reached; look at its output and at its host's log. It was last seen "
-            f"{seen.describe()}. "
-        )
-        return FailureReport(rank, node.stage, node.replica, seen.place or seen.call, text + noticed)
+        return self.failures.publish(of_lost_ranks(self._place, missing, f"for {roll.patience:g} s", noticed))
 
     def _report_of(self, error: BaseException, place: str) -> FailureReport:
         me = self._place
@@ -170,7 +160,9 @@ class Vigil:
 
     def _exit(self) -> None:
         """The interpreter ends, and the mesh was not closed: because of an exception, or by the script's end."""
-        error = getattr(sys, "last_value", None)
+        error = (
+            None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        )  # a person may have seen to it
         if isinstance(error, BaseException) and self.failures.first is None:
             self.publish(error)
         self.leave(EXITED)
@@ -184,8 +176,10 @@ class Vigil:
         return self._told(self.attendance.compare(store))
 
     def _told(self, discord: Discord | None) -> FailureReport | None:
-        if discord is None or discord.rank is None:
-            return None if discord is None else FailureReport.of_unknown(discord.text)
+        if discord is None:
+            return None
+        if discord.rank not in self._place.ranks:
+            return FailureReport.of_unknown(discord.text)
         node = self._place.node_of(discord.rank)
         return FailureReport(discord.rank, node.stage, node.replica, "", discord.text)
 
@@ -201,20 +195,27 @@ class Vigil:
         """Where no rank waits for one that is gone, as it computes, or waits for its device."""
         lost = self._lost_connections()
         if self._roll is None and lost > self._known_losses:
-            self._known_losses, self._roll = lost, self.heartbeats.call_roll(store)
+            roll = self.heartbeats.call_roll(store)
+            self._known_losses = lost
+            if (
+                roll.closed == self._known_closed
+            ):  # else these were connections of ranks that have closed since
+                self._roll = roll
+            self._known_closed = roll.closed
         if self._roll is None or not self._roll.is_over:
             return None
-        roll, self._roll = self._roll, None
+        roll = self._roll
         missing = roll.missing(store)
+        self._roll = None
         noticed = f"rank {self._place.global_rank} noticed that connections to it were closed"
-        return self._lost(missing, f"for {roll.patience:g} s", noticed) if missing else None
+        return of_lost_ranks(self._place, missing, f"for {roll.patience:g} s", noticed) if missing else None
 
     def _look_after_neighbour(self, store: Any) -> FailureReport | None:
         found = self.heartbeats.look_after_neighbour(store, self._silence)
         if found is None:
             return None
         noticed = f"Rank {self._place.global_rank} noticed."
-        return self._lost(dict([found]), f"for {self._silence:.0f} s", noticed)
+        return of_lost_ranks(self._place, dict([found]), f"for {self._silence:.0f} s", noticed)
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -222,4 +223,6 @@ def is_consequence(error: BaseException) -> bool:
 
     gloo has no class of its own for a connection that was lost.
     """
-    return isinstance(error, _CONSEQUENCES) or (type(error) is RuntimeError and "gloo" in str(error))
+    return isinstance(error, _CONSEQUENCES) or (
+        type(error) is RuntimeError and "gloo/transport" in str(error)
+    )
