@@ -126,7 +126,23 @@ def test_a_tensor_that_is_damaged(job: Job, tmp_path: Path) -> None:
         job.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 99, "ldt": "7"}'])
+OF_NO_STAGE = {
+    "format": 2,
+    "topology": "tp=1 dp=1 edge_dp=1 laps=1",
+    "stage": 1,
+    "step": 2,
+    "save_id": "a",
+    "aliases": {},
+    "optimizer": None,
+    "extra": {},
+    "position": None,
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"format": 2}', '{"format": 99, "ldt": "7"}', json.dumps(OF_NO_STAGE)],
+)
 def test_a_damaged_record_makes_its_step_incomplete(
     job: Job, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
