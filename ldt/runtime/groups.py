@@ -27,7 +27,6 @@ __all__ = [
     "make_group",
     "model_groups",
     "post_name",
-    "stage_control_name",
     "stage_name",
     "tp_name",
     "unique_dims",
@@ -51,11 +50,6 @@ class GroupSpec(NamedTuple):
 def control_name(node: Node) -> str:
     """The ranks of one node, on the control plane."""
     return f"{CONTROL}/{node}"
-
-
-def stage_control_name(stage: int) -> str:
-    """The ranks of one stage in all its replicas, for what they do while the control plane is in use."""
-    return f"{CONTROL}/stage/{stage}"
 
 
 def post_name(replica: int) -> str:
@@ -100,15 +94,11 @@ def group_specs(topology: Topology, policy: LanePolicy, transfers: Transfers) ->
 
 
 def control_groups(topology: Topology) -> tuple[GroupSpec, ...]:
-    """The ranks of each node, and of each stage; the leaders; and these once more for each leader of the edge."""
+    """The ranks of each node; the leaders; and these once more for each leader of the edge."""
     nodes = [GroupSpec(control_name(node), topology.ranks_of(node)) for node in topology.nodes]
-    stages = [
-        GroupSpec(stage_control_name(stage), topology.ranks_of_stage(stage))
-        for stage in range(topology.num_stages)
-    ]
     leaders = tuple(map(topology.leader_of, topology.nodes))
     posts = (GroupSpec(post_name(replica), leaders) for replica in range(topology.edge_dp))
-    return *nodes, *stages, GroupSpec(LEADERS_CONTROL, leaders), *posts
+    return *nodes, GroupSpec(LEADERS_CONTROL, leaders), *posts
 
 
 def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:

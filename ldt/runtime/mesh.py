@@ -108,11 +108,6 @@ class Mesh(Place):
         """The group of ``dp_mesh``; None when there is one replica."""
         return self._groups.get(naming.dp_name(self.stage, self.tp_rank))
 
-    @property
-    def stage_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of the ranks of this stage in all its replicas, which no other call uses; None for one rank."""
-        return self._groups.get(naming.stage_control_name(self.stage))
-
     # -- what it talks through -------------------------------------------------------------------------------
 
     @property

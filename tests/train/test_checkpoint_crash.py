@@ -160,7 +160,7 @@ def folders_apart(path: Path) -> list[str]:
 
 def test_ranks_of_a_stage_that_see_different_folders(pool: RankPool, tmp_path: Path) -> None:
     for kind, text in pool.run(folders_apart, tmp_path):
-        assert kind == "RemoteStageError" or "__1_0.distcp" in text
+        assert kind == "RemoteStageError" or "rank-0.1/.metadata" in text
         assert "all ranks of stage 1 must be given one folder, which each of them sees" in text
     assert not list(tmp_path.glob("*/*"))
 
@@ -187,7 +187,7 @@ def test_a_disk_may_be_slower_than_any_transfer(tmp_path: Path) -> None:
 
 
 def stuck(path: Path) -> str:
-    """A rank that is gone while others of its stage wait for it in the middle of writing."""
+    """A rank that is gone in the middle of writing."""
     with Job(SHAPE) as job:
         if job.mesh.rank == 2:
             KillAt(path, 1, ["os.mkdir", "open"]).on = True
@@ -251,9 +251,8 @@ def fill_disk(filler: Path) -> None:
 @pytest.mark.parametrize("who", [[0], [1], [2], [1, 2], [0, 1, 2]])
 def test_a_disk_that_is_full(pool: RankPool, tmp_path: Path, who: list[int]) -> None:
     texts = pool.run(on_a_full_disk, tmp_path / "edge", tmp_path / "cloud", who, None)
-    stages = {min(rank, 1) for rank in who}
     for rank, text in enumerate(texts):
-        assert ("RemoteStageError" in text) == (min(rank, 1) not in stages)
+        assert ("RemoteStageError" in text) == (rank not in who)
         failed = rank if rank in who else who[0]
         assert (
             f"rank {failed} cannot write stage {min(failed, 1)} of the checkpoint of step 2: File too" in text
@@ -273,5 +272,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_small_disk(pool: RankPool, tmp_path: Path, small_disk: Path) -> None:
     texts = pool.run(on_a_full_disk, tmp_path / "edge", small_disk, [], small_disk / "filler")
-    assert texts[0].startswith("RemoteStageError: rank 1 cannot finish save_checkpoint()")
+    assert texts[0].startswith("RemoteStageError: rank ")
+    assert "cannot finish save_checkpoint()" in texts[0]
     assert any("No space left on device" in text for text in texts[1:])

@@ -35,10 +35,10 @@ def job() -> Iterator[Job]:
 
 
 def tampered(job: Job, path: Path, change: Callable[[Metadata], Any]) -> Path:
-    """Save step 1 and write what ``change`` makes of its metadata in their place. Returns the stage's folder."""
+    """Save step 1 and write what ``change`` makes of its metadata in their place. Returns the rank's folder."""
     job.train([0])
     job.save(path, 1)
-    file = path / "step-1" / "stage-0" / ".metadata"
+    file = path / "step-1" / "stage-0" / "rank-0.0" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     file.write_bytes(pickle.dumps(change(metadata) or metadata))
     return file.parent
@@ -126,7 +126,23 @@ def test_a_tensor_that_is_damaged(job: Job, tmp_path: Path) -> None:
         job.load(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 1}', '{"format": 99, "ldt": "7"}'])
+OF_NO_STAGE = {
+    "format": 2,
+    "topology": "tp=1 dp=1 edge_dp=1 laps=1",
+    "stage": 1,
+    "step": 2,
+    "save_id": "a",
+    "aliases": {},
+    "optimizer": None,
+    "extra": {},
+    "position": None,
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "{}", '{"format": 2}', '{"format": 99, "ldt": "7"}', json.dumps(OF_NO_STAGE)],
+)
 def test_a_damaged_record_makes_its_step_incomplete(
     job: Job, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -144,7 +160,7 @@ def test_a_damaged_record_makes_its_step_incomplete(
 )
 def test_random_states_that_are_damaged(job: Job, tmp_path: Path, change: dict[str, Any]) -> None:
     job.save(tmp_path, 1)
-    file = tmp_path / "step-1" / "stage-0" / "rank-0.0.json"
+    file = tmp_path / "step-1" / "stage-0" / "rank-0.0" / "random_states.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ldt.LdtError, match="the random states of this checkpoint are damaged"):
         job.load(tmp_path)

@@ -1,9 +1,10 @@
 """Checkpoints of all stages over torch.distributed.checkpoint: written stage by stage, read by any topology.
 
     <path>/step-<n>/stage-<s>/      complete once it has this name
-        __<i>_0.distcp, .metadata   tensors, in the format of torch.distributed.checkpoint
         stage.json                  step, topology, optimizer's hyperparameters, on the edge the data position
-        rank-<replica>.<i>.json     random states of a rank
+        rank-<replica>.<i>/         of each rank of the stage
+            __0_0.distcp, .metadata tensors or its shards of them, in the format of torch.distributed.checkpoint
+            random_states.json
 
 Nothing but tensors crosses from one stage to another, and that only where a stage reads a folder that another wrote.
 """

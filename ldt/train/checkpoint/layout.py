@@ -15,21 +15,25 @@ from typing import NamedTuple
 from ldt.runtime.disclosure import QuotingError
 
 __all__ = [
+    "RANDOM_STATES",
     "Save",
     "StorageError",
     "clear",
     "discard",
     "file_errors",
     "publish",
-    "rank_file",
+    "rank_folder",
     "saves_in",
     "stage_folder",
     "stages_in",
+    "sync",
     "unfinished_folder",
     "write_synced",
 ]
 
 logger = logging.getLogger(__name__)
+
+RANDOM_STATES = "random_states.json"  # in the folder of a rank
 
 _SAVE = re.compile(r"step-([0-9]{1,18})(?:\.([0-9]{1,9}))?")
 _STAGE = re.compile(r"stage-([0-9]{1,6})")
@@ -73,20 +77,20 @@ def unfinished_folder(path: Path, save: Save, stage: int) -> Path:
     return path / save.folder / f".stage-{stage}"
 
 
-def rank_file(replica: int, tp_rank: int) -> str:
-    """What one rank of a stage keeps for itself."""
-    return f"rank-{replica}.{tp_rank}.json"
+def rank_folder(replica: int, tp_rank: int) -> str:
+    """Where one rank of a stage writes, in the folder of the stage."""
+    return f"rank-{replica}.{tp_rank}"
 
 
 def publish(path: Path, save: Save, stage: int) -> None:
     """Give what a stage wrote its final name, when all of it is on the disk."""
     unfinished = unfinished_folder(path, save, stage)
-    _sync(unfinished)
+    sync(unfinished)
     unfinished.rename(stage_folder(path, save, stage))
     for folder in (path / save.folder, path):
-        _sync(folder)
+        sync(folder)
     with suppress(PermissionError):  # it may have been there, and be another's
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def discard(path: Path, save: Save, stage: int, *, published: bool) -> None:
@@ -125,7 +129,7 @@ def write_synced(file: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Names, too, must be on the disk. Some file systems look after that themselves and refuse to be asked."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -168,7 +168,7 @@ class _Loading:
         if record is None or record.topology != self._mesh.topology:
             logger.info("random states are left alone: the checkpoint is of another topology")
             return
-        file = layout.rank_file(self._mesh.replica, self._mesh.tp_rank)
+        part = layout.rank_folder(self._mesh.replica, self._mesh.tp_rank)
         with layout.file_errors("a rank's part of the checkpoint cannot be read"):
-            states = read_json(self._shelf.folder(self._mesh.stage) / file)
+            states = read_json(self._shelf.folder(self._mesh.stage) / part / layout.RANDOM_STATES)
         self._restore_random_states = random_states.restorer(states, self._mesh.device)

@@ -1,13 +1,12 @@
-"""Reads a stage's tensors. Files of a cloud's disk are not trusted: nothing in them can make a reader run code."""
+"""Reads a stage's tensors from the parts that its ranks wrote."""
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,39 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ldt.errors import LdtError
-from ldt.train.checkpoint.layout import file_errors
+from ldt.train.checkpoint.layout import file_errors, rank_folder
+from ldt.train.checkpoint.metadata import read_metadata
+from ldt.train.checkpoint.parts import joined
 from ldt.train.checkpoint.record import StageRecord
 
 __all__ = ["StageReader"]
-
-_METADATA = ".metadata"
-_OF_METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
-    (_OF_METADATA, "BytesStorageMetadata"),
-    (_OF_METADATA, "ChunkStorageMetadata"),
-    (_OF_METADATA, "Metadata"),
-    (_OF_METADATA, "MetadataIndex"),
-    (_OF_METADATA, "StorageMeta"),
-    (_OF_METADATA, "TensorProperties"),
-    (_OF_METADATA, "TensorStorageMetadata"),
-    (_OF_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # from Python 3.13 on
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that the metadata of tensors is made of, and no other."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise LdtError(f"it asks for {module}.{name}, which has no place in the metadata of tensors")
 
 
 class StageReader:
@@ -65,22 +37,12 @@ class StageReader:
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Sizes, dtypes and pieces of the tensors, by key."""
-        found = {}
-        for key, entry in self._metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle it without a question
-                raise LdtError(f"{self.folder / _METADATA} is not used: {key} is no tensor there")
-            found[key] = entry
-        return found
+        return cast("dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata)
 
     def check_files(self) -> None:
-        """Raise LdtError if a file that has tensors is missing, cut short, or outside of the folder."""
+        """Raise LdtError if a part or a file of a part is missing, or cut short."""
         ends: dict[str, int] = {}
         for info in self._metadata.storage_data.values():
-            if not _is_file_name(info.relative_path) or info.transform_descriptors:
-                raise LdtError(
-                    f"{self.folder / _METADATA} is not used: it names the file {info.relative_path!r}, expected one "
-                    "in its own folder, as it is"
-                )
             end = info.offset + info.length
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
         for name, end in ends.items():
@@ -105,27 +67,13 @@ class StageReader:
 
     @cached_property
     def _metadata(self) -> Metadata:
-        file = self.folder / _METADATA
-        with file_errors("a file of the checkpoint cannot be read"), file.open("rb") as stream:
-            return _unpickled(stream, file)
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
-
-
-def _unpickled(stream: IO[bytes], file: Path) -> Metadata:
-    try:
-        metadata = _MetadataUnpickler(stream).load()
-    except LdtError as error:
-        raise LdtError(f"{file} is not read: {error}. Do not use a checkpoint that you do not know") from None
-    except OSError:
-        raise
-    except Exception as error:  # what a damaged pickle raises can be anything
-        raise LdtError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise LdtError(f"{file} is damaged: expected the metadata of tensors, got {type(metadata).__name__}")
-    return metadata
+        topology, stage = self.record.topology, self.record.stage
+        names = [
+            rank_folder(replica, tp_rank)
+            for replica in range(topology.replicas(stage))
+            for tp_rank in range(topology.tp[stage])
+        ]
+        return joined(self.folder, {name: read_metadata(self.folder / name) for name in names})
 
 
 class _Reader(FileSystemReader):

@@ -17,7 +17,7 @@ from ldt.train.checkpoint.layout import write_synced
 __all__ = ["StageRecord", "read_json"]
 
 FILE = "stage.json"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StageRecord:
         if content.get("format") != FORMAT:
             raise LdtError(
                 f"{file} has format {content.get('format')!r}, this version of ldt reads format {FORMAT}: it was "
-                f"written by ldt {content.get('ldt')!r}, use that or a later one"
+                f"written by ldt {content.get('ldt')!r}, use that one"
             )
         match content:
             case {
@@ -69,6 +69,8 @@ class StageRecord:
                 "position": position,
             }:
                 shape = Topology.from_text(topology)
+                if not 0 <= stage < shape.num_stages:
+                    raise LdtError(f"{file} is damaged: {topology} has no stage {stage}")
                 return cls(shape, stage, step, save_id, aliases, optimizer, extra, position)
         raise LdtError(f"{file} is damaged: it lacks what every stage writes")
 

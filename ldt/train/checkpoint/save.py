@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
 import os
 import secrets
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from ldt.errors import LdtError
 from ldt.runtime.calls import agree
@@ -28,6 +23,7 @@ from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import catalog, complete_saves, next_save
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, model_key, named_tensors
+from ldt.train.checkpoint.parts import part_of, write_tensors
 from ldt.train.checkpoint.reader import StageReader
 from ldt.train.checkpoint.record import StageRecord
 from ldt.train.checkpoint.together import together
@@ -81,13 +77,14 @@ def save_checkpoint(
         _check_numbers(step, keep)
         draft = _Draft(Path(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
-            own = [secrets.token_hex(8), catalog([draft.path])]
+            own = [secrets.token_hex(8), catalog([draft.path]), draft.names]
     except Exception as caught:
         error = caught
     same = {"steps": str(step), "values of keep": str(keep)}
     answers = agree(mesh, _CALL, error, same, own)
     assert draft is not None
-    catalogs = [seen for _, seen in answers]
+    _check_names(mesh, [names for *_, names in answers])
+    catalogs = [seen for _, seen, _ in answers]
     save = next_save(catalogs, step)
     _write(mesh, draft, save, answers[0][0])
     complete = complete_saves(catalogs)
@@ -128,6 +125,18 @@ def _check_numbers(step: int, keep: int) -> None:
             raise InputValueError(f"{name} must be at least {least}, got {value}")
 
 
+def _check_names(mesh: Mesh, digests: list[str]) -> None:
+    """Raise LdtError on all ranks alike: a plain tensor that the first rank of a stage has not would be lost."""
+    for stage in range(mesh.topology.num_stages):
+        first, *others = mesh.topology.ranks_of_stage(stage)
+        other = next((rank for rank in others if digests[rank] != digests[first]), None)
+        if other is not None:
+            raise LdtError(
+                f"ranks {mesh.ranks[first]} and {mesh.ranks[other]} of stage {stage} have tensors of different names: "
+                "a checkpoint expects the same on all ranks of a stage, whole or as shards of a DTensor"
+            )
+
+
 class _Draft:
     """What this rank is to write, taken when the call began. Only its stage's first rank names folders."""
 
@@ -146,11 +155,13 @@ class _Draft:
         self.is_first = self.mesh.is_leader and self.mesh.replica == 0
         self._random_states = random_states.capture(self.mesh.device)
         named = named_tensors(pipeline, names)
-        self._tensors = {model_key(name): tensor.detach() for name, tensor in named.tensors.items()}
+        self.names = hashlib.sha256(json.dumps(sorted(named.tensors)).encode()).hexdigest()
+        stored = {model_key(name): tensor.detach() for name, tensor in named.tensors.items()}
         of_optimizer: dict[str, Any] | None = None
         if given is not None:
             tensors, of_optimizer = optimizer_state.capture(given, named.by_identity())
-            self._tensors |= tensors
+            stored |= tensors
+        self._tensors = part_of(self.mesh, stored)
         others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
         place = to_json(position, "position") if self.mesh.is_edge else None
         json.dumps([others, place])  # now, as nothing may be wrong later
@@ -166,23 +177,18 @@ class _Draft:
         )
 
     def write(self, save: Save, save_id: str) -> None:
-        """A collective call of the ranks of the stage."""
-        folder = layout.unfinished_folder(self.path, save, self.mesh.stage)
-        group = self.mesh.stage_group
-        writer = _StageWriter(folder, functools.partial(self._write_values, folder, save_id))
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                save_tensors(self._tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # a BaseException, with those of all ranks of the stage
-            stage = self.mesh.stage
-            mine = 0 if group is None else dist.get_rank(group)
-            first, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0] != mine)
-            rank = self.mesh.ranks[self.mesh.topology.ranks_of_stage(stage)[first]]
-            with layout.file_errors(
-                f"rank {rank} cannot write stage {stage} of the checkpoint of step {save.step}"
-            ):
-                raise cause from None
+        """This rank's part of its stage. The other ranks do theirs, and none waits for another."""
+        mesh, folder = self.mesh, layout.unfinished_folder(self.path, save, self.mesh.stage)
+        part = folder / layout.rank_folder(mesh.replica, mesh.tp_rank)
+        with layout.file_errors(
+            f"rank {mesh.global_rank} cannot write stage {mesh.stage} of the checkpoint of step {save.step}"
+        ):
+            part.mkdir(parents=True)
+            if self.is_first:
+                self._record(save_id=save_id).write(folder)
+            layout.write_synced(part / layout.RANDOM_STATES, json.dumps(self._random_states).encode())
+            write_tensors(part, self._tensors)
+            layout.sync(part)
 
     def publish(self, save: Save) -> None:
         """On the first rank of the stage, when all stages have written."""
@@ -198,23 +204,3 @@ class _Draft:
             f"stage {self.mesh.stage} of the checkpoint of step {save.step} cannot be finished"
         ):
             layout.publish(self.path, save, self.mesh.stage)
-
-    def _write_values(self, folder: Path, save_id: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        states = json.dumps(self._random_states).encode()
-        layout.write_synced(folder / layout.rank_file(self.mesh.replica, self.mesh.tp_rank), states)
-        if self.is_first:
-            self._record(save_id=save_id).write(folder)
-
-
-class _StageWriter(FileSystemWriter):
-    """Does what else there is to write where torch lets all ranks know of an error: before a rank tells its plan."""
-
-    def __init__(self, folder: Path, before: Callable[[], None]) -> None:
-        # Copied tensor by tensor, not ahead: that would be on whichever accelerator there is, not the mesh's device.
-        super().__init__(folder, overwrite=False, per_thread_copy_ahead=0)
-        self._before = before
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        self._before()
-        return super().prepare_local_plan(plan)
