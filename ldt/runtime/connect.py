@@ -20,7 +20,7 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
 from ldt.runtime.strands import TransferChoice, Transfers
 from ldt.runtime.terms import Terms
-from ldt.runtime.vigil import Patience
+from ldt.runtime.vigil import LEAST_SILENCE, Patience
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -76,13 +76,14 @@ def connect(
     only where it is an exception of this package, which names shapes and figures: another one's may quote a sample.
     ``share_edge_errors=True`` on the edge sends text and traceback from there, too.
 
-    Raises ValueError for arguments that cannot be (the same on every rank), LdtError naming the ranks that did not
-    come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
+    Raises ValueError or TypeError for arguments that cannot be (the same on every rank), LdtError naming the ranks that
+    did not come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
     lanes_of(topology, lanes)
     ranks = _check_ranks(topology, ranks)
     rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     device = choose_device(device, backend)
+    _check_limits(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
     patience = Patience(heartbeat_timeout, stall_timeout)
@@ -101,6 +102,19 @@ def connect(
         share_edge_errors,
     )
     return _connect(terms)
+
+
+def _check_limits(*limits: timedelta) -> None:
+    """Those of ``connect``, in the order of its arguments."""
+    names = ("timeout", "transfer_timeout", "heartbeat_timeout", "stall_timeout")
+    leasts = (timedelta(0), timedelta(0), LEAST_SILENCE, timedelta(0))
+    for name, limit, least in zip(names, limits, leasts, strict=True):
+        if not isinstance(limit, timedelta):
+            raise TypeError(
+                f"{name} must be a datetime.timedelta, got {limit!r}: write timedelta(seconds=...)"
+            )
+        if limit <= timedelta(0) or limit < least:
+            raise ValueError(f"{name} must be {f'at least {least}' if least else 'positive'}, got {limit}")
 
 
 def _connect(terms: Terms) -> Mesh:

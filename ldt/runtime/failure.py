@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
+_IDLE_SECONDS = 0.7  # several times what a rank takes to learn of a failure
 _LOST_SECONDS = 1.0  # how long the store may refuse
 _ANSWER_SECONDS = 30.0  # how long it may say nothing
 _STORE_ERRORS = (RuntimeError, OSError)
@@ -27,6 +29,10 @@ Lookout = Callable[[Any], "FailureReport | None"]  # given the store: what is wr
 
 # The threads must have ended before the interpreter goes: one that comes back from the store then would abort it.
 _running: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
+
+
+# A forked child has none of the threads, but all of what Python does at the end.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register
@@ -151,10 +157,13 @@ class FailureWatch:
             logger.debug("could not tell the store that this rank knows of a failure: %s", error)
 
     def await_known(self, ranks: int, seconds: float) -> None:
-        """Wait until so many ``ranks`` know of the failure, or the time is up, or the store is gone."""
+        """Wait until so many ``ranks`` know of the failure, or no more get to, or the time is up, or the store gone."""
         deadline = time.monotonic() + seconds
+        known, since = 0, time.monotonic()
         try:
-            while self._store.add(f"{self._key}/known", 0) < ranks and time.monotonic() < deadline:
+            while known < ranks and time.monotonic() < min(deadline, since + _IDLE_SECONDS):
+                now = self._store.add(f"{self._key}/known", 0)
+                known, since = (now, time.monotonic()) if now > known else (known, since)
                 time.sleep(POLL_SECONDS / 2)
         except Exception as error:
             logger.debug("could not ask the store who knows of a failure: %s", error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -21,6 +22,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     """Groups by name. One thread makes and drops them; any may break them."""
 
     def __init__(self) -> None:
+        self._store: Any = None
+        self._to_store = Connections()
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._connections: dict[str, Connections] = {}
         self._broken = False
@@ -34,13 +37,18 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def __len__(self) -> int:
         return len(self._groups)
 
+    def use(self, store: Any) -> None:
+        """Make groups over a connection of their own to ``store``, whose end frees who waits there for other ranks."""
+        with self._to_store.recording():
+            self._store = store.clone() if hasattr(store, "clone") else store
+
     def make(
         self, name: str, key: str, ranks: Sequence[int], backend: str, timeout: timedelta
     ) -> dist.ProcessGroup:
         """Make and keep the group ``name``, which the store knows by ``key``. See ``make_group``."""
         connections = Connections()
         with connections.recording():
-            group = make_group(key, ranks, backend, timeout)
+            group = make_group(key, ranks, backend, timeout, self._store)
         if backend == GLOO:
             self._connections[name] = connections
         self._groups[name] = group
@@ -51,6 +59,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def break_all(self) -> None:
         """After a failure: end whatever a rank waits for in any of them, here and at the other ends."""
         self._broken = True
+        self._to_store.cut()
         for connections in list(self._connections.values()):
             connections.cut()
         for name, group in list(self._groups.items()):
@@ -79,3 +88,4 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             else:
                 dist.destroy_process_group(group)
         self._connections.clear()
+        self._store = None

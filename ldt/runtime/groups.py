@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -127,8 +127,10 @@ def _lane_groups(topology: Topology, policy: LanePolicy, transfers: Transfers) -
                 yield GroupSpec(stage_name(key, node, strand), topology.ranks_of(node))
 
 
-def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Create the group of the global ``ranks``, of which this process is one; only they take part.
+def make_group(
+    name: str, ranks: Sequence[int], backend: str, timeout: timedelta, store: Any
+) -> dist.ProcessGroup:
+    """Create the group of the global ``ranks``, of which this process is one; only they take part, over ``store``.
 
     ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` would do
     but for the name it makes up: that counts the groups of the calling process, and ranks of one mesh have
@@ -144,7 +146,7 @@ def make_group(name: str, ranks: Sequence[int], backend: str, timeout: timedelta
             ranks.index(dist.get_rank()),
             ranks,
             backend,
-            c10d._get_default_store(),
+            store,
             c10d.GroupName(name),
             timeout=timeout,
             group_desc=name,

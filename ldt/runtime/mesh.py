@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NoReturn
@@ -218,13 +218,10 @@ class Mesh(Place):
         if self._closed:
             return
         self._closed = True
-        try:
+        with ExitStack() as rest:  # done whatever becomes of what is before it
+            rest.callback(self._drop_groups)
+            rest.callback(self._drop_lanes)
             self.vigil.leave()
-        finally:
-            try:
-                self._drop_lanes()
-            finally:
-                self._drop_groups()
 
     def reconnect(self) -> Mesh:
         """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
@@ -258,6 +255,7 @@ class Mesh(Place):
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
         transfer_timeout = self._terms.transfer_timeout
+        self._groups.use(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.failures.check()

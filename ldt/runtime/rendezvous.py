@@ -24,8 +24,8 @@ _SPELLED = 16  # ranks whose numbers are in the name; it goes with every questio
 def mesh_key(store: Any, rank: int, ranks: Sequence[int]) -> str:
     """A name for the next mesh over ``ranks`` (global ones) that is the same on all of them and never used again.
 
-    The store counts how often ``rank`` has connected over exactly these ranks, which all do equally often, also where
-    one's process was started anew meanwhile.
+    The store counts how often ``rank`` has connected over exactly these ranks, which all do equally often. Where all
+    processes are started anew, they need a store, or a part of one, of their own.
     """
     names = "_".join(map(str, ranks))
     mesh = f"ldt/{names if len(ranks) <= _SPELLED else hashlib.sha256(names.encode()).hexdigest()[:16]}"

@@ -7,6 +7,7 @@ import socket
 import stat
 import struct
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,6 +16,9 @@ __all__ = ["Connections"]
 
 _recording = threading.Lock()
 _DESCRIPTORS = Path("/proc/self/fd")
+
+
+_kept: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class Connections:
@@ -27,6 +31,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._opened: dict[int, int] = {}
+        _kept.add(self)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -55,6 +60,13 @@ class Connections:
         """How many were closed meanwhile, as gloo does with those that the other side has ended."""
         return sum(_identity(descriptor) != identity for descriptor, identity in self._opened.items())
 
+    def close_in_child(self) -> None:
+        """In a process that was forked: as long as that had them open, nobody would see them end with this one."""
+        for descriptor, identity in self._opened.items():
+            if _identity(descriptor) == identity:
+                os.close(descriptor)
+        self._opened.clear()
+
     def _connected(self) -> Iterator[socket.socket]:
         """Those that are still what they were; a number may be another file's by now."""
         for descriptor, identity in self._opened.items():
@@ -68,6 +80,14 @@ class Connections:
                     listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if internet and not listens:  # gloo takes the end of a socket it listens on for a bug
                         yield connection
+
+
+def _close_in_child() -> None:
+    for connections in list(_kept):
+        connections.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _identity(descriptor: int) -> int | None:

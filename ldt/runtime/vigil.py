@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +22,13 @@ from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress
 from ldt.runtime.stall import StallWatch, of_lost_ranks, picture
 
-__all__ = ["Patience", "Vigil", "is_consequence"]
+__all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_consequence"]
 
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
-_CONSEQUENCES = (RemoteStageError, LaneError, dist.DistBackendError, dist.DistNetworkError)
+_CONSEQUENCES = (RemoteStageError, LaneError, dist.DistError)
 _TELLING_SECONDS = 2.0
+LEAST_SILENCE = timedelta(seconds=1)  # ranks leave a sign of life a few times a second
+_CLOSING_SECONDS = 3.0  # in which a rank that closes its mesh ends all its connections
 _USERS_CODE = "the code that uses the mesh"
 
 
@@ -63,6 +66,7 @@ class Vigil:
         self._lost_connections = lost_connections
         self._known_losses = 0
         self._known_closed: frozenset[int] = frozenset()
+        self._explained_until = 0.0
         self._roll: RollCall | None = None
         stall = patience.stall.total_seconds()
         self._silence = patience.silence.total_seconds()
@@ -195,13 +199,13 @@ class Vigil:
         """Where no rank waits for one that is gone, as it computes, or waits for its device."""
         lost = self._lost_connections()
         if self._roll is None and lost > self._known_losses:
-            roll = self.heartbeats.call_roll(store)
             self._known_losses = lost
-            if (
-                roll.closed == self._known_closed
-            ):  # else these were connections of ranks that have closed since
+            roll = self.heartbeats.call_roll(store)
+            if roll.closed != self._known_closed:  # these are connections of ranks that are just closing
+                self._known_closed = roll.closed
+                self._explained_until = time.monotonic() + _CLOSING_SECONDS
+            if time.monotonic() > self._explained_until:
                 self._roll = roll
-            self._known_closed = roll.closed
         if self._roll is None or not self._roll.is_over:
             return None
         roll = self._roll

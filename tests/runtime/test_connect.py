@@ -171,7 +171,6 @@ def fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         return group, None
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", make)
-    monkeypatch.setattr(c10d, "_get_default_store", lambda: None)
     monkeypatch.setattr(c10d, "_get_default_group", lambda: None)
     monkeypatch.setattr(c10d, "_abort_process_group", lambda group: group.calls.append("abort"))
     monkeypatch.setattr(dist, "get_rank", lambda: 0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import InputTypeError
+from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.train.checkpoint.layout import Save, saves_in, stages_in
 from ldt.train.checkpoint.record import StageRecord
 
@@ -30,7 +30,16 @@ def paths_of(given: Paths) -> list[Path]:
     several = [given] if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(several, Sequence) or not several:
         raise InputTypeError(f"expected the path of a checkpoint, or a list of such, got {given!r}")
-    return [Path(path) for path in several]
+    return list(map(folder_of, several))
+
+
+def folder_of(given: str | os.PathLike[str]) -> Path:
+    """Raises ldt's ValueError for what can be no folder."""
+    path = Path(given)
+    if not os.fspath(given) or path.is_file():
+        what = "a file" if os.fspath(given) else "nothing"
+        raise InputValueError(f"expected the folder of a checkpoint, got {what}")
+    return path
 
 
 def catalog(paths: Iterable[Path]) -> Catalog:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.disclosure import InputValueError, QuotingError
 from ldt.train.checkpoint.values import from_json, to_json
 
 __all__ = ["capture", "restored", "tensor_key"]
@@ -107,7 +107,8 @@ def _states(
     for index, values in optimizer.state_dict()["state"].items():
         if not isinstance(index, int) or not isinstance(values, Mapping):
             raise LdtError(
-                f"the optimizer keeps state under {index!r} that is of no parameter: a checkpoint does not take it"
+                f"the optimizer keeps state under a {type(index).__name__} that is of no parameter: a checkpoint does "
+                "not take it"
             )
         yield parameters[index], _name(parameters[index], names), values
 
@@ -162,10 +163,11 @@ def _common_values(found: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, 
         if common is None:
             first, common = name, values
         elif values != common:
-            raise LdtError(
-                f"{first} and {name} are in one group of the optimizer, but were saved with {common} and {values}: "
-                "make groups as they were"
+            text = (
+                f"{first} and {name} are in one group of the optimizer, but were saved with different values"
             )
+            advice = "make groups as they were"
+            raise QuotingError(f"{text}, {common} and {values}: {advice}", f"{text}: {advice}")
     return {key: from_json(value) for key, value in (common or {}).items()}
 
 

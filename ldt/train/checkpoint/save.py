@@ -20,7 +20,7 @@ from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
-from ldt.train.checkpoint.catalog import catalog, complete_saves, next_save
+from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, next_save
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, model_key, named_tensors
 from ldt.train.checkpoint.parts import part_of, write_tensors
@@ -34,6 +34,7 @@ __all__ = ["HasState", "save_checkpoint"]
 logger = logging.getLogger(__name__)
 
 _CALL = "save_checkpoint()"
+_LIMIT = 10**18  # of numbers in names of folders
 
 
 class HasState(Protocol):
@@ -75,7 +76,7 @@ def save_checkpoint(
     own: list[Any] = []
     try:
         _check_numbers(step, keep)
-        draft = _Draft(Path(path), pipeline, optimizer, step, position, extra or {}, names)
+        draft = _Draft(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
             own = [secrets.token_hex(8), catalog([draft.path]), draft.names]
     except Exception as caught:
@@ -121,8 +122,8 @@ def _check_numbers(step: int, keep: int) -> None:
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise InputTypeError(f"{name} must be a whole number, got {type(value).__name__}")
-        if value < least:
-            raise InputValueError(f"{name} must be at least {least}, got {value}")
+        if not least <= value < _LIMIT:
+            raise InputValueError(f"{name} must be at least {least} and less than {_LIMIT:.0e}, got {value}")
 
 
 def _check_names(mesh: Mesh, digests: list[str]) -> None:

@@ -23,16 +23,20 @@ def together(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
     """Do ``work`` on every rank; if it raises on one, all raise. A collective call.
 
     ``work`` runs in a thread, on the device's default stream, behind what was launched on the current one. Meanwhile
-    ranks ask each other whether they are done. So no transfer lasts as long as a disk may take, and who waits within
-    ``work`` for a rank that has failed is left there.
+    ranks ask each other whether they are done, so no transfer lasts as long as a disk may take. ``work`` must not wait
+    for another rank: whatever ends this call, a failure elsewhere or Ctrl-C, ends it once ``work`` has ended here, so
+    that nothing goes on reading or writing behind what comes next.
     """
     worker = _Worker(work, mesh.device)
     start = time.monotonic()
     done = False
-    while not done:
-        pause = min(_LONGEST_PAUSE, 0.01 + _SHARE_OF_TIME * (time.monotonic() - start))
-        with mesh.collective(call):
-            done = all(mesh.control.gather(worker.ended(pause)))
+    try:
+        while not done:
+            pause = min(_LONGEST_PAUSE, 0.01 + _SHARE_OF_TIME * (time.monotonic() - start))
+            with mesh.collective(call):
+                done = all(mesh.control.gather(worker.ended(pause)))
+    finally:
+        worker.ended(None)
     agree(mesh, call, worker.error, {}, doing="finish")
 
 
@@ -47,7 +51,7 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name="ldt-checkpoint", daemon=True)
         self._thread.start()
 
-    def ended(self, seconds: float) -> bool:
+    def ended(self, seconds: float | None) -> bool:
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ldt.errors import LdtError
 from ldt.runtime.disclosure import QuotingError
 
 __all__ = ["ValueTypeError", "from_json", "to_json"]
@@ -69,6 +68,5 @@ def _pair(pair: Any) -> tuple[Any, Any]:
     match pair:
         case [key, item]:
             return from_json(key), from_json(item)
-    raise LdtError(
-        f"a file of this checkpoint is damaged: expected a key and its value, got {str(pair)[:80]}"
-    )
+    text = "a file of this checkpoint is damaged: expected a key and its value"
+    raise QuotingError(f"{text}, got {str(pair)[:80]}", text)
