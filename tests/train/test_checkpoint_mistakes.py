@@ -109,11 +109,11 @@ def other_groups(job: Job, edge: Path, cloud: Path) -> Any:
     [
         (other_steps, "ranks [1, 2] have other steps than this rank"),
         (no_number, "step must be a whole number, got str"),
-        (keeps_none, "keep must be at least 1, got 0"),
+        (keeps_none, "keep must be at least 1 and less than 1e+18, got 0"),
         (tensor_as_position, " is a Tensor, which a checkpoint cannot keep"),
         (foreign_parameter, "a parameter of shape [5] that no chunk of this rank has"),
         (one_name_twice, "two tensors of this rank would be saved as w"),
-        (no_folder, "cannot write stage"),
+        (no_folder, "expected the folder of a checkpoint, got a file"),
         (
             edge_alone,
             "stages [0] of tp=1,1,1 dp=1 edge_dp=1 laps=1, and not [1, 2]: give the paths of those, too",

@@ -116,7 +116,7 @@ class Nested(torch.optim.SGD):
     ("of_parameter", "sentence"),
     [
         (True, r"inner of chunk\.0\.linear\.weight in the optimizer\['a'\] is a Tensor"),
-        (False, "state under 'all'"),
+        (False, "state under a str"),
     ],
 )
 def test_state_that_is_not_kept_is_named(
