@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import first_of_two
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,23 +59,7 @@ os._exit(0)
 @pytest.mark.parametrize("case", ["raise", "kill"])
 def test_a_failure_ends_a_collective_on_the_device(tmp_path: Path, case: str) -> None:
     """Within seconds, and the mesh closes."""
-    job = tmp_path / "job.py"
-    job.write_text(JOB)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(job), str(rank), str(tmp_path), case],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said, complaint = ranks[0].communicate(timeout=90)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == 0, complaint
+    said = first_of_two(JOB, tmp_path, str(tmp_path), case)
     raised, closing = map(json.loads, said.splitlines())
     kind, named, seconds, text = raised
     assert (kind, named) == ("RemoteStageError", 1), text

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from two_ranks import first_of_two
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,22 +48,5 @@ os._exit(0)
 
 
 def test_the_survivors_gpu_still_works(tmp_path: Path) -> None:
-    job = tmp_path / "job.py"
-    job.write_text(JOB)
-    command = [sys.executable, str(job)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "ready")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said, complaint = ranks[0].communicate(timeout=90)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == 0, complaint
+    said = first_of_two(JOB, tmp_path, str(tmp_path / "ready"))
     assert "rank 1 (stage 1, replica 0) failed first: no sign of life" in said, "before this rank's own words"
