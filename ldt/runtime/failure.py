@@ -67,7 +67,7 @@ class FailureWatch:
         answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
         self._connection = Connections()
-        with self._connection.recording():
+        with self._connection.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
         self._connection.limit_answers(answer_seconds)
         atexit.unregister(_freeze)  # whatever failed before, the process has gone on

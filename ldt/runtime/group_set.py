@@ -39,7 +39,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     def use(self, store: Any) -> None:
         """Make groups over a connection of their own to ``store``, whose end frees who waits there for other ranks."""
-        with self._to_store.recording():
+        with self._to_store.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
 
     def make(
@@ -47,7 +47,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     ) -> dist.ProcessGroup:
         """Make and keep the group ``name``, which the store knows by ``key``. See ``make_group``."""
         connections = Connections()
-        with connections.recording():
+        with connections.recording(self._store):
             group = make_group(key, ranks, backend, timeout, self._store)
         if backend == GLOO:
             self._connections[name] = connections

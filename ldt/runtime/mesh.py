@@ -226,9 +226,9 @@ class Mesh(Place):
     def reconnect(self) -> Mesh:
         """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
 
-        After a failure of which all processes are left, or were started anew under the same store. Pipelines are then
-        made anew on the mesh that this returns, of the same chunks, unless their layers were spread over ``tp_mesh``
-        or ``dp_mesh``: such are built and loaded anew.
+        After a failure of which all processes are left. Pipelines are then made anew on the mesh that this returns, of
+        the same chunks, unless their layers were spread over ``tp_mesh`` or ``dp_mesh``: such are built and loaded
+        anew. Gradients are what the failed step left: load a checkpoint, which drops them, or do so.
         """
         self.close()
         return self._connect_again()

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Connections"]
 
@@ -34,11 +35,16 @@ class Connections:
         _kept.add(self)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self, store: Any) -> Iterator[None]:
+        """Where this process keeps ``store``, not what others open to it meanwhile."""
         with _recording:  # of meshes that are connected by several threads
             before = _sockets()
             yield
-            self._opened = dict(_sockets().items() - before.items())
+            opened = dict(_sockets().items() - before.items())
+        port = _port_of(store)
+        self._opened = {
+            descriptor: identity for descriptor, identity in opened.items() if _own_port(descriptor) != port
+        }
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -96,6 +102,19 @@ def _identity(descriptor: int) -> int | None:
         status = os.fstat(descriptor)
         return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
     return None
+
+
+def _own_port(descriptor: int) -> int | None:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        return int(one.getsockname()[1]) if one.family in (socket.AF_INET, socket.AF_INET6) else -1
+    return -1
+
+
+def _port_of(store: Any) -> int | None:
+    """That at which a TCPStore, or one that other stores lead to, is kept."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
 
 
 def _sockets() -> dict[int, int]:

@@ -126,7 +126,7 @@ def of_lost_ranks(
         f"no sign of life {how_long}{others}: its process was killed (out of memory?), has exited or is stopped, or "
         f"its host cannot be reached; look at its output and at its host's log. It was last seen {seen.describe()}. "
     )
-    return FailureReport(rank, node.stage, node.replica, seen.place or seen.call, text + noticed)
+    return FailureReport(rank, node.stage, node.replica, "", text + noticed)
 
 
 def picture(place: Place, sightings: Mapping[int, Sighting], progress: Progress) -> str:

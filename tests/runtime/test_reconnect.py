@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pipeline_jobs import build, step_and_compare
 from torch import nn
 
@@ -93,7 +94,7 @@ def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     before = socket.create_connection(listener.getsockname())
     connections = Connections()
-    with connections.recording():
+    with connections.recording(None):
         opened = socket.create_connection(listener.getsockname())
         second = socket.create_server(("127.0.0.1", 0))
         closed = socket.create_connection(listener.getsockname())
@@ -112,6 +113,21 @@ def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
     socket.create_connection(second.getsockname()).close()
     for file in (one, other, listener, before, opened, second, reused, *peers):
         file.close()
+
+
+def test_what_others_open_to_a_store_that_is_kept_here_is_not_ours() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    connections = Connections()
+    with connections.recording(dist.PrefixStore("job", store)):
+        mine = store.clone()
+        mine.set("here", "1")  # the other end, in this process, too, is open now
+    assert len(connections) == 1
+    connections.limit_answers(5.0)
+    assert store.get("here") == b"1"
+    connections.cut()
+    with pytest.raises(dist.DistNetworkError):
+        mine.get("here")
+    assert store.get("here") == b"1"
 
 
 def test_a_mesh_of_one_rank_reconnects() -> None:

@@ -129,3 +129,14 @@ def test_the_edge_keeps_what_is_its_own(pool: RankPool, tmp_path: Path) -> None:
     of_cloud = b"".join(p.read_bytes() for p in cloud.rglob("*") if p.is_file())
     assert b"blocks.2." in of_cloud
     assert all(f"blocks.{block}.".encode() not in of_cloud for block in (0, 1, 6, 7)), "not even their names"
+
+
+def test_a_load_drops_gradients(tmp_path: Path) -> None:
+    """Those that a step left which failed would be added to the next one's."""
+    with Job(Topology([1])) as job:
+        job.train([0])
+        job.save(tmp_path, 1)
+        for parameter in job.pipeline.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        job.load(tmp_path)
+        assert all(parameter.grad is None for parameter in job.pipeline.parameters())

@@ -69,6 +69,22 @@ def test_metadata_that_run_code(job: Job, tmp_path: Path) -> None:
     assert not (tmp_path / "evil").exists()
 
 
+@pytest.mark.parametrize(
+    "target", ["pathlib.PosixPath", "torch.distributed.checkpoint.metadata.Metadata", "torch.float32"]
+)
+def test_metadata_that_change_a_class(job: Job, tmp_path: Path, target: str) -> None:
+    """An instruction that gives an object its state would change all objects, if it were given their class."""
+    folder = tampered(job, tmp_path, lambda metadata: None)
+    module, _, name = target.rpartition(".")
+    change = f"c{module}\n{name}\n(N(dVmark_of_another\nVyes\nstb0".encode()
+    file = folder / ".metadata"
+    header, rest = file.read_bytes()[:2], file.read_bytes()[2:]
+    file.write_bytes(header + change + rest)
+    assert "it would change" in refusal(job, tmp_path)
+    assert not hasattr(Path, "mark_of_another")
+    assert not hasattr(Metadata, "mark_of_another")
+
+
 @pytest.mark.parametrize("name", ["torch.load", "torch.distributed.checkpoint.metadata.os", "builtins.eval"])
 def test_other_names_of_the_modules_that_are_needed(job: Job, tmp_path: Path, name: str) -> None:
     module, _, attribute = name.rpartition(".")

@@ -62,8 +62,8 @@ def load_checkpoint(
     A collective call of all ranks. The topology may be another one than when it was saved: other stages, laps,
     replicas, and tensor-parallel sizes where parameters are DTensors. ``path`` is one folder or a list of folders,
     which together have the stages that this rank's chunks come from; each rank may give its own. Dtypes are converted.
-    Random states are restored where the topology is the same, else left alone. Give ``optimizer`` and ``extra`` only
-    if they were saved; an optimizer that had not stepped is as new afterwards.
+    Gradients are dropped. Random states are restored where the topology is the same, else left alone. Give
+    ``optimizer`` and ``extra`` only if they were saved; an optimizer that had not stepped is as new afterwards.
 
     Raises on all ranks if one cannot load. LdtError says what is missing, or has another shape: then nothing has been
     changed. If a file cannot be read to its end, weights have been changed in part, as the error says.
@@ -162,6 +162,8 @@ class _Loading:
         for name, thing in self._extra.items():
             thing.load_state_dict(self._extra_states[name])
         self._restore_random_states()
+        for parameter in self._pipeline.parameters():
+            parameter.grad = None  # of a step that failed, perhaps
 
     def _look_for_random_states(self) -> None:
         record = self._shelf.record(self._mesh.stage)

@@ -33,7 +33,7 @@ def merge_checkpoint(paths: Paths, file: str | os.PathLike[str], *, step: int | 
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise ImportError("merge_checkpoint needs safetensors: pip install 'ldt-torch[hf]'") from error
+        raise ImportError("merge_checkpoint needs safetensors: pip install safetensors") from error
     with file_errors("the checkpoint cannot be read"):
         folders = paths_of(paths)
         found = catalog(folders)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -39,8 +40,22 @@ _ALLOWED = {
 }
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the classes that the metadata of tensors is made of, and no other."""
+_Unpickler: Any = pickle._Unpickler  # the one in Python, of which each instruction can be looked at
+
+
+class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
+    """Knows the classes that the metadata of tensors is made of, and no other. Changes nothing but objects of them."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Give an object its state. With a class, or one of an enum's, that would change the whole process."""
+        target = self.stack[-2]
+        if not dataclasses.is_dataclass(target) or isinstance(target, type):
+            raise LdtError(f"it would change {target!r:.80}, which is no object of the metadata of tensors")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
