@@ -297,8 +297,9 @@ class Mesh(Place):
         )
         for what, work in connecting:
             await_connected(work, what, self.failures, deadline)
-        for group in self._groups.values():
-            if dist.get_backend(group) != naming.GLOO:
+        of_model = {spec.name for spec in naming.model_groups(self.topology)}
+        for name, group in self._groups.items():
+            if dist.get_backend(group) != naming.GLOO or name in of_model:
                 # Of what goes through it; for what goes by, the watch of failures looks.
                 group.set_timeout(transfer_timeout)
 

@@ -180,6 +180,9 @@ def _digest(pipeline: ldt.Pipeline) -> str:
     return found.hexdigest()
 
 
+_LAYER_TIMEOUT = timedelta(seconds=4)
+
+
 class _Chunk(ToyChunk):
     """Tells a trap of its forwards and backwards, and talks to the other ranks of its node in between."""
 
@@ -188,6 +191,9 @@ class _Chunk(ToyChunk):
         super().__init__(_WIDTH)
         self.trap = trap
         self.group = mesh.tp_mesh.get_group() if mesh.tp_mesh.size() > 1 else None
+        if self.group is not None:
+            # A collective that begins in the very moment in which its connection ends may be lost in gloo, and waits.
+            self.group.set_timeout(_LAYER_TIMEOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:  # while shapes are inferred
