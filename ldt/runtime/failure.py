@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
 _IDLE_SECONDS = 0.7  # several times what a rank takes to learn of a failure
+_GRACE_SECONDS = 1.0  # for ranks to leave what they wait in, one after the other
 _LOST_SECONDS = 1.0  # how long the store may refuse
 _ANSWER_SECONDS = 30.0  # how long it may say nothing
 _STORE_ERRORS = (RuntimeError, OSError)
@@ -53,9 +54,9 @@ class FailureWatch:
     """Knows the first failure of the mesh, whichever rank it happened on.
 
     A thread looks into the store every 0.1 s over a connection of its own, so that a rank that is blocked in a
-    transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes.
-    The thread also asks ``lookouts`` in turn, and publishes what they find. A store that does not answer a question
-    within ``answer_seconds`` is a failure, too.
+    transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes. A second later,
+    unless this is closed by then, the thread calls ``break_off``. It also asks ``lookouts`` in turn, and publishes what
+    they find. A store that does not answer a question within ``answer_seconds`` is a failure, too.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class FailureWatch:
         key: str,
         on_failure: Callable[[FailureReport], None],
         lookouts: Sequence[Lookout] = (),
+        break_off: Callable[[], None] = lambda: None,
         answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
         self._connection = Connections()
@@ -74,14 +76,16 @@ class FailureWatch:
         self._key = key
         self._on_failure = on_failure
         self._lookouts = lookouts
+        self._break_off = break_off
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
         self._known = threading.Event()
         self._stop = threading.Event()
         self.on_exit: Callable[[], None] = (
             self.close
-        )  # called when the interpreter ends before this was closed
-        self._thread = threading.Thread(target=self._watch, name="ldt-failure-watch", daemon=True)
+        )  # called when the interpreter ends, unless closed by then
+        self._thread = threading.Thread(target=self._run, name="ldt-failure-watch", daemon=True)
         self._thread.start()
         _running.add(self)
 
@@ -115,6 +119,7 @@ class FailureWatch:
     def close(self) -> None:
         """Stop the thread. One that waits for an answer of the store is not left to wait for long."""
         _running.discard(self)
+        self._closed.set()
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
@@ -167,6 +172,11 @@ class FailureWatch:
                 time.sleep(POLL_SECONDS / 2)
         except Exception as error:
             logger.debug("could not ask the store who knows of a failure: %s", error)
+
+    def _run(self) -> None:
+        self._watch()
+        if self._first is not None and not self._closed.wait(_GRACE_SECONDS):
+            self._break_off()
 
     def _watch(self) -> None:
         lost_since: float | None = None

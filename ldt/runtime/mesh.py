@@ -83,6 +83,7 @@ class Mesh(Place):
             terms.patience,
             shares_errors=terms.share_edge_errors or not self.is_edge,
             on_failure=self._on_failure,
+            break_off=self._groups.break_all,
             overdue=self._overdue,
             lost_connections=self._groups.lost_connections,
         )
@@ -194,6 +195,7 @@ class Mesh(Place):
         ``detail`` is only logged, where the failure was first.
         """
         first = self.vigil.publish(error, place)
+        self._groups.break_all()
         mine = first.rank == self.global_rank
         if mine:
             logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
@@ -360,7 +362,7 @@ class Mesh(Place):
                 lane.abort(report.describe())
             except Exception:  # the others must be aborted all the same
                 logger.exception("%s could not abort lane %s", self, lane.name)
-        self._groups.break_all()
+        self._groups.abort()
 
     def _overdue(self) -> str:
         """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
@@ -388,6 +390,8 @@ class Mesh(Place):
         self._device_meshes.clear()
         if self._control is not None:
             self._control.close()
+        if self.failed:
+            self._groups.break_all()
         self._groups.drop()
 
 

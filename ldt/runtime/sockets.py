@@ -31,7 +31,7 @@ class Connections:
     """
 
     def __init__(self) -> None:
-        self._opened: dict[int, int] = {}
+        self._opened: dict[int, int] = {}  # never changed, only replaced: several threads may look
         _kept.add(self)
 
     @contextmanager
@@ -60,7 +60,7 @@ class Connections:
         for connection in self._connected():
             with suppress(OSError):  # the other side was first
                 connection.shutdown(socket.SHUT_RDWR)
-        self._opened.clear()
+        self._opened = {}
 
     def lost(self) -> int:
         """How many were closed meanwhile, as gloo does with those that the other side has ended."""
@@ -71,7 +71,7 @@ class Connections:
         for descriptor, identity in self._opened.items():
             if _identity(descriptor) == identity:
                 os.close(descriptor)
-        self._opened.clear()
+        self._opened = {}
 
     def _connected(self) -> Iterator[socket.socket]:
         """Those that are still what they were; a number may be another file's by now."""

@@ -27,6 +27,7 @@ __all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_consequence"]
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _CONSEQUENCES = (RemoteStageError, LaneError, dist.DistError)
 _TELLING_SECONDS = 2.0
+_LEAST_ANSWER_SECONDS = 10.0  # of the store, on machines that have much else to do
 LEAST_SILENCE = timedelta(seconds=1)  # ranks leave a sign of life a few times a second
 _CLOSING_SECONDS = 3.0  # in which a rank that closes its mesh ends all its connections
 _USERS_CODE = "the code that uses the mesh"
@@ -44,6 +45,7 @@ class Patience:
 class Vigil:
     """Kept by each rank over its mesh, at ``place``. ``on_failure`` is called once, when the first failure is known.
 
+    ``break_off`` is called a second later, unless the mesh is closed by then: it ends what nothing else ends.
     ``overdue`` says which transfer takes too long, where no backend looks after it, and ``lost_connections`` how many
     of those to other ranks are closed.
     """
@@ -57,6 +59,7 @@ class Vigil:
         *,
         shares_errors: bool,
         on_failure: Callable[[FailureReport], None],
+        break_off: Callable[[], None],
         overdue: Callable[[], str],
         lost_connections: Callable[[], int],
     ) -> None:
@@ -89,7 +92,8 @@ class Vigil:
             self._look_after_neighbour,
             self._stall.look,
         )
-        self.failures = FailureWatch(store, f"{key}/failure", on_failure, lookouts, self._silence)
+        answer_seconds = max(self._silence, _LEAST_ANSWER_SECONDS)
+        self.failures = FailureWatch(store, f"{key}/failure", on_failure, lookouts, break_off, answer_seconds)
         self.failures.on_exit = self._exit
 
     @contextmanager
@@ -164,9 +168,8 @@ class Vigil:
 
     def _exit(self) -> None:
         """The interpreter ends, and the mesh was not closed: because of an exception, or by the script's end."""
-        error = (
-            None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
-        )  # a person may have seen to it
+        of_person = hasattr(sys, "ps1")  # who may have seen to it
+        error = None if of_person else getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and self.failures.first is None:
             self.publish(error)
         self.leave(EXITED)

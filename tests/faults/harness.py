@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from dataclasses import dataclass, field
@@ -13,10 +14,10 @@ from faults.job import Order, Report, train
 from faults.judgement import complaints, repeated_steps, resumption_complaints, seconds_until_raised
 from ldt.topology import Topology
 
-__all__ = ["FaultError", "Harness", "Outcome"]
+__all__ = ["SHARED_MEMORY", "FaultError", "Harness", "Outcome", "left_files"]
 
 _HANG_SECONDS = 40.0  # by then the job is killed; what is expected of a fault is a matter of the judgement
-_SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = Path("/dev/shm")
 _SETTLING_SECONDS = 2.0
 
 
@@ -56,7 +57,7 @@ class Harness:
         """What came of the fault of a seed."""
         fault = draw(seed)
         reference = self._reference(fault.topology)
-        shared_before = set(_SHARED_MEMORY.iterdir())
+        shared_before = set(SHARED_MEMORY.iterdir())
         outcome = Outcome(fault)
         with tempfile.TemporaryDirectory(prefix="ldt-faults-") as folder:
             endings = self._job(fault.topology, Path(folder), fault)
@@ -66,7 +67,7 @@ class Harness:
             again = self._job(fault.topology, Path(folder))
             outcome.complaints += resumption_complaints(endings, again, reference)
             outcome.repeated = repeated_steps(endings, again)
-        outcome.complaints += [f"left in shared memory: {path}" for path in _left_files(shared_before)]
+        outcome.complaints += [f"left in shared memory: {path}" for path in left_files(shared_before)]
         return outcome
 
     def _reference(self, topology: Topology) -> list[Report]:
@@ -86,9 +87,24 @@ class Harness:
         return self._crew.run(train, [order] * topology.world_size, _HANG_SECONDS)
 
 
-def _left_files(before: set[Path]) -> list[Path]:
-    """New files in shared memory that do not go within a while."""
+def left_files(before: set[Path]) -> list[Path]:
+    """New files in shared memory that do not go within a while, and are not another program's."""
     deadline = time.monotonic() + _SETTLING_SECONDS
-    while (left := sorted(set(_SHARED_MEMORY.iterdir()) - before)) and time.monotonic() < deadline:
+    while left := set(SHARED_MEMORY.iterdir()) - before:
+        if time.monotonic() > deadline:
+            return sorted(left - _of_other_programs())
         time.sleep(0.02)
-    return left
+    return []
+
+
+def _of_other_programs() -> set[Path]:
+    """Files in shared memory that living processes outside of this process group have mapped."""
+    files = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if os.getpgid(int(maps.parent.name)) != os.getpgrp():
+                paths = (line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines())
+                files |= {Path(path) for path in paths if path.startswith(f"{SHARED_MEMORY}/")}
+        except (OSError, ValueError):  # it has ended, or is not ours to look at
+            continue
+    return files

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from faults.__main__ import table
 from faults.crew import Crew, Ending, Injected, Seat
 from faults.fault import SAVE_EVERY, STEPS, Fault, FaultKind, draw
-from faults.harness import FaultError, Outcome
+from faults.harness import SHARED_MEMORY, FaultError, Outcome, left_files
 from faults.holdings import Holdings, tcp_connections
 from faults.job import Raised, Report
 from faults.judgement import complaints, resumption_complaints
@@ -68,6 +68,32 @@ def test_what_a_process_holds_more_is_seen() -> None:
     listener.close()
     child.communicate()
     assert before.left_since() == []
+
+
+def test_a_file_left_in_shared_memory_is_seen_unless_another_program_holds_it() -> None:
+    before = set(SHARED_MEMORY.iterdir())
+    mine, of_other = (SHARED_MEMORY / f"ldt-test-{os.getpid()}-{name}" for name in ("mine", "other"))
+    hold = "import mmap, sys; f = open(sys.argv[1], 'r+'); m = mmap.mmap(f.fileno(), 4); print(flush=True); input()"
+    other = None
+    try:
+        for path in (mine, of_other):
+            path.write_bytes(b"left")
+        other = subprocess.Popen(
+            [sys.executable, "-c", hold, str(of_other)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert other.stdout is not None
+        other.stdout.readline()
+        left = left_files(before)
+        assert mine in left
+        assert of_other not in left
+    finally:
+        if other is not None:
+            other.communicate(b"\n")
+        mine.unlink(missing_ok=True)
+        of_other.unlink(missing_ok=True)
 
 
 def test_connections_count_their_bytes() -> None:
