@@ -1,4 +1,4 @@
-"""Ranks that say nothing any more: stopped, hung, stuck in a collective, late. The others name them."""
+"""Ranks that say nothing any more: stopped, hung, away, late. The others name them."""
 
 from __future__ import annotations
 
@@ -7,98 +7,20 @@ import ctypes
 import logging
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from acting_jobs import caught_in_a_step, chunks_doing
 from pipeline_jobs import build
-from torch import nn
 
 import ldt
-from ldt.testing import RankError, RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.testing import RankError, RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 4
 LIMIT = timedelta(seconds=1.5)
-
-
-class Doing(ToyChunk):
-    """Does something in its forward of one microbatch of the armed step."""
-
-    def __init__(self) -> None:
-        super().__init__(16)
-        self.armed: Callable[[], object] | None = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if type(x) is torch.Tensor and self.armed is not None:
-            act, self.armed = self.armed, None
-            act()
-        return super().forward(x)
-
-
-def caught_in_a_step(mesh: ldt.Mesh, chunks: list[nn.Module]) -> tuple[int | None, str, float]:
-    """The rank that the error of a step names, its text, and the seconds until it was raised."""
-    pipeline = build(mesh, chunks)
-    start = time.monotonic()
-    with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
-        pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
-        pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
-    return getattr(caught.value, "rank", None), str(caught.value), time.monotonic() - start
-
-
-def chunks_doing(topology: Topology, chunk: int, act: Callable[[], object]) -> list[nn.Module]:
-    torch.manual_seed(0)
-    chunks = [Doing() for _ in range(topology.num_chunks)]
-    chunks[chunk].armed = act
-    return list(chunks)
-
-
-# -- stuck in a collective of the stage ----------------------------------------------------------------------------
-
-
-class BoomError(Exception):
-    pass
-
-
-def boom() -> None:
-    raise BoomError("no more")
-
-
-def stuck(failing: int) -> tuple[int | None, str, float]:
-    """Rank 2 is in a collective of its stage, in which rank 1 does not take part, when rank ``failing`` fails."""
-    topology = Topology([1, 2, 1])
-    with ldt.connect(topology) as mesh:
-
-        def act() -> None:
-            if mesh.rank == failing == 1:
-                boom()
-            if mesh.rank == 1:
-                time.sleep(3.0)
-            dist.all_reduce(torch.ones(1), group=mesh.tp_mesh.get_group())
-
-        chunks = chunks_doing(topology, 1, act)
-        if failing == 3 and mesh.rank == 0:
-            threading.Timer(0.5, mesh.vigil.publish, [BoomError("the edge")]).start()
-        try:
-            return caught_in_a_step(mesh, chunks)
-        except BoomError:
-            return mesh.rank, "", 0.0
-
-
-@pytest.mark.parametrize("failing", [1, 3])
-def test_a_rank_in_a_collective_of_its_stage_is_freed(pool: RankPool, failing: int) -> None:
-    """Whether it waits for the rank that failed, or for one that has not heard of it yet."""
-    culprit = {1: 1, 3: 0}[failing]
-    for rank, (named, text, seconds) in enumerate(pool.run(stuck, failing)):
-        if rank == 2:
-            assert named == culprit, text
-            assert seconds < 2.0
-            assert "BoomError" in text
 
 
 # -- stopped and hung ------------------------------------------------------------------------------------------------
@@ -243,30 +165,6 @@ def test_limits_that_cannot_be() -> None:
         ldt.connect(Topology([1]), heartbeat_timeout=timedelta(seconds=0.9))
 
 
-def stopped_in_its_layers() -> tuple[int | None, str]:
-    """Rank 2 waits in a collective of its stage for rank 1, which is stopped: who waits there does not hang."""
-    topology = Topology([1, 2])
-    with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
-        pid = mesh.control.gather(os.getpid())[1]
-
-        def act() -> None:
-            if mesh.rank == 1:
-                os.kill(pid, signal.SIGSTOP)
-            dist.all_reduce(torch.ones(1), group=mesh.tp_mesh.get_group())
-
-        named, text, _ = caught_in_a_step(mesh, chunks_doing(topology, 1, act))
-    if mesh.rank == 0:
-        os.kill(pid, signal.SIGCONT)
-    return named, text
-
-
-def test_who_waits_in_the_layers_is_not_taken_to_hang(pool: RankPool) -> None:
-    for rank, (named, text) in enumerate(pool.run(stopped_in_its_layers, ranks=range(3))):
-        assert rank == 1 or named == 1, text
-        assert "rank 1 (stage 1, replica 0) failed first" in text
-        assert "no sign of life" in text
-
-
 def closing_while_busy(busy: int) -> bool:
     """Rank 2 closes its mesh, while another rank holds Python's lock for longer than a roll call takes."""
     with ldt.connect(Topology([1, 1, 1]), ranks=range(3)) as mesh:
@@ -282,38 +180,6 @@ def closing_while_busy(busy: int) -> bool:
 
 def test_a_mesh_that_is_closed_makes_nobody_else_suspect(pool: RankPool) -> None:
     assert pool.run(closing_while_busy, 1, ranks=range(3)) == [False] * 3
-
-
-def late_in_connect(how: str) -> tuple[str, float]:
-    """A rank fails before it makes a group for which the others wait already."""
-    from ldt.runtime import group_set as module
-
-    make = module.make_group
-
-    def refuse(name: str, *arguments: Any) -> Any:
-        if name.endswith("control/leaders"):
-            time.sleep(0.5)
-            if how == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise BoomError("no more sockets")
-        return make(name, *arguments)
-
-    if dist.get_rank() == 0:
-        module.make_group = refuse
-    start = time.monotonic()
-    try:
-        with pytest.raises((BoomError, ldt.LdtError)) as caught:
-            ldt.connect(Topology([1, 1, 1]), ranks=range(3), heartbeat_timeout=LIMIT)
-    finally:
-        module.make_group = make
-    return str(caught.value), time.monotonic() - start
-
-
-def test_a_failure_while_groups_are_made(pool: RankPool) -> None:
-    """Others wait in the store for the rank that does not come: that wait is ended, too."""
-    for rank, (text, seconds) in enumerate(pool.run(late_in_connect, "raise", ranks=range(3))):
-        assert seconds < 4.0
-        assert rank == 0 or "rank 0 (stage 0, replica 0) failed first in connect" in text
 
 
 def forked_child() -> None:

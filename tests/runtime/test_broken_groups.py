@@ -1,0 +1,189 @@
+"""Ranks in collectives of their stage when a rank fails, and groups that a failed mesh leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from acting_jobs import BoomError, caught_in_a_step, chunks_doing
+from torch.distributed import distributed_c10d as c10d
+
+import ldt
+from ldt.runtime import group_set as module
+from ldt.runtime.sockets import Connections
+from ldt.testing import RankPool
+from ldt.topology import Topology
+
+LIMIT = timedelta(seconds=1.5)
+
+
+def boom() -> None:
+    raise BoomError("no more")
+
+
+def stuck(failing: int) -> tuple[int | None, str, float]:
+    """Rank 2 is in a collective of its stage, in which rank 1 does not take part, when rank ``failing`` fails."""
+    topology = Topology([1, 2, 1])
+    with ldt.connect(topology) as mesh:
+
+        def act() -> None:
+            if mesh.rank == failing == 1:
+                boom()
+            if mesh.rank == 1:
+                time.sleep(3.0)
+            dist.all_reduce(torch.ones(1), group=mesh.tp_mesh.get_group())
+
+        chunks = chunks_doing(topology, 1, act)
+        if failing == 3 and mesh.rank == 0:
+            threading.Timer(0.5, mesh.vigil.publish, [BoomError("the edge")]).start()
+        try:
+            return caught_in_a_step(mesh, chunks)
+        except BoomError:
+            return mesh.rank, "", 0.0
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_rank_in_a_collective_of_its_stage_is_freed(pool: RankPool, failing: int) -> None:
+    """Whether it waits for the rank that failed, or for one that has not heard of it yet."""
+    culprit = {1: 1, 3: 0}[failing]
+    for rank, (named, text, seconds) in enumerate(pool.run(stuck, failing)):
+        if rank == 2:
+            assert named == culprit, text
+            assert seconds < 2.0
+            assert "BoomError" in text
+
+
+def stopped_in_its_layers() -> tuple[int | None, str]:
+    """Rank 2 waits in a collective of its stage for rank 1, which is stopped: who waits there does not hang."""
+    topology = Topology([1, 2])
+    with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
+        pid = mesh.control.gather(os.getpid())[1]
+
+        def act() -> None:
+            if mesh.rank == 1:
+                os.kill(pid, signal.SIGSTOP)
+            dist.all_reduce(torch.ones(1), group=mesh.tp_mesh.get_group())
+
+        named, text, _ = caught_in_a_step(mesh, chunks_doing(topology, 1, act))
+    if mesh.rank == 0:
+        os.kill(pid, signal.SIGCONT)
+    return named, text
+
+
+def test_who_waits_in_the_layers_is_not_taken_to_hang(pool: RankPool) -> None:
+    for rank, (named, text) in enumerate(pool.run(stopped_in_its_layers, ranks=range(3))):
+        assert rank == 1 or named == 1, text
+        assert "rank 1 (stage 1, replica 0) failed first" in text
+        assert "no sign of life" in text
+
+
+def late_in_connect(how: str) -> tuple[str, float]:
+    """A rank fails before it makes a group for which the others wait already."""
+    make = module.make_group
+
+    def refuse(name: str, *arguments: Any) -> Any:
+        if name.endswith("control/leaders"):
+            time.sleep(0.5)
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise BoomError("no more sockets")
+        return make(name, *arguments)
+
+    if dist.get_rank() == 0:
+        module.make_group = refuse
+    start = time.monotonic()
+    try:
+        with pytest.raises((BoomError, ldt.LdtError)) as caught:
+            ldt.connect(Topology([1, 1, 1]), ranks=range(3), heartbeat_timeout=LIMIT)
+    finally:
+        module.make_group = make
+    return str(caught.value), time.monotonic() - start
+
+
+def test_a_failure_while_groups_are_made(pool: RankPool) -> None:
+    """Others wait in the store for the rank that does not come: that wait is ended, too."""
+    for rank, (text, seconds) in enumerate(pool.run(late_in_connect, "raise", ranks=range(3))):
+        assert seconds < 4.0
+        assert rank == 0 or "rank 0 (stage 0, replica 0) failed first in connect" in text
+
+
+ROUNDS = 8
+
+
+def busy() -> list[float]:
+    """Ranks 1 and 2 are in one collective of their stage after the other when rank 0 fails; seconds until it raised."""
+    return [busy_for_a_while(0.1 + 0.03 * index) for index in range(ROUNDS)]
+
+
+def busy_for_a_while(failing_after: float) -> float:
+    topology = Topology([1, 2, 1])
+    with ldt.connect(topology) as mesh:
+
+        def act() -> None:
+            group = mesh.tp_mesh.get_group()
+            going = torch.ones(1)
+            end = time.monotonic() + 0.8
+            while going:
+                for _ in range(50):
+                    dist.all_reduce(torch.ones(8), group=group)
+                going.fill_(time.monotonic() < end)
+                dist.all_reduce(going, dist.ReduceOp.MIN, group=group)
+
+        chunks = chunks_doing(topology, 1, act)
+        if mesh.rank == 0:
+            threading.Timer(failing_after, mesh.vigil.publish, [BoomError("the edge")]).start()
+        _, text, seconds = caught_in_a_step(mesh, chunks)
+        assert "BoomError" in text
+    return seconds
+
+
+def test_ranks_that_are_busy_with_collectives_all_leave(pool: RankPool) -> None:
+    """gloo loses who is just sending or receiving where a rank ends the connections that it waits for itself."""
+    for rank, seconds in enumerate(pool.run(busy)):
+        assert max(seconds) < 4.0, (rank, seconds)
+
+
+def forgotten(group_timeout: float) -> tuple[float, list[str]]:
+    """Rank 0 waits for rank 1 in a group of which it knows no connections, as where there is no procfs."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    module.logger.addHandler(handler)
+    groups = module.GroupSet()
+    groups.use(c10d._get_default_store())
+    group = groups.make("waiting", "forgotten/waiting", [0, 1], "gloo", timedelta(seconds=20))
+    group.set_timeout(timedelta(seconds=group_timeout))
+    if dist.get_rank() == 1:
+        time.sleep(group_timeout + 0.5)
+    else:
+        dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        groups._connections["waiting"] = Connections()
+    del group
+    groups.break_all()
+    usual, module._DROPPING_SECONDS = module._DROPPING_SECONDS, 0.5
+    start = time.monotonic()
+    groups.drop()
+    seconds = time.monotonic() - start
+    module._DROPPING_SECONDS = usual
+    module.logger.removeHandler(handler)
+    dropping = [thread for thread in threading.enumerate() if thread.name == "ldt-drop-groups"]
+    for thread in dropping:
+        thread.join(group_timeout + 5.0)
+        assert not thread.is_alive()
+    return seconds, [record.getMessage() for record in records]
+
+
+def test_a_group_that_still_waits_does_not_hold_up_its_rank(pool: RankPool) -> None:
+    (seconds, said), (others_seconds, others_said) = pool.run(forgotten, 3.0, ranks=range(2))
+    assert 0.5 <= seconds < 1.5
+    assert said == ["a process group still waits for something: it is left until its timeout"]
+    assert others_seconds < 0.4
+    assert others_said == []
