@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch import nn
 
 from ldt.topology import Topology
 
-__all__ = ["SleepingChunk", "ToyChunk", "toy_chunks", "toy_loss", "toy_microbatches", "unsplit_step"]
+__all__ = [
+    "SleepingChunk",
+    "ToyChunk",
+    "on_backward",
+    "toy_chunks",
+    "toy_loss",
+    "toy_microbatches",
+    "unsplit_step",
+]
 
 
 class ToyChunk(nn.Module):
@@ -29,18 +38,22 @@ class ToyChunk(nn.Module):
         return x + residual
 
 
-class _Sleep(torch.autograd.Function):
-    """The identity, whose backward sleeps."""
-
+class _OnBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], object]) -> torch.Tensor:
+        ctx.act = act
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(ctx.seconds)
+        ctx.act()
         return grad, None
+
+
+def on_backward(x: torch.Tensor, act: Callable[[], object]) -> torch.Tensor:
+    """``x``, whose backward first calls ``act``."""
+    same: torch.Tensor = _OnBackward.apply(x, act)  # type: ignore[no-untyped-call]
+    return same
 
 
 class SleepingChunk(ToyChunk):
@@ -58,8 +71,9 @@ class SleepingChunk(ToyChunk):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is torch.Tensor:  # not while shapes are inferred
             time.sleep(self.seconds)
-        output: torch.Tensor = _Sleep.apply(super().forward(x), self.half_backward)  # type: ignore[no-untyped-call]
-        late: torch.Tensor = _Sleep.apply(self.pace, self.half_backward)  # type: ignore[no-untyped-call]
+        rest = partial(time.sleep, self.half_backward)
+        output = on_backward(super().forward(x), rest)
+        late = on_backward(self.pace, rest)
         return output + late
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from faults.fault import MICROBATCHES, SAVE_EVERY, STEPS, Fault
 from faults.holdings import Holdings
 from faults.injection import SILENCE_SECONDS, Trap
 from ldt.testing import ToyChunk, toy_loss, toy_microbatches
+from ldt.testing.models import on_backward
 from ldt.topology import Topology
 
 __all__ = ["Order", "Raised", "Report", "train"]
@@ -180,9 +181,6 @@ def _digest(pipeline: ldt.Pipeline) -> str:
     return found.hexdigest()
 
 
-_LAYER_TIMEOUT = timedelta(seconds=4)
-
-
 class _Chunk(ToyChunk):
     """Tells a trap of its forwards and backwards, and talks to the other ranks of its node in between."""
 
@@ -191,31 +189,15 @@ class _Chunk(ToyChunk):
         super().__init__(_WIDTH)
         self.trap = trap
         self.group = mesh.tp_mesh.get_group() if mesh.tp_mesh.size() > 1 else None
-        if self.group is not None:
-            # A collective that begins in the very moment in which its connection ends may be lost in gloo, and waits.
-            self.group.set_timeout(_LAYER_TIMEOUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:  # while shapes are inferred
             return super().forward(x)
-        self.trap.reach("forward")
-        self.meet()
-        return _Watched.apply(super().forward(x), self)  # type: ignore[no-any-return,no-untyped-call]
+        self.reach("forward")
+        return on_backward(super().forward(x), partial(self.reach, "backward"))
 
-    def meet(self) -> None:
-        """As the layers of a tensor-parallel stage do, in each direction."""
+    def reach(self, place: str) -> None:
+        """And meet the other ranks of the node, as the layers of a tensor-parallel stage do in each direction."""
+        self.trap.reach(place)
         if self.group is not None:
             dist.all_reduce(torch.ones(_WIDTH), group=self.group)
-
-
-class _Watched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
-        ctx.chunk = chunk
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.chunk.trap.reach("backward")
-        ctx.chunk.meet()
-        return grad, None
