@@ -19,8 +19,8 @@ from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key
 from ldt.runtime.strands import TransferChoice, Transfers
-from ldt.runtime.terms import Terms
-from ldt.runtime.vigil import LEAST_SILENCE, Patience
+from ldt.runtime.terms import Limits, Terms
+from ldt.runtime.vigil import Patience
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -71,10 +71,9 @@ def connect(
     for ``stall_timeout``, is taken to hang, and so is one outside of any call for which others wait that long; a
     picture of all nodes is logged by every leader before, after a minute or half of that time.
 
-    A failure on a cloud rank is told to all ranks with its text and traceback. Of one on the edge, cloud ranks learn
-    the type of the exception, what the rank was doing, and the file, line and function that raised it, and the text
-    only where it is an exception of this package, which names shapes and figures: another one's may quote a sample.
-    ``share_edge_errors=True`` on the edge sends text and traceback from there, too.
+    A failure on a cloud rank is told to all with its text and traceback. Of one on the edge, whose text may quote a
+    sample, cloud ranks learn the type of the exception, what the rank was doing and where it was raised; the text only
+    of this package's own exceptions, which name shapes and figures, unless the edge has ``share_edge_errors=True``.
 
     Raises ValueError or TypeError for arguments that cannot be (the same on every rank), LdtError naming the ranks that
     did not come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
@@ -83,45 +82,20 @@ def connect(
     ranks = _check_ranks(topology, ranks)
     rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     device = choose_device(device, backend)
-    _check_limits(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
+    limits = Limits(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
-    patience = Patience(heartbeat_timeout, stall_timeout)
-    terms = Terms(
-        topology,
-        backend,
-        lanes,
-        transfers,
-        transport,
-        ranks,
-        rank,
-        device,
-        timeout,
-        transfer_timeout,
-        patience,
-        share_edge_errors,
+    return _connect(
+        Terms(topology, backend, lanes, transfers, transport, ranks, rank, device, limits, share_edge_errors)
     )
-    return _connect(terms)
-
-
-def _check_limits(*limits: timedelta) -> None:
-    """Those of ``connect``, in the order of its arguments."""
-    names = ("timeout", "transfer_timeout", "heartbeat_timeout", "stall_timeout")
-    leasts = (timedelta(0), timedelta(0), LEAST_SILENCE, timedelta(0))
-    for name, limit, least in zip(names, limits, leasts, strict=True):
-        if not isinstance(limit, timedelta):
-            raise TypeError(
-                f"{name} must be a datetime.timedelta, got {limit!r}: write timedelta(seconds=...)"
-            )
-        if limit <= timedelta(0) or limit < least:
-            raise ValueError(f"{name} must be {f'at least {least}' if least else 'positive'}, got {limit}")
 
 
 def _connect(terms: Terms) -> Mesh:
-    deadline = time.monotonic() + terms.timeout.total_seconds()
+    seconds = terms.limits.timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     me = terms.ranks[terms.rank]
     store, key = _meeting_place(me, terms.ranks)
-    check_in(store, key, me, terms.ranks, terms.settings, terms.timeout.total_seconds())
+    check_in(store, key, me, terms.ranks, terms.settings, seconds)
     mesh = Mesh(terms, store, key, partial(_connect, terms))
     try:
         mesh.open(deadline)

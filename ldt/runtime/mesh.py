@@ -80,7 +80,7 @@ class Mesh(Place):
             self,
             store,
             key,
-            terms.patience,
+            terms.limits.patience,
             shares_errors=terms.share_edge_errors or not self.is_edge,
             on_failure=self._on_failure,
             break_off=self._groups.break_all,
@@ -256,7 +256,7 @@ class Mesh(Place):
 
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        transfer_timeout = self._terms.transfer_timeout
+        transfer_timeout = self._terms.limits.transfer_timeout
         self._groups.use(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:

@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 
 import torch
 
 from ldt.runtime.carriers import TransportChoice
 from ldt.runtime.strands import Transfers
-from ldt.runtime.vigil import Patience
+from ldt.runtime.vigil import LEAST_SILENCE, Patience
 from ldt.topology import LanePolicy, Topology
 
-__all__ = ["Terms"]
+__all__ = ["Limits", "Terms"]
 
 _SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long ``connect`` and what follows may wait. TypeError and ValueError for what cannot be waited for."""
+
+    timeout: timedelta
+    transfer_timeout: timedelta
+    heartbeat_timeout: timedelta
+    stall_timeout: timedelta
+
+    def __post_init__(self) -> None:
+        leasts = {"heartbeat_timeout": LEAST_SILENCE}
+        for name in (field.name for field in fields(self)):
+            limit, least = getattr(self, name), leasts.get(name, timedelta(0))
+            if not isinstance(limit, timedelta):
+                raise TypeError(
+                    f"{name} must be a datetime.timedelta, got {limit!r}: write timedelta(seconds=...)"
+                )
+            if limit <= timedelta(0) or limit < least:
+                wanted = f"at least {least}" if least else "positive"
+                raise ValueError(f"{name} must be {wanted}, got {limit}")
+
+    @property
+    def patience(self) -> Patience:
+        return Patience(self.heartbeat_timeout, self.stall_timeout)
 
 
 @dataclass(frozen=True)
@@ -29,9 +55,7 @@ class Terms:
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
-    timeout: timedelta
-    transfer_timeout: timedelta
-    patience: Patience
+    limits: Limits
     share_edge_errors: bool
 
     @property
