@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,9 +73,9 @@ class Guard:
         self, microbatches: Iterable[Microbatch], copies: bool = False, earlier: Guard | None = None
     ) -> None:
         self._kept: list[_Kept] = []
-        self._losses: list[torch.Tensor] = []
+        self._losses: list[_Kept] = []
         for loss in [] if earlier is None else earlier._losses:
-            self._keep("a loss of the step before", loss)
+            self._kept.append(loss._replace(what="a loss of the step before"))
         for index, microbatch in enumerate(microbatches):
             for where, value in (
                 ("inputs", (microbatch.args, microbatch.kwargs)),
@@ -84,9 +85,11 @@ class Guard:
         self._copies = copies
 
     def add_loss(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Refuse it from now on, in this step and the next."""
-        self._losses.append(loss.detach())
-        self._keep(f"the loss of microbatch {microbatch}", loss.detach())
+        """Refuse it from now on, in this step and the next; nothing is held, as a loss may have the memory of many."""
+        for own in _tensors_in(loss.detach()):
+            kept = _Kept.of(f"the loss of microbatch {microbatch}", own)._replace(tensor=None)
+            self._losses.append(kept)
+            self._kept.append(kept)
 
     def end(self) -> None:
         """Let go of the samples: the step is over."""
@@ -104,14 +107,14 @@ class Guard:
 
     def _keep(self, what: str, value: object) -> None:
         for tensor in _tensors_in(value):
-            self._kept.append(_Kept(what, tensor, *_extent(tensor)))
+            self._kept.append(_Kept.of(what, tensor))
 
     def _overlapped(self, tensor: torch.Tensor) -> str | None:
         start, stop = _extent(tensor)
         found = (
             kept.what
             for kept in self._kept
-            if kept.start < stop and start < kept.stop and kept.tensor.device == tensor.device
+            if kept.start < stop and start < kept.stop and kept.device == tensor.device and kept.lives
         )
         return next(found, None)
 
@@ -120,20 +123,31 @@ class Guard:
         values = _values(tensor)
         if values.numel() <= 2 or bool((values == values[0]).all()):
             return None
-        for kept in self._kept:
-            alike = kept.tensor.numel() == tensor.numel() and kept.tensor.device == tensor.device
-            if alike and torch.equal(_values(kept.tensor), values):
-                return f"a copy of {kept.what}"
+        for what, own in ((kept.what, kept.tensor) for kept in self._kept if kept.tensor is not None):
+            alike = own.numel() == tensor.numel() and own.device == tensor.device
+            if alike and torch.equal(_values(own), values):
+                return f"a copy of {what}"
         return None
 
 
 class _Kept(NamedTuple):
-    """A tensor that may not leave, and the addresses of its memory."""
+    """Memory that may not leave, by its addresses."""
 
     what: str
-    tensor: torch.Tensor  # keeps the memory its own
+    tensor: torch.Tensor | None  # keeps the memory its own
+    device: torch.device
     start: int
     stop: int
+    storage: weakref.ref[torch.UntypedStorage]
+
+    @classmethod
+    def of(cls, what: str, tensor: torch.Tensor) -> _Kept:
+        return cls(what, tensor, tensor.device, *_extent(tensor), weakref.ref(tensor.untyped_storage()))
+
+    @property
+    def lives(self) -> bool:
+        """Whether the addresses are still those of this memory: nobody can send what is gone."""
+        return self.tensor is not None or self.storage() is not None
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

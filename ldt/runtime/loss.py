@@ -68,7 +68,7 @@ class StepLoss:
         result = self._loss_fn(output, target)
         loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
         _check_scalar(loss)
-        self._values[microbatch] = loss.detach()
+        self._values[microbatch] = _on_its_own(loss.detach())
         self._counts[microbatch] = count
         self._read = None
         if torch.is_grad_enabled():
@@ -130,6 +130,11 @@ class StepLoss:
             numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
             self._read = {**self._counts, **dict(zip(tensors, map(float, numbers), strict=True))}  # type: ignore[dict-item]
         return self._read
+
+
+def _on_its_own(value: torch.Tensor) -> torch.Tensor:
+    """Without memory that it does not need: ``mse_loss`` and others return a number in that of all elements' losses."""
+    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _check_scalar(loss: Any) -> None:

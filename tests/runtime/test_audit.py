@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,20 @@ def leaking_a_loss() -> str:
 def test_losses_do_not_leave(pool: RankPool) -> None:
     for text in pool.run(leaking_a_loss, ranks=range(2)):
         assert "would send a loss of the step before to the cloud" in text
+
+
+def test_a_loss_is_known_for_as_long_as_somebody_has_it() -> None:
+    guard = Guard([])
+    loss, gone = torch.zeros(3).sum(), torch.zeros(3).sum()
+    held = weakref.ref(gone.untyped_storage())
+    guard.add_loss(0, loss)
+    guard.add_loss(1, gone)
+    del gone
+    assert held() is None, "the guard holds it"
+    for later in (guard, Guard([], earlier=guard)):
+        with pytest.raises(ValueError, match=r"would send .*loss of"):
+            later.check([loss], "something")
+        later.check([torch.zeros(()) for _ in range(100)], "where the other one was")
 
 
 def test_targets_and_nested_inputs_are_known() -> None:

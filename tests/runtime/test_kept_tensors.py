@@ -1,7 +1,8 @@
-"""Chunks that return a tensor they keep and change in place with the next forward, as running counters are."""
+"""Tensors that chunks keep and change in place, as running counters are, and tensors that nobody should keep."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.testing import RankPool, toy_loss, toy_microbatches, unsplit_step
+from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
@@ -98,3 +99,31 @@ def counters(name: str, stages: int) -> None:
 @pytest.mark.parametrize("name", sorted(PICKS))
 def test_a_tensor_that_a_chunk_keeps(pool: RankPool, name: str, stages: int) -> None:
     pool.run(counters, name, stages, ranks=range(stages))
+
+
+def losses_in_much_memory() -> list[int]:
+    """Of ``mse_loss``, which torch leaves in the memory of all elements' losses: how many are held at once."""
+    held: list[weakref.ref[torch.UntypedStorage]] = []
+    counts = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(output, target)
+        assert loss.untyped_storage().nbytes() > loss.nbytes, "this test needs another loss"
+        held.append(weakref.ref(loss.untyped_storage()))
+        counts.append(sum(storage() is not None for storage in held))
+        return loss
+
+    with ldt.connect(Topology([1, 1]), ranks=range(2)) as mesh:
+        pipeline = build(mesh, toy_chunks(mesh.topology), loss_fn)
+        result = pipeline.step(toy_microbatches(12) if mesh.is_edge else None)
+        assert result.losses is None or len(result.losses) == len(held)
+        counts.append(sum(storage() is not None for storage in held))
+    return counts
+
+
+def test_losses_take_no_more_memory_than_numbers(pool: RankPool) -> None:
+    edge, cloud = pool.run(losses_in_much_memory, ranks=range(2))
+    assert len(edge) == 12 + 1
+    assert max(edge) <= 2, "the one that is computed, and one before it"
+    assert edge[-1] == 0
+    assert cloud == [0]
