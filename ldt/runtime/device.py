@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["choose_backend", "choose_device", "synchronize_current_stream"]
+__all__ = ["choose_backend", "choose_device", "open_libraries", "synchronize_current_stream"]
 
 _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu"}
 
@@ -41,6 +41,20 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
             f"the default process group has no backend for {device}: it has {_default_backends()}; pass backend="
         )
     return name
+
+
+def open_libraries(device: torch.device) -> None:
+    """Multiply matrices once, forward and backward, before anything is under way on ``device``.
+
+    The first product of a thread, and autograd has threads of its own, makes the thread's handle of the device's
+    library (cuBLAS), which waits for all that is queued there: also for a receive that waits for this rank.
+    """
+    if device.type == "cpu":
+        return
+    with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        ones = torch.ones(16, 16, dtype=torch.float32, device=device, requires_grad=True)
+        torch.autograd.backward(torch.nn.functional.linear(ones, ones, ones[0]).sum())
+    synchronize_current_stream(device)
 
 
 def synchronize_current_stream(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from ldt.runtime import groups as naming
 from ldt.runtime.carriers import Carrier, CarrierChoice
 from ldt.runtime.connecting import await_connected, start_connecting
 from ldt.runtime.control import ControlPlane
-from ldt.runtime.device import choose_backend
+from ldt.runtime.device import choose_backend, open_libraries
 from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.group_set import GroupSet
@@ -256,6 +256,7 @@ class Mesh(Place):
 
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
+        open_libraries(self.device)
         transfer_timeout = self._terms.limits.transfer_timeout
         self._groups.use(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):

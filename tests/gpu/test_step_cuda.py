@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.pace import AHEAD
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 
 WORLD_SIZE = 2
@@ -57,7 +58,7 @@ def test_a_step_does_not_synchronize(pool: RankPool, transport: TransportChoice)
 
 
 def _peak(transport: TransportChoice) -> list[int]:
-    """Bytes on the cloud, received ones included, in steps of 4 and of 64 microbatches."""
+    """Bytes, received ones included and the batch not, in steps of 4 and of 64 microbatches."""
     pipeline = make(transport)
     lanes, peaks = pipeline.mesh.all_lanes(), []
     for number in (4, 4, 64):
@@ -68,7 +69,8 @@ def _peak(transport: TransportChoice) -> list[int]:
         torch.cuda.synchronize()
         # The copy engine's memory is not of torch's allocator, and that of the others is.
         pooled = sum(int(lane.stats()["pool_bytes"]) for lane in lanes) if transport == "copy_engine" else 0
-        peaks.append(torch.cuda.max_memory_allocated() + pooled)
+        given = 0 if microbatches is None else 2 * number * ACTIVATION
+        peaks.append(torch.cuda.max_memory_allocated() + pooled - given)
     pipeline.mesh.close()
     return peaks[1:]
 
@@ -84,5 +86,6 @@ def _peak(transport: TransportChoice) -> list[int]:
     ],
 )
 def test_memory_does_not_grow_with_the_microbatches(pool: RankPool, transport: TransportChoice) -> None:
-    few, many = pool.run(_peak, transport, timeout=40)[1]
-    assert many - few < ACTIVATION
+    """But for what is sent and not yet known to be gone, as the host is a few actions ahead."""
+    for few, many in pool.run(_peak, transport, timeout=40):
+        assert many - few <= AHEAD * ACTIVATION
