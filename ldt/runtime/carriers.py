@@ -134,8 +134,8 @@ def warn_of_settings(device: torch.device) -> None:
         logger.warning(
             "CUDA_MODULE_LOADING is not EAGER: a kernel is loaded when it is launched for the first time, and that can "
             "wait for all that is queued on the GPU, also for a transfer that waits for this rank, so that no rank "
-            "goes on. Start the processes with CUDA_MODULE_LOADING=EAGER (which takes 1 GiB and some seconds more), or "
-            "run every chunk forward and backward once before connect"
+            "goes on. Import ldt before anything starts CUDA, or start the processes with CUDA_MODULE_LOADING=EAGER "
+            "(which takes 1 GiB and some seconds more), or run every chunk forward and backward once before connect"
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(

@@ -5,4 +5,3 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading a kernel may wait for all that is queued

@@ -33,7 +33,10 @@ def first_step(transport: TransportChoice) -> list[float]:
 
 @pytest.mark.parametrize("transport", ["nccl", "c10d", "copy_engine"])
 def test_it_ends(transport: TransportChoice) -> None:
-    """cuBLAS, when it is first used, waits for all receives that were posted ahead: ``connect`` uses it before."""
+    """cuBLAS, when it is first used, waits for all receives that were posted ahead: ``connect`` uses it before.
+
+    So does a kernel that is loaded at its first launch: ``import ldt`` has all loaded at once.
+    """
     with RankPool(2) as pool:
         losses, nothing = pool.run(first_step, transport, timeout=60)
     assert len(losses) == 8

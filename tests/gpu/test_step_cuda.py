@@ -75,16 +75,7 @@ def _peak(transport: TransportChoice) -> list[int]:
     return peaks[1:]
 
 
-@pytest.mark.parametrize(
-    "transport",
-    [
-        "copy_engine",
-        "nccl",
-        pytest.param(
-            "c10d", marks=pytest.mark.xfail(strict=False, reason="more was held; see docs/performance_gpu.md")
-        ),
-    ],
-)
+@each_transport
 def test_memory_does_not_grow_with_the_microbatches(pool: RankPool, transport: TransportChoice) -> None:
     """But for what is sent and not yet known to be gone, as the host is a few actions ahead."""
     for few, many in pool.run(_peak, transport, timeout=40):

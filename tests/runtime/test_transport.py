@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -93,3 +95,18 @@ def test_settings_that_do_harm_are_warned_of(
     caplog.clear()
     warn_of_settings(torch.device("xpu", 0))
     assert not caplog.records
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "EAGER"), ("LAZY", "LAZY")])
+def test_kernels_are_loaded_at_once_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    """Set by the import, as CUDA looks when it starts."""
+    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_MODULE_LOADING", given)
+    code = "import os, ldt; print(os.environ['CUDA_MODULE_LOADING'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"{found}\n"
