@@ -87,7 +87,7 @@ class Guard:
     def add_loss(self, microbatch: int, loss: torch.Tensor) -> None:
         """Refuse it from now on, in this step and the next; nothing is held, as a loss may have the memory of many."""
         for own in _tensors_in(loss.detach()):
-            kept = _Kept.of(f"the loss of microbatch {microbatch}", own)._replace(tensor=None)
+            kept = _Kept.of(f"the loss of microbatch {microbatch}", own, hold=False)
             self._losses.append(kept)
             self._kept.append(kept)
 
@@ -138,16 +138,17 @@ class _Kept(NamedTuple):
     device: torch.device
     start: int
     stop: int
-    storage: weakref.ref[torch.UntypedStorage]
+    memory: weakref.ref[torch.UntypedStorage]
 
     @classmethod
-    def of(cls, what: str, tensor: torch.Tensor) -> _Kept:
-        return cls(what, tensor, tensor.device, *_extent(tensor), weakref.ref(tensor.untyped_storage()))
+    def of(cls, what: str, tensor: torch.Tensor, hold: bool = True) -> _Kept:
+        memory = weakref.ref(tensor.untyped_storage())
+        return cls(what, tensor if hold else None, tensor.device, *_extent(tensor), memory)
 
     @property
     def lives(self) -> bool:
         """Whether the addresses are still those of this memory: nobody can send what is gone."""
-        return self.tensor is not None or self.storage() is not None
+        return self.tensor is not None or self.memory() is not None
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

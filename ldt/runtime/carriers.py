@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
+from ldt._cuda import loads_lazily
 from ldt.errors import LdtError
 from ldt.runtime.groups import group_specs, lane_name, stage_name
 from ldt.runtime.routes import LaneEnds, LaneId, Route, Share, connect_routes, routes_of
@@ -130,12 +131,13 @@ def warn_of_settings(device: torch.device) -> None:
     """Log which settings of CUDA in the environment do harm."""
     if device.type != "cuda":
         return
-    if os.environ.get("CUDA_MODULE_LOADING", "LAZY").upper() != "EAGER":
+    if loads_lazily():
         logger.warning(
-            "CUDA_MODULE_LOADING is not EAGER: a kernel is loaded when it is launched for the first time, and that can "
-            "wait for all that is queued on the GPU, also for a transfer that waits for this rank, so that no rank "
-            "goes on. Import ldt before anything starts CUDA, or start the processes with CUDA_MODULE_LOADING=EAGER "
-            "(which takes 1 GiB and some seconds more), or run every chunk forward and backward once before connect"
+            "CUDA_MODULE_LOADING was not EAGER when CUDA started: a kernel is loaded when it is launched for the first "
+            "time, and that can wait for all that is queued on the GPU, also for a transfer that waits for this rank, "
+            "so that no rank goes on. Import ldt before anything starts CUDA, or start the processes with "
+            "CUDA_MODULE_LOADING=EAGER (which takes 1 GiB and some seconds more), or run every chunk forward and "
+            "backward once before connect"
         )
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         logger.warning(

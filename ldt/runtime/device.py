@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
 __all__ = ["choose_backend", "choose_device", "open_libraries", "synchronize_current_stream"]
 
+_POLL_SECONDS = 0.001
+_opened = threading.local()
 _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu"}
 
 
@@ -43,18 +49,25 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
     return name
 
 
-def open_libraries(device: torch.device) -> None:
-    """Multiply matrices once, forward and backward, before anything is under way on ``device``.
+def open_libraries(device: torch.device, check: Callable[[], None]) -> None:
+    """Multiply matrices, forward and backward, before anything is under way on ``device``: once in each thread.
 
-    The first product of a thread, and autograd has threads of its own, makes the thread's handle of the device's
-    library (cuBLAS), which waits for all that is queued there: also for a receive that waits for this rank.
+    The first product of a thread, and autograd has threads of its own, makes the thread's handle of cuBLAS, which waits
+    for all that is queued on the device: also for a receive that waits for this rank. ``check`` is called while the
+    product is under way, and may raise.
     """
-    if device.type == "cpu":
+    opened: set[torch.device] = _opened.__dict__.setdefault("devices", set())
+    if device.type == "cpu" or device in opened:
         return
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         ones = torch.ones(16, 16, dtype=torch.float32, device=device, requires_grad=True)
         torch.autograd.backward(torch.nn.functional.linear(ones, ones, ones[0]).sum())
-    synchronize_current_stream(device)
+    end = torch.Event(device)
+    end.record()
+    while not end.query():
+        check()
+        time.sleep(_POLL_SECONDS)
+    opened.add(device)
 
 
 def synchronize_current_stream(device: torch.device) -> None:

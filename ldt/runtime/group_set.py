@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,11 @@ _DROPPING_SECONDS = 5.0
 
 
 class GroupSet(Mapping[str, dist.ProcessGroup]):
-    """Groups by name. One thread makes and drops them; any may abort or break them."""
+    """Groups by name. One thread makes and drops them; any may abort or break them.
+
+    After a failure, that is: ``abort`` ends at once what backends know to abort, ``break_all`` also what goes through
+    gloo, and is for a rank that has left its groups or waits in vain there; ``drop`` destroys what is left.
+    """
 
     def __init__(self) -> None:
         self._store: Any = None
@@ -64,15 +69,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def abort(self) -> None:
         """After a failure: end what can be aborted, and the wait for ranks that do not come to make a group."""
         self._to_store.cut()
-        with self._aborting:
-            for name, group in list(self._groups.items()):
+        for name, group in list(self._groups.items()):
+            with self._aborting:  # not while the backend does it, which may take long
                 if name in self._connections or name in self._aborted:
                     continue
                 self._aborted.add(name)
-                try:
-                    group.abort()
-                except Exception:  # the others must be aborted all the same
-                    logger.exception("could not abort the group %s", name)
+            try:
+                group.abort()
+            except Exception:  # the others must be aborted all the same
+                logger.exception("could not abort the group %s", name)
 
     def break_all(self) -> None:
         """After a failure: end whatever a rank waits for in any of them, here and at the other ends.
@@ -81,9 +86,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         who was just sending or receiving, and that one waits until the group's timeout.
         """
         self._broken = True
-        self.abort()
         for connections in list(self._connections.values()):
             connections.cut()
+        self.abort()
 
     def lost_connections(self) -> int:
         """How many that gloo groups had are closed: whoever was at their other ends is gone, or was told to close."""
@@ -92,26 +97,40 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def drop(self) -> None:
         """Destroy them. A gloo group is gone once nothing runs in it any more, which is at once if all were broken.
 
-        One that gloo has forgotten to free (see ``break_all``) is left to its timeout, and logged.
+        One that gloo has forgotten to free (see ``break_all``) is left to its timeout on a thread, and logged. Python
+        may abort a process that ends just when that thread comes back.
         """
-        if self._broken:
-            worker = threading.Thread(target=self._destroy_all, name="ldt-drop-groups", daemon=True)
-            worker.start()
-            worker.join(_DROPPING_SECONDS)
-            if worker.is_alive():
-                logger.warning("a process group still waits for something: it is left until its timeout")
-        else:
-            self._destroy_all()
+        releases = []
+        while self._groups:
+            name = next(iter(self._groups))
+            last = [self._groups.pop(name)]  # in a list, so that no variable here has it, too
+            _unregister(last[0], abort=self._broken and name not in self._connections)
+            if self._broken:
+                releases.append(_released(name, last))
+        deadline = time.monotonic() + _DROPPING_SECONDS
+        for release in releases:
+            release.join(max(0.0, deadline - time.monotonic()))
+        left = sorted(release.name for release in releases if release.is_alive())
+        if left:
+            logger.warning(
+                "%s: gloo still waits for something there; left until the group's timeout", ", ".join(left)
+            )
         self._connections.clear()
         self._store = None
 
-    def _destroy_all(self) -> None:
-        """After a failure those that can be aborted are: destroying would first flush what is queued."""
-        while self._groups:
-            name, group = self._groups.popitem()
-            if group not in c10d._world.pg_map:  # the whole world was destroyed before
-                continue
-            if self._broken and name not in self._connections and hasattr(c10d, "_abort_process_group"):
-                c10d._abort_process_group(group)
-            else:
-                dist.destroy_process_group(group)
+
+def _unregister(group: dist.ProcessGroup, *, abort: bool) -> None:
+    """torch forgets ``group``. To abort it is for after a failure: else what is queued in it would be flushed first."""
+    if group not in c10d._world.pg_map:  # the whole world was destroyed before
+        return
+    if abort and hasattr(c10d, "_abort_process_group"):
+        c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
+
+
+def _released(name: str, last: list[dist.ProcessGroup]) -> threading.Thread:
+    """A thread that lets go of the ``last`` reference to a group, whose destructor waits for what runs in it."""
+    thread = threading.Thread(target=last.clear, name=f"group {name}", daemon=True)
+    thread.start()
+    return thread

@@ -68,7 +68,8 @@ class StepLoss:
         result = self._loss_fn(output, target)
         loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
         _check_scalar(loss)
-        self._values[microbatch] = _on_its_own(loss.detach())
+        # A copy, as mse_loss and others return their number in the memory of all elements' losses.
+        self._values[microbatch] = loss.detach().clone()
         self._counts[microbatch] = count
         self._read = None
         if torch.is_grad_enabled():
@@ -130,11 +131,6 @@ class StepLoss:
             numbers = torch.stack(list(tensors.values())).tolist() if tensors else []
             self._read = {**self._counts, **dict(zip(tensors, map(float, numbers), strict=True))}  # type: ignore[dict-item]
         return self._read
-
-
-def _on_its_own(value: torch.Tensor) -> torch.Tensor:
-    """Without memory that it does not need: ``mse_loss`` and others return a number in that of all elements' losses."""
-    return value.clone() if value.untyped_storage().nbytes() > value.nbytes else value
 
 
 def _check_scalar(loss: Any) -> None:

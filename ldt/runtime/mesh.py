@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -220,6 +221,8 @@ class Mesh(Place):
         if self._closed:
             return
         self._closed = True
+        if self.failed:  # before what may take a while
+            self._groups.break_all()
         with ExitStack() as rest:  # done whatever becomes of what is before it
             rest.callback(self._drop_groups)
             rest.callback(self._drop_lanes)
@@ -256,7 +259,7 @@ class Mesh(Place):
 
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        open_libraries(self.device)
+        open_libraries(self.device, partial(self._check_opening, deadline))
         transfer_timeout = self._terms.limits.transfer_timeout
         self._groups.use(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
@@ -305,6 +308,14 @@ class Mesh(Place):
             if dist.get_backend(group) != naming.GLOO or name in of_model:
                 # Of what goes through it; for what goes by, the watch of failures looks.
                 group.set_timeout(transfer_timeout)
+
+    def _check_opening(self, deadline: float) -> None:
+        self.failures.check()
+        if time.monotonic() > deadline:
+            raise LdtError(
+                f"connect: {self.device} did not get to a product of two small matrices in time: look at what else is "
+                "queued on its current stream, or give a longer timeout"
+            )
 
     def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
         def share_with_all(name: str, value: Any) -> list[Any]:
@@ -391,7 +402,7 @@ class Mesh(Place):
         self._device_meshes.clear()
         if self._control is not None:
             self._control.close()
-        if self.failed:
+        if self.failed:  # also if only since
             self._groups.break_all()
         self._groups.drop()
 

@@ -26,7 +26,7 @@ class Connections:
     """The connections that were opened, by anyone in this process, while ``recording``; none where there is no procfs.
 
     gloo's collectives know no abort: who is in one, waits until its peers' sockets say that they are gone. So after a
-    failure each rank ends its own connections, which frees itself and its peers at once, whatever these are doing.
+    failure each rank ends its own connections, which frees its peers; for who waits in one here, see ``GroupSet``.
     What other threads of the job open meanwhile is ended as well; recording lasts for as long as a group is made.
     """
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import npu
+import pytest
 import torch
 import torch.distributed as dist
 from npu_lanes import assert_all, fused_lane, is_sender, launch
@@ -54,6 +58,27 @@ def _groups_of_one() -> set[str]:
 
 def test_groups_of_one_rank_have_the_backend_of_the_mesh(pool: RankPool) -> None:
     assert pool.run(_groups_of_one) == [{"hccl"}] * WORLD_SIZE
+
+
+def _busy_device() -> tuple[str, float]:
+    """What is queued on the current stream takes longer than connect may, on rank 0."""
+    with npu.late(4) as device:
+        if dist.get_rank() == 0:
+            npu.sleep(6000.0)
+        start = time.monotonic()
+        with pytest.raises(ldt.LdtError) as caught:
+            ldt.connect(Topology([1, 1, 1]), "hccl", device=device, timeout=timedelta(seconds=1))
+        seconds = time.monotonic() - start
+        torch.accelerator.current_stream(device).synchronize()
+        return str(caught.value), seconds
+
+
+def test_a_busy_device_does_not_hold_up_the_first_connect() -> None:
+    with RankPool(WORLD_SIZE) as fresh:  # as libraries are opened once
+        answers = fresh.run(_busy_device)
+    for rank, (text, seconds) in enumerate(answers):
+        assert seconds < 5.0
+        assert rank > 0 or "npu:0 did not get to a product of two small matrices in time" in text
 
 
 def _another_current_device() -> None:
