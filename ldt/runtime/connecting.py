@@ -12,11 +12,11 @@ import torch.distributed as dist
 from ldt.errors import LdtError
 from ldt.runtime.endpoints import Endpoint
 from ldt.runtime.failure import FailureWatch
-from ldt.runtime.groups import GroupSpec
+from ldt.runtime.groups import GLOO, GroupSpec
 from ldt.runtime.strands import AllOf
 from ldt.topology import Channel
 
-__all__ = ["await_connected", "await_on_host", "start_connecting"]
+__all__ = ["await_connected", "await_on_host", "check_opening", "connect_alone", "start_connecting"]
 
 _POLL_SECONDS = 0.001
 
@@ -42,6 +42,26 @@ def start_connecting(
         if end is not None:
             for work in end.connect(device):
                 yield f"channel {channel.name}", work
+
+
+def connect_alone(
+    groups: Mapping[str, dist.ProcessGroup], device: torch.device, failures: FailureWatch, deadline: float
+) -> None:
+    """Groups of this rank alone: a communicator made within a step may wait for receives that wait for it."""
+    for name, group in groups.items():
+        if dist.get_world_size(group) == 1 and dist.get_backend(group) != GLOO:
+            work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+            await_connected(work, f"group {name}", failures, deadline)
+
+
+def check_opening(device: torch.device, failures: FailureWatch, deadline: float) -> None:
+    """Called while the first product is under way: raises RemoteStageError if another rank failed, or LdtError."""
+    failures.check()
+    if time.monotonic() > deadline:
+        raise LdtError(
+            f"connect: {device} did not get to a product of two small matrices in time: look at what else is queued "
+            "on its current stream, or give a longer timeout"
+        )
 
 
 def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline: float) -> None:

@@ -11,7 +11,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,7 +18,7 @@ from ldt._C import Lane
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime import groups as naming
 from ldt.runtime.carriers import Carrier, CarrierChoice
-from ldt.runtime.connecting import await_connected, start_connecting
+from ldt.runtime.connecting import await_connected, check_opening, connect_alone, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend, open_libraries
 from ldt.runtime.endpoints import Endpoint, make_endpoints
@@ -259,7 +258,7 @@ class Mesh(Place):
 
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        open_libraries(self.device, partial(self._check_opening, deadline))
+        open_libraries(self.device, partial(check_opening, self.device, self.failures, deadline))
         transfer_timeout = self._terms.limits.transfer_timeout
         self._groups.use(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
@@ -292,7 +291,7 @@ class Mesh(Place):
         self._watched = tuple(self.all_lanes())
         if dist.is_initialized():
             self._part_of_stage("tp")  # now, as a chunk may first ask for it while its shapes are inferred
-            self._connect_alone(deadline)
+            connect_alone(self._groups, self.device, self.failures, deadline)
         self.failures.check()  # what failed before there was a lane to abort
         connecting = start_connecting(
             self._groups,
@@ -308,14 +307,6 @@ class Mesh(Place):
             if dist.get_backend(group) != naming.GLOO or name in of_model:
                 # Of what goes through it; for what goes by, the watch of failures looks.
                 group.set_timeout(transfer_timeout)
-
-    def _check_opening(self, deadline: float) -> None:
-        self.failures.check()
-        if time.monotonic() > deadline:
-            raise LdtError(
-                f"connect: {self.device} did not get to a product of two small matrices in time: look at what else is "
-                "queued on its current stream, or give a longer timeout"
-            )
 
     def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
         def share_with_all(name: str, value: Any) -> list[Any]:
@@ -349,13 +340,6 @@ class Mesh(Place):
             assert dims is not None
             self._device_meshes = {"dp": stage[dims[0]], "tp": stage[dims[1]]}
         return self._device_meshes[dim]
-
-    def _connect_alone(self, deadline: float) -> None:
-        """Groups of this rank alone: a communicator made within a step may wait for receives that wait for it."""
-        for name, group in self._groups.items():
-            if dist.get_world_size(group) == 1 and dist.get_backend(group) != naming.GLOO:
-                work = dist.all_reduce(torch.zeros(1, device=self.device), group=group, async_op=True)
-                await_connected(work, f"group {name}", self.failures, deadline)
 
     def _group_of(self, name: str) -> dist.ProcessGroup:
         """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""
