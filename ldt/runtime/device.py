@@ -9,7 +9,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-__all__ = ["choose_backend", "choose_device", "open_libraries", "synchronize_current_stream"]
+__all__ = [
+    "choose_backend",
+    "choose_device",
+    "current_stream",
+    "open_libraries",
+    "synchronize_current_stream",
+]
 
 _POLL_SECONDS = 0.001
 _opened = threading.local()
@@ -63,11 +69,17 @@ def open_libraries(device: torch.device, check: Callable[[], None]) -> None:
         ones = torch.ones(16, 16, dtype=torch.float32, device=device, requires_grad=True)
         torch.autograd.backward(torch.nn.functional.linear(ones, ones, ones[0]).sum())
     end = torch.Event(device)
-    end.record()
+    end.record(current_stream(device))
     while not end.query():
         check()
         time.sleep(_POLL_SECONDS)
     opened.add(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Of ``device``, which need not be the current one: an event records a stream of that one unless told otherwise."""
+    stream: torch.Stream = torch.get_device_module(device).current_stream(device)
+    return stream
 
 
 def synchronize_current_stream(device: torch.device) -> None:
@@ -76,7 +88,7 @@ def synchronize_current_stream(device: torch.device) -> None:
     Not for the whole device: a lane's stream may hold a receive that only ends when this rank goes on.
     """
     if device.type != "cpu":
-        torch.get_device_module(device).current_stream(device).synchronize()
+        current_stream(device).synchronize()
 
 
 def _default_backends() -> dict[str, str]:

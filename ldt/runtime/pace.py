@@ -7,6 +7,7 @@ from collections import deque
 
 import torch
 
+from ldt.runtime.device import current_stream
 from ldt.runtime.failure import FailureWatch
 
 __all__ = ["AHEAD", "Pace"]
@@ -34,7 +35,7 @@ class Pace:
         if self._device.type == "cpu":
             return
         end = torch.Event(self._device)
-        end.record()
+        end.record(current_stream(self._device))
         self._ends.append(end)
 
     def keep(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ldt.runtime.device import synchronize_current_stream
+from ldt.runtime.device import current_stream, synchronize_current_stream
 from ldt.runtime.record import Entry
 
 __all__ = ["StreamTimer"]
@@ -20,12 +20,12 @@ class StreamTimer:
     def begin(self, entry: Entry) -> None:
         """What is launched now belongs to ``entry``. Again after a wait: what was before does not count."""
         begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        begin.record()
+        begin.record(current_stream(self._device))
         self._spans[id(entry)] = entry, begin, end
 
     def end(self, entry: Entry) -> None:
         _, _, end = self._spans[id(entry)]
-        end.record()
+        end.record(current_stream(self._device))
 
     def resolve(self) -> None:
         """Wait for the stream, and give each entry the seconds that it took there, with nothing waited."""

@@ -60,11 +60,13 @@ def test_groups_of_one_rank_have_the_backend_of_the_mesh(pool: RankPool) -> None
     assert pool.run(_groups_of_one) == [{"hccl"}] * WORLD_SIZE
 
 
-def _busy_device() -> tuple[str, float]:
+def _busy_device(another_is_current: bool) -> tuple[str, float]:
     """What is queued on the current stream takes longer than connect may, on rank 0."""
     with npu.late(4) as device:
         if dist.get_rank() == 0:
             npu.sleep(6000.0)
+        if another_is_current:
+            torch.accelerator.set_device_index((dist.get_rank() + 1) % torch.npu.device_count())
         start = time.monotonic()
         with pytest.raises(ldt.LdtError) as caught:
             ldt.connect(Topology([1, 1, 1]), "hccl", device=device, timeout=timedelta(seconds=1))
@@ -73,9 +75,10 @@ def _busy_device() -> tuple[str, float]:
         return str(caught.value), seconds
 
 
-def test_a_busy_device_does_not_hold_up_the_first_connect() -> None:
+@pytest.mark.parametrize("another_is_current", [False, True])
+def test_a_busy_device_does_not_hold_up_the_first_connect(another_is_current: bool) -> None:
     with RankPool(WORLD_SIZE) as fresh:  # as libraries are opened once
-        answers = fresh.run(_busy_device)
+        answers = fresh.run(_busy_device, another_is_current)
     for rank, (text, seconds) in enumerate(answers):
         assert seconds < 5.0
         assert rank > 0 or "npu:0 did not get to a product of two small matrices in time" in text

@@ -48,7 +48,7 @@ def stuck(failing: int) -> tuple[int | None, str, float]:
             dist.all_reduce(torch.ones(1), group=mesh.tp_mesh.get_group())
 
         if failing == 3 and mesh.rank == 0:
-            chunks = chunks_doing(topology, 0, partial(fail_soon, mesh, 0.5))
+            chunks = chunks_doing(topology, 0, partial(fail_soon, mesh, 0.2))
         else:
             chunks = chunks_doing(topology, 1, act)
         try:
@@ -64,7 +64,7 @@ def test_a_rank_in_a_collective_of_its_stage_is_freed(pool: RankPool, failing: i
     for rank, (named, text, seconds) in enumerate(pool.run(stuck, failing)):
         if rank == 2:
             assert named == culprit, text
-            assert seconds < 4.5, "before rank 1 comes"
+            assert seconds < 2.0
             assert "BoomError" in text
 
 
