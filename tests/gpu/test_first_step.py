@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,3 +45,24 @@ def test_it_ends(transport: TransportChoice) -> None:
         losses, nothing = pool.run(first_step, transport, timeout=60)
     assert len(losses) == 8
     assert nothing == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "warns"), [("ldt", "torch", False), ("torch", "ldt", True)], ids=["before", "after"]
+)
+def test_an_import_that_came_too_late_is_told(first: str, second: str, warns: bool) -> None:
+    """Where CUDA has started before, importing ldt sets a variable that nobody reads any more: the driver is asked."""
+    imports = {"ldt": "import ldt", "torch": "import torch; torch.zeros(1, device='cuda')"}
+    code = f"""
+import logging
+{imports[first]}
+{imports[second]}
+logging.basicConfig()
+ldt.connect(ldt.Topology([1]), "nccl", device="cuda:0").close()
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "CUDA_MODULE_LOADING"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("CUDA_MODULE_LOADING was not EAGER when CUDA started" in done.stderr) == warns

@@ -1,7 +1,6 @@
-"""Stages of several GPUs and replicas equal the unsplit model.
+"""Stages of several GPUs and replicas equal the unsplit model, over NCCL and by the copy engine.
 
-Each needs three or four GPUs. On two, ranks share them, which NCCL refuses: lanes go over the copy engine all the same,
-and what layers and replicas sum goes over gloo.
+Each needs three or four GPUs. On two, ranks share them: see sharing.py.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import GPUS, SHARED, my_device
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,11 +21,8 @@ from ldt.runtime.strands import Transfer
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
-GPUS = torch.cuda.device_count()
-SHARED = GPUS == 2
 WORLD_SIZE = 4 if SHARED else min(4, GPUS)
-BACKEND = "gloo" if SHARED else "nccl"
-TRANSPORT: TransportChoice = "copy_engine" if SHARED else "auto"
+TRANSPORTS: list[TransportChoice] = ["copy_engine", "nccl"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
@@ -42,12 +39,6 @@ SHAPES = [
 ]
 
 
-def my_device() -> torch.device:
-    device = torch.device("cuda", dist.get_rank() % GPUS)
-    torch.cuda.set_device(device)
-    return device
-
-
 def steps(
     tp: list[int],
     dp: int,
@@ -56,6 +47,7 @@ def steps(
     policy: LanePolicy,
     transfer: Transfer,
     dtype: torch.dtype,
+    transport: TransportChoice,
 ) -> None:
     topology = Topology(tp, dp=dp, edge_dp=edge_dp, laps=laps)
     device = my_device()
@@ -66,8 +58,8 @@ def steps(
     ]
     references = [unsplit_step(chunks, copy.deepcopy(batch), toy_loss) for batch in batches]
     ranks = range(topology.world_size)
-    options: dict[str, Any] = {"transfer": transfer, "transport": TRANSPORT, "device": device, "ranks": ranks}
-    with ldt.connect(topology, BACKEND, policy, **options) as mesh:
+    options: dict[str, Any] = {"transfer": transfer, "transport": transport, "device": device, "ranks": ranks}
+    with ldt.connect(topology, "nccl", policy, **options) as mesh:
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
         for _ in range(2):
@@ -100,8 +92,9 @@ def check_gradients(chunk: nn.Module, references: list[nn.Module], shared: bool)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("tp", "dp", "edge_dp"), SHAPES, ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_steps_equal_the_unsplit_model(
-    pool: RankPool, tp: list[int], dp: int, edge_dp: int, dtype: torch.dtype
+    pool: RankPool, tp: list[int], dp: int, edge_dp: int, dtype: torch.dtype, transport: TransportChoice
 ) -> None:
     ranks = range(Topology(tp, dp=dp, edge_dp=edge_dp).world_size)
     if len(ranks) > WORLD_SIZE:
@@ -111,7 +104,7 @@ def test_steps_equal_the_unsplit_model(
         (2, "paired", "scatter"),
         (1, "dedicated", "direct"),
     ):
-        pool.run(steps, tp, dp, edge_dp, laps, policy, transfer, dtype, ranks=ranks, timeout=120)
+        pool.run(steps, tp, dp, edge_dp, laps, policy, transfer, dtype, transport, ranks=ranks, timeout=120)
 
 
 class Rows(nn.Module):
@@ -135,7 +128,7 @@ class Rows(nn.Module):
         return split.full_tensor() if self.place == "tail" else split
 
 
-def split_rows(tp: list[int], transfer: Transfer) -> None:
+def split_rows(tp: list[int], transfer: Transfer, transport: TransportChoice) -> None:
     topology = Topology(tp)
     device = my_device()
     torch.manual_seed(0)
@@ -146,8 +139,8 @@ def split_rows(tp: list[int], transfer: Transfer) -> None:
     ]
     losses, reference = unsplit_step(chunks, batch, toy_loss)
     ranks = range(topology.world_size)
-    options: dict[str, Any] = {"transfer": transfer, "transport": TRANSPORT, "device": device, "ranks": ranks}
-    with ldt.connect(topology, BACKEND, **options) as mesh:
+    options: dict[str, Any] = {"transfer": transfer, "transport": transport, "device": device, "ranks": ranks}
+    with ldt.connect(topology, "nccl", **options) as mesh:
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         for chunk in mine:
             chunk.mesh = mesh
@@ -164,11 +157,10 @@ def split_rows(tp: list[int], transfer: Transfer) -> None:
 
 @pytest.mark.parametrize("transfer", ["direct", "auto"])
 @pytest.mark.parametrize("tp", [[1, 2], [1, 3], [2, 2], [2, 1]], ids=str)
-def test_split_rows_between_stages_of_any_sizes(pool: RankPool, tp: list[int], transfer: Transfer) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_split_rows_between_stages_of_any_sizes(
+    pool: RankPool, tp: list[int], transfer: Transfer, transport: TransportChoice
+) -> None:
     if sum(tp) > WORLD_SIZE:
         pytest.skip(f"needs {sum(tp)} GPUs")
-    if SHARED and tp[0] > 1:
-        pytest.skip(
-            "the edge gathers rows in its stage: torch's collectives of DTensor crash there over gloo"
-        )
-    pool.run(split_rows, tp, transfer, ranks=range(sum(tp)), timeout=120)
+    pool.run(split_rows, tp, transfer, transport, ranks=range(sum(tp)), timeout=120)

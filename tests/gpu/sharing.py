@@ -1,0 +1,28 @@
+"""More ranks than GPUs: ranks share them, and NCCL takes those that share one for ranks on several hosts.
+
+NCCL refuses two ranks on one GPU of a host. It goes by the name of the host, which NCCL_HOSTID says: ranks 0 and 1 of
+two GPUs are on one host, ranks 2 and 3 on another one, and between the two go sockets, as between real ones. Kernels of
+ranks that share a GPU take turns, so this tells what is right, not what is fast.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["GPUS", "SHARED", "my_device"]
+
+GPUS = torch.cuda.device_count()
+SHARED = GPUS in (2, 3)  # tests are for up to four ranks
+
+
+def my_device() -> torch.device:
+    """This rank's GPU, made the current one. Before the process first uses NCCL."""
+    host, index = divmod(dist.get_rank(), GPUS)
+    if SHARED:
+        os.environ["NCCL_HOSTID"] = f"host {host}"
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
