@@ -95,24 +95,36 @@ class Stopwatch:
     """Seconds from ``start`` to ``stop``: on a GPU those of the current stream, on the CPU those of the host."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events: list[Any] = []
-        if device.type == "cuda":
-            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        self._start = 0.0
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[Any] = []
 
     def start(self) -> None:
-        if self._events:
-            self._events[0].record()
-        else:
-            self._start = time.perf_counter()
+        self._marks.clear()
+        self.split()
+
+    def split(self) -> None:
+        """A moment in between, which ``stop_split`` counts from; nothing waits for it."""
+        if not self._is_cuda:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
 
     def stop(self) -> float:
         """Waits on the host until what was launched since is done."""
-        if not self._events:
-            return time.perf_counter() - self._start
-        self._events[1].record()
-        self._events[1].synchronize()
-        return float(self._events[0].elapsed_time(self._events[1])) / 1e3
+        self.split()
+        return self._between(0, -1)
+
+    def stop_split(self) -> tuple[float, float]:
+        """As ``stop``, and the seconds since the last ``split``."""
+        return self.stop(), self._between(-2, -1)
+
+    def _between(self, first: int, last: int) -> float:
+        if not self._is_cuda:
+            return float(self._marks[last] - self._marks[first])
+        self._marks[last].synchronize()
+        return float(self._marks[first].elapsed_time(self._marks[last])) / 1e3
 
 
 def median_of(samples: Sequence[Sequence[float]]) -> list[float]:

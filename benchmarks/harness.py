@@ -16,6 +16,7 @@ import platform
 import re
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, field, fields
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +28,10 @@ import torch.multiprocessing as mp
 from clock import meet
 from picture import draw
 from transports import TRANSPORTS
+from two_hosts import Place, two_hosts
 
 import ldt
+from ldt.cli.units import bandwidth
 
 __all__ = ["Row", "column", "parse", "parser", "run"]
 
@@ -65,6 +68,13 @@ def parser(description: str, transports: bool = True) -> argparse.ArgumentParser
         metavar="SECONDS",
         help="if it is not done by then, show where every rank stands, and go on",
     )
+    options.add_argument(
+        "--link",
+        type=bandwidth,
+        metavar="RATE",
+        help="the edge on one host and the rest on another, as far as the network goes, with cards of so much in "
+        "between, such as 1Gbit (Linux, as root, with pyroute2; see two_hosts.py)",
+    )
     if transports:
         options.add_argument(
             "--transports",
@@ -75,10 +85,14 @@ def parser(description: str, transports: bool = True) -> argparse.ArgumentParser
     return options
 
 
-def parse(options: argparse.ArgumentParser, ranks: Callable[[argparse.Namespace], int]) -> argparse.Namespace:
-    """The arguments, with ``ranks`` for what was given, and a device that has enough of them."""
+def parse(
+    options: argparse.ArgumentParser,
+    ranks: Callable[[argparse.Namespace], int],
+    edge: Callable[[argparse.Namespace], int] = lambda _: 1,
+) -> argparse.Namespace:
+    """The arguments, with the number of ``ranks``, of which ``edge`` are the edge, and a device with enough of them."""
     given = options.parse_args()
-    given.ranks = ranks(given)
+    given.ranks, given.edge = ranks(given), edge(given)
     gpus = torch.cuda.device_count()
     if given.device is None:
         given.device = "cuda" if gpus >= given.ranks else "cpu"
@@ -98,8 +112,11 @@ def run(measure: Callable[[Any], Iterable[Row]], arguments: argparse.Namespace, 
 
     With ``--device cuda`` each rank has the GPU of its number, and both gloo and NCCL.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = (folder, measure, arguments, context)
+    hosts: AbstractContextManager[list[Place]] = nullcontext([])
+    if arguments.link:
+        hosts = two_hosts(arguments.ranks, arguments.edge, arguments.link)
+    with tempfile.TemporaryDirectory() as folder, hosts as places:
+        inputs = (folder, measure, arguments, context, places)
         # Imported once, not in each rank. Not ldt: the server looks into the current folder first, which may be that of
         # its source.
         multiprocessing.set_forkserver_preload(["torch.distributed"])
@@ -113,7 +130,10 @@ def _rank(
     measure: Callable[[Any], Iterable[Row]],
     arguments: argparse.Namespace,
     context: str,
+    places: list[Place],
 ) -> None:
+    if places:
+        places[rank].enter()
     torch.set_num_threads(1)
     if arguments.stacks_after:
         faulthandler.dump_traceback_later(arguments.stacks_after)
@@ -180,6 +200,8 @@ def _where(arguments: argparse.Namespace) -> str:
     if arguments.device == "cuda":
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         text += f", {arguments.ranks} × {torch.cuda.get_device_name()}, NCCL {nccl}"
+    if arguments.link:
+        text += f", {arguments.edge} of the ranks on another host, cards of {arguments.link * 8e-9:g} Gb/s"
     return text
 
 

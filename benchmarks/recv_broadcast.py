@@ -11,9 +11,10 @@ is a member of the stage, too. Paths:
 Receives are posted first (but for the broadcast by hand), then ranks meet, then rank 0 sends. ``p50`` and ``p99`` are
 from the send to the end on the last rank without other work, on the host. For ``exposed``, compute of about twice the
 bare receive is launched before the wait. On a GPU that is GEMMs, and exposed is how much longer the compute stream
-takes with the message than without. On the CPU it is a sleep (compute on an accelerator leaves the host's cores free)
-of twice the slowest path, and exposed is the time blocked in the wait; the slowest rank counts. ``share`` is exposed
-over p50, ``bounced`` the part of the messages that did not go straight into posted memory.
+takes with the message than without, from the launch of the send on, which the idle GPU has to await, too; ``in wait``
+is how long that stream stands in the wait itself. On the CPU compute is a sleep (on an accelerator it leaves the host's
+cores free) of twice the slowest path, and both are the time blocked in the wait; the slowest rank counts. ``share`` is
+``in wait`` over p50, ``bounced`` the part of the messages that did not go straight into posted memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from clock import Passage, Stopwatch, durations, high, settle, slowest
@@ -57,6 +58,7 @@ class MessageRow:
     p99: float = column("p99 µs", ">10.1f")
     over_receive: float = column("over receive", ">12.2f")
     exposed: float = column("exposed µs", ">11.1f")
+    in_wait: float = column("in wait µs", ">11.1f")
     share: float = column("share", ">7.1%")
     gigabytes_per_second: float = column("GB/s", ">7.2f")
     bounced: float | None = column("bounced", ">8.0%")
@@ -80,6 +82,13 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             yield from rows_of(size, couriers, compute, arguments, device)
 
 
+class Exposure(NamedTuple):
+    """Seconds by which compute was later for a message, and those of them that it stood in the wait."""
+
+    all: float
+    in_wait: float
+
+
 @dataclass
 class Sleep:
     """What compute on an accelerator is to the host."""
@@ -99,16 +108,17 @@ def rows_of(
 ) -> Iterator[MessageRow]:
     """Paths take turns, so that what else the machine does hits all of them alike."""
     passages: list[list[Passage]] = [[] for _ in couriers]
-    exposures: list[list[float]] = [[] for _ in couriers]
-    exposed = exposed_on_stream if device.type == "cuda" else exposed_on_host
+    exposures: list[list[Exposure]] = [[] for _ in couriers]
+    measure_exposure = exposed_on_stream if device.type == "cuda" else exposed_on_host
     for _ in range(arguments.count):
         for courier, found, showed in zip(couriers, passages, exposures, strict=True):
             found.append(courier.carry())
-            showed.append(exposed(courier, compute, device))
+            showed.append(measure_exposure(courier, compute, device))
     receive = statistics.median(durations(passages[0]))
     for courier, found, showed in zip(couriers, passages, exposures, strict=True):
         took = durations(found)
-        median, left = statistics.median(took), max(0.0, statistics.median(slowest(showed)))
+        median = statistics.median(took)
+        exposed, in_wait = (max(0.0, statistics.median(slowest(part))) for part in zip(*showed, strict=True))
         yield MessageRow(
             size=size,
             stage=arguments.stage,
@@ -117,32 +127,35 @@ def rows_of(
             p50=median * 1e6,
             p99=high(took) * 1e6,
             over_receive=median / receive,
-            exposed=left * 1e6,
-            share=left / median,
+            exposed=exposed * 1e6,
+            in_wait=in_wait * 1e6,
+            share=in_wait / median,
             gigabytes_per_second=size / median / 1e9,
             bounced=courier.bounced(),
             wrong=courier.wrong(),
         )
 
 
-def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) -> float:
-    """By how many seconds the current stream is later than with the compute alone, which is measured right before."""
+def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) -> Exposure:
+    """By how much the current stream is later than with the compute alone, which is measured right before."""
     watch = Stopwatch(device)
     settle(device)
     watch.start()
     compute()
-    alone = watch.stop()
+    watch.split()
+    alone, nothing = watch.stop_split()
     courier.ready()
     watch.start()
     courier.start()
     compute()
+    watch.split()
     courier.wait()
-    both = watch.stop()
+    both, waited = watch.stop_split()
     courier.check()
-    return both - alone
+    return Exposure(both - alone, waited - nothing)
 
 
-def exposed_on_host(courier: Courier, compute: Compute, _: torch.device) -> float:
+def exposed_on_host(courier: Courier, compute: Compute, _: torch.device) -> Exposure:
     """Seconds blocked in the wait."""
     courier.ready()
     courier.start()
@@ -151,7 +164,7 @@ def exposed_on_host(courier: Courier, compute: Compute, _: torch.device) -> floa
     courier.wait()
     seconds = time.perf_counter() - blocked
     courier.check()
-    return seconds
+    return Exposure(seconds, seconds)
 
 
 def ranks_of(given: argparse.Namespace) -> int:

@@ -111,7 +111,7 @@ if __name__ == "__main__":
     options.add_argument("--sizes", type=nbytes, nargs="+", help="per message: 64KiB, 256MiB")
     options.add_argument("--count", type=int, default=20, help="messages for each row")
     options.add_argument("--tp", type=int, default=2, help="ranks of each stage")
-    given = parse(options, lambda given: 2 * given.tp)
+    given = parse(options, lambda given: 2 * given.tp, edge=lambda given: given.tp)
     # In shares there are eight lanes a rank, and a GPU has eight queues unless this says otherwise.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     sys.exit(run(measure, given, f"two stages of {given.tp} ranks each"))

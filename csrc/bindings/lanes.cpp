@@ -68,9 +68,11 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
 }
 
 std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOptions& options,
-                                      const std::shared_ptr<Transport>& groups, int stage_root) {
+                                      const std::shared_ptr<Transport>& groups, int stage_size,
+                                      int stage_root) {
   if (const auto* routes = std::get_if<PeerRoutes>(&choice)) {
-    return std::make_unique<PeerCarrier>(*routes, options.chunk_bytes, options.timeout);
+    return std::make_unique<PeerCarrier>(*routes, stage_size - 1, options.chunk_bytes,
+                                         options.timeout);
   }
   if (const auto* numbers = std::get_if<NcclCommunicators>(&choice)) {
     const auto pointer = [](const std::optional<int64_t>& number) {
@@ -96,7 +98,8 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
   options.device = device.is_cpu() ? c10::Device(at::kCPU) : device;  // "cpu:0" is the CPU
   options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
   options.announce = announce.value_or(device.is_cpu());
-  auto chosen = make_carrier(carrier, options, transport, stage_root);
+  const int stage_size = stage == nullptr ? 1 : stage->getSize();
+  auto chosen = make_carrier(carrier, options, transport, stage_size, stage_root);
   auto made = make_lane(std::move(options), std::move(transport), std::move(chosen));
   // The last owner may be Python's garbage collector, and the destructor joins threads.
   Lane* raw = made.get();

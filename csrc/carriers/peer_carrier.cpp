@@ -2,14 +2,15 @@
 #include "carriers/peer_carrier.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace ldt {
 namespace {
 
-// A piece more adds its own time to the first byte's way through a stage, a piece less the time of
-// a few stream operations. Measured with benchmarks/recv_broadcast.py; see docs/performance.md.
-constexpr int64_t kPieces = 8;
-constexpr int64_t kSmallestPiece = int64_t{1} << 20;
+// What an engine copies in the time that one piece more costs, which is that of a few stream
+// operations: 6 µs at 370 GB/s, see docs/performance_gpu.md.
+constexpr double kCostOfPiece = 2 << 20;
+constexpr int64_t kAlignment = 64 << 10;
 
 template <typename End>
 End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const char* direction) {
@@ -73,9 +74,13 @@ void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target&
   }
 }
 
+// The last rank has a message of n pieces after the time of n + hops of them, and each costs some
+// more: the sum is least where n is the root of hops times the message over that cost.
 int64_t PeerCarrier::piece_bytes(int64_t message_bytes) const {
-  const auto share = (message_bytes + kPieces - 1) / kPieces;
-  return std::min(chunk_bytes_, std::max(kSmallestPiece, share));
+  const auto best = std::sqrt(hops_ * static_cast<double>(message_bytes) / kCostOfPiece);
+  const auto pieces = std::max<int64_t>(1, std::llround(best));
+  const auto share = (message_bytes + pieces - 1) / pieces;
+  return std::min(chunk_bytes_, (share + kAlignment - 1) / kAlignment * kAlignment);
 }
 
 int64_t PeerCarrier::bounced() const {

@@ -23,10 +23,10 @@ struct PeerRoutes {
 
 class PeerCarrier final : public Carrier {
  public:
-  /// `chunk_bytes`: the largest piece that is passed on at once. `patience`: how long another
-  /// rank's host may be behind by a whole ledger.
-  PeerCarrier(PeerRoutes routes, int64_t chunk_bytes, std::chrono::milliseconds patience)
-      : routes_(std::move(routes)), chunk_bytes_(chunk_bytes), patience_(patience) {}
+  /// `hops`: how often a message is passed on in the stage. `chunk_bytes`: the largest piece that
+  /// is passed on at once. `patience`: how long another rank's host may be behind by a whole ledger.
+  PeerCarrier(PeerRoutes routes, int hops, int64_t chunk_bytes, std::chrono::milliseconds patience)
+      : routes_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
                                   int peer) override;
@@ -46,6 +46,7 @@ class PeerCarrier final : public Carrier {
   int64_t piece_bytes(int64_t message_bytes) const;
 
   const PeerRoutes routes_;
+  const int hops_;
   const int64_t chunk_bytes_;
   const std::chrono::milliseconds patience_;
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -29,26 +30,31 @@ WORLD_SIZE = 3
 
 
 def step_as_unsplit(
-    config: PreTrainedConfig, layers: Sequence[int], laps: int, microbatches: Sequence[Inputs]
+    config: PreTrainedConfig, layers: Sequence[int], laps: int, microbatches: Sequence[Inputs], **options: Any
 ) -> int:
-    """Each rank builds its own chunks; all build the whole model to compare with. Returns how much was compared."""
+    """Each rank builds its own chunks; all build the whole model to compare with. Returns how much was compared.
+
+    ``options`` of connect say on which device.
+    """
     torch.set_num_threads(1)
     topology = ldt.Topology([1] * WORLD_SIZE, laps=laps)
     parts = hf.split(config, layers, laps=laps)
     everything = parts.build(range(parts.num_chunks))
     hf.init_weights(everything, seed=2)
     model = unsplit(config, everything, laps, "sdpa")
-    with ldt.connect(topology) as mesh:
-        chunks = parts.build(topology.chunks_of(mesh.stage))
+    with ldt.connect(topology, **options) as mesh:
+        model.to(mesh.device)
+        chunks = parts.build(topology.chunks_of(mesh.stage), mesh.device)
         hf.init_weights(chunks, seed=2)
         plan = ldt.plan.ushape(topology, len(microbatches))
         pipeline = ldt.Pipeline(chunks, mesh, plan, loss_fn=hf.token_loss, loss_reduction="token")
-        batch = [(inputs, labels_of(inputs)) for inputs in microbatches]
+        batch = [on_device(inputs, mesh.device) for inputs in microbatches]
         result = pipeline.step(batch if mesh.is_edge else None)
         losses = accumulate(model, batch, vision=laps == 2)
         if mesh.is_edge:
             assert result.losses is not None
-            assert all(torch.equal(mine, theirs) for mine, theirs in zip(result.losses, losses, strict=True))
+            for mine, theirs in zip(result.losses, losses, strict=True):
+                refuse_other("loss", mine, theirs)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     found = {name: grad for name, grad in gradients(chunks).items() if name in expected}
     for name, grad in found.items():
@@ -56,16 +62,26 @@ def step_as_unsplit(
     return len(found)
 
 
-def refuse_other(name: str, grad: torch.Tensor | None, expected: torch.Tensor | None, shared: bool) -> None:
-    """Bit for bit, but for a Parameter that two chunks share.
+def on_device(inputs: Inputs, device: torch.device) -> tuple[Inputs, torch.Tensor]:
+    moved = {name: tensor.to(device) for name, tensor in inputs.items()}
+    return moved, labels_of(moved)
+
+
+def refuse_other(
+    name: str, grad: torch.Tensor | None, expected: torch.Tensor | None, shared: bool = False
+) -> None:
+    """Bit for bit on the CPU, but for a Parameter that two chunks share.
 
     One backward of the unsplit model adds up what its two uses give before it adds that to other microbatches'. Here
-    they are two backwards, with those of other microbatches between them.
+    they are two backwards, with those of other microbatches between them. On a GPU some kernels add in any order; what
+    that changes is small beside the largest element.
     """
     assert (grad is None) == (expected is None), name
     if grad is None or expected is None:
         return
-    if shared:
+    if grad.is_cuda:
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    elif shared:
         torch.testing.assert_close(grad, expected)
     else:
         assert torch.equal(grad, expected), name

@@ -23,6 +23,7 @@ from ldt.topology import Topology
 
 BLOCKS, WIDTH = 8, 16
 State = dict[str, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Block(nn.Module):
@@ -98,7 +99,7 @@ class Job:
     ) -> None:
         ranks = range(topology.world_size) if dist.is_initialized() else None
         self.mesh = ldt.connect(topology, ranks=ranks, **options)
-        chunks = parts(topology, seed, dropout)
+        chunks = [part.to(self.mesh.device) for part in parts(topology, seed, dropout)]
         mine = [spread(chunks[index], self.mesh, way) for index in topology.chunks_of(self.mesh.stage)]
         if self.mesh.stage in frozen:
             nn.ModuleList(mine).requires_grad_(False)
@@ -118,7 +119,7 @@ class Job:
 
     def train(self, steps: Sequence[int]) -> None:
         for step in steps:
-            batch = toy_microbatches(4, WIDTH, seed=step)
+            batch = on_device(toy_microbatches(4, WIDTH, seed=step), self.mesh.device)
             self.pipeline.step(batch if self.mesh.is_edge else None)
             if self.optimizer is not None:
                 self.optimizer.step()
@@ -133,7 +134,7 @@ class Job:
         return ldt.load_checkpoint(path, self.pipeline, self.optimizer, extra=self.extra, **options)
 
     def state(self) -> State:
-        """Weights and buffers, the optimizer's state and each parameter's learning rate, whole, by name."""
+        """Weights and buffers, the optimizer's state and each parameter's learning rate, whole, by name, on the CPU."""
         found: State = {}
         for chunk in self.pipeline.chunks:
             for name, tensor in chunk.state_dict(keep_vars=True).items():
@@ -161,7 +162,11 @@ def _groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
+
+
+def on_device(batch: Sequence[Pair], device: torch.device) -> list[Pair]:
+    return [(inputs.to(device), target.to(device)) for inputs, target in batch]
 
 
 def seed_all(seed: int) -> None:
