@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 from clock import meet
 from picture import draw
 from transports import TRANSPORTS
-from two_hosts import Place, two_hosts
+from two_hosts import Place, two_hosts, why_not_two_hosts
 
 import ldt
 from ldt.cli.units import bandwidth
@@ -101,6 +101,12 @@ def parse(
             f"--device cuda: expected {given.ranks} GPUs, one for each rank, got {gpus}: "
             "ask for fewer ranks, or give --device cpu"
         )
+    if given.link:
+        reason = why_not_two_hosts()
+        if given.ranks <= given.edge:
+            reason = f"expected ranks on two hosts, got {given.ranks}, all of them the edge"
+        if reason:
+            options.error(f"--link: {reason}")
     return given
 
 

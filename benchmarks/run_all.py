@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from two_hosts import why_not_two_hosts
 
 HERE = Path(__file__).parent
 TAIL = 25  # lines of a failed one's output
@@ -35,6 +36,11 @@ class Job(NamedTuple):
     gpus: int = 0
     seconds: int = 120
 
+    @property
+    def fits(self) -> bool:
+        """Whether it needs nothing that is not here, but for GPUs."""
+        return " --link " not in self.command or not why_not_two_hosts()
+
 
 class Outcome(NamedTuple):
     """``problem`` is empty if it ended well."""
@@ -47,10 +53,12 @@ class Outcome(NamedTuple):
 ON_GPUS = [  # what matters most is first
     Job("p2p_overlap", "p2p_overlap.py", 2, 100),
     Job("host_overhead", "host_overhead.py", 2, 70),
-    Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2, 80),
-    Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4, 80),
-    Job("step_time", "step_time.py", 2, 170),
-    Job("transfer", "transfer.py", 4, 90),
+    Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2, 50),
+    Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4, 60),
+    Job("step_time", "step_time.py", 2, 150),
+    Job("transfer", "transfer.py", 4, 60),
+    Job("step_time_link", "step_time.py --link 10Gbit --transports nccl --preset medium --steps 3", 2, 60),
+    Job("transfer_link", "transfer.py --link 10Gbit --transports nccl --count 5", 4, 50),
     Job("metadata", "metadata.py", 1, 60),
 ]
 ON_CPU = [
@@ -60,6 +68,7 @@ ON_CPU = [
     Job("step_time", "step_time.py"),
     Job("slow_link", "slow_link.py --stages 2 3 --laps 1 --latency 0 10ms --forward 10ms"),
     Job("transfer", "transfer.py --count 10"),
+    Job("transfer_link", "transfer.py --link 1Gbit --count 5"),
     Job("metadata", "metadata.py --count 20"),
 ]
 
@@ -134,7 +143,7 @@ def main() -> int:
     gpus = 0 if given.cpu else there if given.gpus is None else given.gpus
     if not given.cpu and not 1 <= gpus <= there:
         options.error(f"expected GPUs to run on, got {gpus} of {there}: give --gpus 1 to {there}, or --cpu")
-    jobs = ON_CPU if given.cpu else [job for job in ON_GPUS if job.gpus <= gpus]
+    jobs = [job for job in (ON_CPU if given.cpu else ON_GPUS) if job.gpus <= gpus and job.fits]
     names = [job.name for job in jobs]
     unknown = set(given.only or ()) - set(names)
     if unknown:

@@ -8,17 +8,17 @@ kernel. Needs Linux, root and pyroute2.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Place", "two_hosts"]
+__all__ = ["Place", "two_hosts", "why_not_two_hosts"]
 
-BURST_SECONDS = (
-    1e-3  # of a card's rate that may go at once; less would be below what a timer of the kernel resolves
-)
+BURST_BYTES = 1 << 18  # may go at once, or what a card does in a millisecond: TCP hands over 64 KiB at a time
 QUEUE_SECONDS = 50e-3
 
 
@@ -42,6 +42,15 @@ class Place:
         )
 
 
+def why_not_two_hosts() -> str:
+    """What is missing here, in a sentence; "" if nothing is known to be."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    if importlib.util.find_spec("pyroute2") is None:
+        return "pyroute2 is not installed: pip install pyroute2"
+    return ""
+
+
 @contextmanager
 def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
     """The place of each rank. ``rate``: of each card and direction, in bytes per second."""
@@ -52,6 +61,8 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
     names = [f"ldt-{os.getpid()}-{host}" for host in ("edge", "cloud")]
     with ExitStack() as undo:
         for name in names:
+            if name in netns.listnetns():  # of a process that had this number and was killed
+                netns.remove(name)
             netns.create(name)
             undo.callback(netns.remove, name)
         hosts = [undo.enter_context(NetNS(name)) for name in names]
@@ -78,7 +89,7 @@ def _connect(hosts: list[Any], names: list[str], card: int, rate: float) -> None
             "tbf",
             index,
             rate=int(rate),
-            burst=max(1 << 18, int(rate * BURST_SECONDS)),
+            burst=max(BURST_BYTES, int(rate * 1e-3)),
             latency=int(QUEUE_SECONDS * 1e6),
         )
 

@@ -92,6 +92,28 @@ def test_transfer(tmp_path: Path) -> None:
     assert ways == [("c10d", way) for way in ("leader", "scatter", "direct")]
 
 
+def test_a_link_between_two_hosts_has_the_rate_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No message can be faster than its card, but for what may go at once; in shares two cards carry half each."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from two_hosts import BURST_BYTES, two_hosts, why_not_two_hosts
+
+    try:
+        with two_hosts(2, 1, 1e6):
+            pass
+    except Exception as error:
+        pytest.skip(f"no network namespaces here: {why_not_two_hosts() or error}")
+    tables = rows_of("transfer.py --tp 2 --link 200Mbit --sizes 1MiB --count 1", tmp_path)
+    least = {"leader": 1 << 20, "scatter": 1 << 19, "direct": 1 << 20}
+    for row in tables["TransferRow"]:
+        seconds = (least[row["way"]] - BURST_BYTES) / 25e6
+        assert row["p50"] > 1e6 * seconds, row
+    done = run(BENCHMARKS / "metadata.py", "--device", "cpu", "--link", "1Gbit")
+    assert done.returncode == 2
+    assert "expected ranks on two hosts, got 1" in done.stderr
+
+
 def test_slow_link(tmp_path: Path) -> None:
     small = "--stages 2 --laps 1 --latency 1ms --forward 1ms --microbatches 2 --steps 1"
     tables = rows_of(f"slow_link.py {small}", tmp_path)
