@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharing import GPUS, SHARED, my_device
+from sharing import GPUS, my_device
 from torch.distributed.tensor import DTensor
 
 from ldt.testing import RankPool
@@ -20,10 +20,10 @@ from ldt.topology import Topology
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 from checkpoint_jobs import Job, State, assert_equal_states, merged
 
-WORLD_SIZE = 3 if SHARED else min(3, GPUS)
+WORLD_SIZE = 3
 BACKEND = "nccl"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2 or WORLD_SIZE < 3, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
 
 def job_on(device: torch.device, tp: list[int], **options: Any) -> Job:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharing import GPUS, SHARED, my_device
+from sharing import GPUS, my_device
 
 from ldt.testing import RankPool
 
@@ -22,10 +22,10 @@ from hf_images import BATCHES, with_positions
 from hf_models import Inputs, packed, padded, text_config, tokens, vision_config
 from test_hf_pipeline import step_as_unsplit
 
-WORLD_SIZE = 3 if SHARED else min(3, GPUS)
+WORLD_SIZE = 3
 BACKEND = "nccl"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2 or WORLD_SIZE < 3, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
 
 
 def step(config: Any, layers: Sequence[int], laps: int, microbatches: Sequence[Inputs]) -> int:
