@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ldt.runtime.mesh import Mesh
 
@@ -26,10 +28,16 @@ class GradScaler(torch.amp.GradScaler):
         self._mesh = mesh
         self.scale(torch.zeros((), device=mesh.device))  # makes the scale also where no loss is ever scaled
 
-    def _unscale_grads_(self, *args: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
-        """Both ways on which torch looks for infinite gradients come through here."""
+    def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
+        """Both ways on which torch looks for infinite gradients come through here.
+
+        It looks at all gradients of a dtype together, which cannot be where some are split over ranks and some are not;
+        this rank's parts can.
+        """
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parts: Any = SimpleNamespace(param_groups=[{"params": list(map(_part_with_grad, parameters))}])
         with self._mesh.collective("GradScaler.unscale_()"):
-            found = super()._unscale_grads_(*args, **options)
+            found = super()._unscale_grads_(parts, *args)
             device = self._mesh.device
             found.setdefault(
                 device, torch.zeros(1, device=device)
@@ -38,3 +46,13 @@ class GradScaler(torch.amp.GradScaler):
         for tensor in found.values():
             tensor.fill_(anywhere > 0)
         return found
+
+
+def _part_with_grad(parameter: torch.Tensor) -> torch.Tensor:
+    """``parameter``, or a tensor whose ``grad`` is this rank's part of that of ``parameter``."""
+    if not isinstance(parameter.grad, DTensor):
+        return parameter
+    part = parameter.grad.to_local().detach()
+    stand_in = part.detach()
+    stand_in.grad = part
+    return stand_in

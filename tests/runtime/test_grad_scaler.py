@@ -9,6 +9,8 @@ import pytest
 import torch
 from pipeline_jobs import build
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ldt
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
@@ -35,7 +37,7 @@ def train_unsplit(
 
 def finish(step: int, bad: int | None, chunk: nn.Module | None, optimizer: Any, scaler: Any) -> None:
     if step == bad and chunk is not None:
-        next(chunk.parameters()).grad[0, 0] = torch.inf  # type: ignore[index]
+        next(chunk.parameters()).grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
@@ -73,6 +75,52 @@ def test_steps_equal_those_of_one_process(pool: RankPool, frozen: bool, bad: int
 
 def test_ranks_of_a_stage_agree(pool: RankPool) -> None:
     assert len(set(pool.run(scaled, [1, 2], False, 1))) == 1
+
+
+class PartlySplit(nn.Module):
+    """Has a layer that every rank of the stage has whole, and two that are split over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+def partly_split(bad: int | None) -> float:
+    """In the step ``bad`` a gradient is infinite in what one rank of the stage has of it."""
+    topology = Topology([1, 2])
+    chunks: list[nn.Module] = toy_chunks(topology)
+    torch.manual_seed(1)
+    chunks[1] = PartlySplit()
+    batch = toy_microbatches(3)
+    reference, expected = train_unsplit(chunks, batch, bad)
+    with ldt.connect(topology) as mesh:
+        if mesh.stage == 1:
+            parallelize_module(chunks[1], mesh.tp_mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        scaler = ldt.GradScaler(mesh, **OPTIONS)
+        pipeline = build(mesh, chunks, grad_scaler=scaler)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            pipeline.step(batch if mesh.is_edge else None)
+            if step == bad and mesh.tp_rank == 1:
+                grad = chunks[1].up.weight.grad
+                assert isinstance(grad, DTensor)
+                grad.to_local()[0, 0] = torch.inf
+            finish(step, None, None, optimizer, scaler)
+        assert scaler.get_scale() == expected
+        for index in topology.chunks_of(mesh.stage):
+            for mine, theirs in zip(chunks[index].parameters(), reference[index].parameters(), strict=True):
+                whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                torch.testing.assert_close(whole, theirs)
+        return scaler.get_scale()
+
+
+@pytest.mark.parametrize("bad", [None, 1])
+def test_layers_may_be_split_beside_some_that_are_not(pool: RankPool, bad: int | None) -> None:
+    assert pool.run(partly_split, bad) == [{None: 4096.0, 1: 1024.0}[bad]] * 3
 
 
 def of_torch() -> str:
