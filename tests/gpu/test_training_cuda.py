@@ -125,7 +125,7 @@ def scaled(way: str) -> float:
     with ldt.connect(topology, BACKEND, device=device, ranks=range(topology.world_size)) as mesh:
         scaler = ldt.GradScaler(mesh, init_scale=1024.0)
         pipeline = pipeline_of(topology, mesh, chunks, way, grad_scaler=scaler)
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1, foreach=False)
         for step in range(3):
             optimizer.zero_grad()
             pipeline.step(batch if mesh.is_edge else None)

@@ -105,7 +105,7 @@ class Job:
             nn.ModuleList(mine).requires_grad_(False)
         self.pipeline = ldt.Pipeline(mine, self.mesh, loss_fn=toy_loss)
         trained = [parameter for parameter in self.pipeline.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(_groups(trained), lr=0.01) if trained else None
+        self.optimizer = torch.optim.AdamW(_groups(trained), lr=0.01, foreach=False) if trained else None
         self.extra: dict[str, Any] = {}
         if self.optimizer is not None:
             self.extra["scheduler"] = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)

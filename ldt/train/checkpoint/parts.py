@@ -95,7 +95,10 @@ def _kind(entry: TensorStorageMetadata) -> tuple[list[int], torch.dtype, torch.l
 
 
 def _check_whole(folder: Path, key: str, entry: TensorStorageMetadata) -> None:
-    errors = _validate_global_plan(_SEVERAL, Metadata({key: entry}))
+    found: Any = _validate_global_plan(_SEVERAL, Metadata({key: entry}))
+    if isinstance(found, bool):  # up to torch 2.11 it says what it found in the log
+        found = [] if found else ["they overlap, or leave something out"]
+    errors = list(found)
     if not entry.size and len(entry.chunks) != 1:  # torch does not look at a tensor without dimensions
         errors.append(f"it has no dimensions, and {len(entry.chunks)} pieces")
     if errors:
