@@ -53,12 +53,12 @@ class Outcome(NamedTuple):
 ON_GPUS = [  # what matters most is first
     Job("p2p_overlap", "p2p_overlap.py", 2, 100),
     Job("host_overhead", "host_overhead.py", 2, 70),
-    Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2, 50),
-    Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4, 60),
-    Job("step_time", "step_time.py", 2, 150),
-    Job("transfer", "transfer.py", 4, 60),
-    Job("step_time_link", "step_time.py --link 10Gbit --transports nccl --preset medium --steps 3", 2, 60),
-    Job("transfer_link", "transfer.py --link 10Gbit --transports nccl --count 5", 4, 50),
+    Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2, 80),
+    Job("recv_broadcast_3", "recv_broadcast.py --stage 3", 4, 80),
+    Job("step_time", "step_time.py", 2, 170),
+    Job("transfer", "transfer.py", 4, 90),
+    Job("transfer_link", "transfer.py --link 10Gbit --transports nccl --count 5", 4, 60),
+    Job("step_time_link", "step_time.py --link 10Gbit --transports nccl --preset medium --steps 3", 2, 80),
     Job("metadata", "metadata.py", 1, 60),
 ]
 ON_CPU = [
