@@ -72,7 +72,7 @@ def parser(description: str, transports: bool = True) -> argparse.ArgumentParser
         "--link",
         type=bandwidth,
         metavar="RATE",
-        help="the edge on one host and the rest on another, as far as the network goes, with cards of so much in "
+        help="the edge in one network namespace and the rest in another, as on two hosts, with cards of so much in "
         "between, such as 1Gbit (Linux, as root, with pyroute2; see two_hosts.py)",
     )
     if transports:
@@ -102,12 +102,27 @@ def parse(
             "ask for fewer ranks, or give --device cpu"
         )
     if given.link:
-        reason = why_not_two_hosts()
-        if given.ranks <= given.edge:
-            reason = f"expected ranks on two hosts, got {given.ranks}, all of them the edge"
-        if reason:
-            options.error(f"--link: {reason}")
+        try:
+            check_link(given)
+        except ValueError as error:
+            options.error(f"--link: {error}")
     return given
+
+
+def check_link(given: argparse.Namespace) -> None:
+    """Raises ValueError if there cannot be such hosts. Leaves out transports that would go past their cards."""
+    reason = why_not_two_hosts()
+    if reason:
+        raise ValueError(reason)
+    with two_hosts(given.ranks, given.edge, given.link):
+        pass
+    by_network = [name for name in TRANSPORTS[given.device] if name != "copy_engine"]
+    given.transports = getattr(given, "transports", None) or by_network
+    if "copy_engine" in given.transports:
+        raise ValueError(
+            f"expected transports that go over the network ({', '.join(by_network)}), got copy_engine, which goes "
+            "through the memory of the one host that there is"
+        )
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------
@@ -207,7 +222,8 @@ def _where(arguments: argparse.Namespace) -> str:
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         text += f", {arguments.ranks} × {torch.cuda.get_device_name()}, NCCL {nccl}"
     if arguments.link:
-        text += f", {arguments.edge} of the ranks on another host, cards of {arguments.link * 8e-9:g} Gb/s"
+        rate = arguments.link * 8e-9
+        text += f", {arguments.edge} of the ranks in another network namespace, cards of {rate:g} Gb/s"
     return text
 
 

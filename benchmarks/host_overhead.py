@@ -115,6 +115,6 @@ if __name__ == "__main__":
         "--batch", type=int, default=20, help="messages each way before the devices are idle again"
     )
     options.add_argument("--pairs", type=int, default=1, help="pairs of ranks that do so at once")
-    given = parse(options, lambda given: 2 * given.pairs)
+    given = parse(options, lambda given: 2 * given.pairs, edge=lambda given: given.pairs)
     context = f"{given.pairs} pair(s) of ranks, both ways at once, in batches of {given.batch}"
     sys.exit(run(measure, given, context))

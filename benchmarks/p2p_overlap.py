@@ -142,6 +142,6 @@ if __name__ == "__main__":
     )
     options.add_argument("--latency-count", type=int, default=50, help="messages for each row of latency")
     options.add_argument("--pairs", type=int, default=1, help="pairs of ranks that do so at once")
-    given = parse(options, lambda given: 2 * given.pairs)
+    given = parse(options, lambda given: 2 * given.pairs, edge=lambda given: given.pairs)
     context = f"{given.pairs} pair(s) of ranks, one way; {WARM_UP} turns for each row are not counted"
     sys.exit(run(measure, given, context))

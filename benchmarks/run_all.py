@@ -36,11 +36,6 @@ class Job(NamedTuple):
     gpus: int = 0
     seconds: int = 120
 
-    @property
-    def fits(self) -> bool:
-        """Whether it needs nothing that is not here, but for GPUs."""
-        return " --link " not in self.command or not why_not_two_hosts()
-
 
 class Outcome(NamedTuple):
     """``problem`` is empty if it ended well."""
@@ -143,12 +138,16 @@ def main() -> int:
     gpus = 0 if given.cpu else there if given.gpus is None else given.gpus
     if not given.cpu and not 1 <= gpus <= there:
         options.error(f"expected GPUs to run on, got {gpus} of {there}: give --gpus 1 to {there}, or --cpu")
-    jobs = [job for job in (ON_CPU if given.cpu else ON_GPUS) if job.gpus <= gpus and job.fits]
+    jobs = [job for job in (ON_CPU if given.cpu else ON_GPUS) if job.gpus <= gpus]
     names = [job.name for job in jobs]
     unknown = set(given.only or ()) - set(names)
     if unknown:
         options.error(f"--only: expected names of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     jobs = [job for job in jobs if not given.only or job.name in given.only]
+    reason = why_not_two_hosts()
+    for job in [job for job in jobs if reason and " --link " in job.command]:
+        print(f"{job.name} is left out: {reason}")
+        jobs.remove(job)
     given.out.mkdir(parents=True, exist_ok=True)
     common = ["--device", "cpu" if given.cpu else "cuda"]
     outcomes = run_jobs(jobs, common, gpus, given.out, given.seconds)

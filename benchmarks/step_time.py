@@ -226,7 +226,7 @@ if __name__ == "__main__":
     for field in fields(Setting):
         options.add_argument(f"--{field.name.replace('_', '-')}", type=int, help="instead of the preset's")
     options.add_argument("--steps", type=int, default=7, help="counted steps of each path")
-    given = parse(options, lambda given: sum(given.tp))
+    given = parse(options, lambda given: sum(given.tp), edge=lambda given: given.tp[0])
     given.preset = given.preset or (["tiny"] if given.device == "cpu" else ["large", "medium", "small"])
     context = f"stages of {', '.join(map(str, given.tp))} ranks, first and last layers on stage 0"
     sys.exit(run(measure, given, context))

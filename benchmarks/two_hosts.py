@@ -3,23 +3,24 @@
 The cards are real to all that opens sockets: TCP of the kernel's, each with its own queue (a token bucket), for gloo as
 for NCCL. Ranks of one host talk past them, over the loopback or NVLink. The first ``edge`` ranks are on the first host,
 all others on the second one, and rank i of either has card i, or the last one. There is no latency but that of the
-kernel. Needs Linux, root and pyroute2.
+kernel. Memory is still shared, so what goes by memory, as the copy engine does, goes past the cards. Needs Linux, root
+and pyroute2.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 __all__ = ["Place", "two_hosts", "why_not_two_hosts"]
 
 BURST_BYTES = 1 << 18  # may go at once, or what a card does in a millisecond: TCP hands over 64 KiB at a time
 QUEUE_SECONDS = 50e-3
+LEAST_RATE, MOST_RATE = 1e3, 2**32 - 1.0  # bytes per second: the kernel's token bucket has a field of 32 bits
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ class Place:
         """Move this process there, before it opens a socket or starts a thread; for NCCL it is a host of its own."""
         from pyroute2 import netns
 
-        netns.setns(self.namespace)
+        netns.setns(self.namespace, flags=0)  # by default one that is missing is made
+        for name in ("all", self.card):
+            # What goes to a rank with another card leaves by that card, with this one's address.
+            with suppress(OSError):
+                Path(f"/proc/sys/net/ipv4/conf/{name}/rp_filter").write_text("0")
         os.environ.update(
             GLOO_SOCKET_IFNAME=self.card,
             NCCL_SOCKET_IFNAME=f"={self.card}",
@@ -43,28 +48,38 @@ class Place:
 
 
 def why_not_two_hosts() -> str:
-    """What is missing here, in a sentence; "" if nothing is known to be."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need Linux and root"
-    if importlib.util.find_spec("pyroute2") is None:
-        return "pyroute2 is not installed: pip install pyroute2"
-    return ""
+    """Tries it. What is missing here, in a sentence; "" if nothing is."""
+    try:
+        with two_hosts(2, 1, LEAST_RATE):
+            return ""
+    except ImportError:
+        return "two hosts need pyroute2, which is not installed: pip install pyroute2"
+    except (OSError, _kernel_error()) as error:
+        return (
+            f"two hosts need Linux, root, and a kernel with network namespaces, veth and tbf, got {error!r}"
+        )
 
 
 @contextmanager
 def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
-    """The place of each rank. ``rate``: of each card and direction, in bytes per second."""
+    """The place of each rank. ``rate``: of each card and direction, in bytes per second.
+
+    Raises ValueError for a rate that the kernel cannot have, or no rank on one of the hosts.
+    """
     from pyroute2 import NetNS, netns
 
     sizes = (edge, ranks - edge)
     cards = min(sizes)
+    if cards < 1:
+        raise ValueError(f"expected ranks on two hosts, got {ranks}, {edge} of them on the edge")
+    if not LEAST_RATE <= rate <= MOST_RATE:
+        raise ValueError(f"expected cards of 8 kbit/s to 34 Gbit/s, got {rate * 8:g} bit/s")
+    _remove_those_left()
     names = [f"ldt-{os.getpid()}-{host}" for host in ("edge", "cloud")]
     with ExitStack() as undo:
         for name in names:
-            if name in netns.listnetns():  # of a process that had this number and was killed
-                netns.remove(name)
+            undo.callback(_remove, name)  # first: the name is there before the namespace is
             netns.create(name)
-            undo.callback(netns.remove, name)
         hosts = [undo.enter_context(NetNS(name)) for name in names]
         for host in hosts:
             _up(host, "lo")
@@ -98,3 +113,29 @@ def _up(host: Any, name: str) -> int:
     index = int(host.link_lookup(ifname=name)[0])
     host.link("set", index=index, state="up")
     return index
+
+
+def _remove_those_left() -> None:
+    """By processes that were killed."""
+    from pyroute2 import netns
+
+    for name in netns.listnetns():
+        prefix, _, rest = name.partition("-")
+        pid = rest.partition("-")[0]
+        if prefix == "ldt" and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            _remove(name)
+
+
+def _remove(name: str) -> None:
+    from pyroute2 import netns
+
+    with suppress(OSError):
+        netns.remove(name)
+
+
+def _kernel_error() -> type[Exception]:
+    """What pyroute2 raises for an answer of the kernel's."""
+    from pyroute2 import NetlinkError
+
+    error: type[Exception] = NetlinkError
+    return error

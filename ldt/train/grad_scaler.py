@@ -34,9 +34,9 @@ class GradScaler(torch.amp.GradScaler):
         It looks at all gradients of a dtype together, which cannot be where some are split over ranks and some are not;
         this rank's parts can.
         """
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        parts: Any = SimpleNamespace(param_groups=[{"params": list(map(_part_with_grad, parameters))}])
         with self._mesh.collective("GradScaler.unscale_()"):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parts: Any = SimpleNamespace(param_groups=[{"params": list(map(_part_with_grad, parameters))}])
             found = super()._unscale_grads_(parts, *args)
             device = self._mesh.device
             found.setdefault(
