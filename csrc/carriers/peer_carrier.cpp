@@ -1,16 +1,10 @@
 // One route after another, in the order of the lane's stream.
 #include "carriers/peer_carrier.h"
 
-#include <algorithm>
-#include <cmath>
+#include "carriers/pieces.h"
 
 namespace ldt {
 namespace {
-
-// What an engine copies in the time that one piece more costs, which is that of a few stream
-// operations: 6 µs at 370 GB/s, see docs/performance_gpu.md.
-constexpr double kCostOfPiece = 2 << 20;
-constexpr int64_t kAlignment = 64 << 10;
 
 template <typename End>
 End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const char* direction) {
@@ -64,7 +58,7 @@ Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
 
 void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target& target,
                           PeerReceiver& from, PeerSender& to) {
-  const auto piece = piece_bytes(target.bytes);
+  const auto piece = piece_bytes(target.bytes, hops_, chunk_bytes_);
   from.begin(stream, target, piece, patience_);
   // A block of the pool is not written to again before the end that receive() returns.
   to.begin(stream, {target.address, target.bytes, piece, target.may_post}, patience_);
@@ -72,15 +66,6 @@ void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target&
     from.await(stream, piece);
     to.push(stream, piece);
   }
-}
-
-// The last rank has a message of n pieces after the time of n + hops of them, and each costs some
-// more: the sum is least where n is the root of hops times the message over that cost.
-int64_t PeerCarrier::piece_bytes(int64_t message_bytes) const {
-  const auto best = std::sqrt(hops_ * static_cast<double>(message_bytes) / kCostOfPiece);
-  const auto pieces = std::max<int64_t>(1, std::llround(best));
-  const auto share = (message_bytes + pieces - 1) / pieces;
-  return std::min(chunk_bytes_, (share + kAlignment - 1) / kAlignment * kAlignment);
 }
 
 int64_t PeerCarrier::bounced() const {

@@ -24,7 +24,8 @@ struct PeerRoutes {
 class PeerCarrier final : public Carrier {
  public:
   /// `hops`: how often a message is passed on in the stage. `chunk_bytes`: the largest piece that
-  /// is passed on at once. `patience`: how long another rank's host may be behind by a whole ledger.
+  /// is passed on at once. `patience`: how long another rank's host may be behind by a whole
+  /// ledger.
   PeerCarrier(PeerRoutes routes, int hops, int64_t chunk_bytes, std::chrono::milliseconds patience)
       : routes_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
@@ -43,7 +44,6 @@ class PeerCarrier final : public Carrier {
                PeerSender& to);
   template <typename Step>
   void for_each_end(const Step& step) const;
-  int64_t piece_bytes(int64_t message_bytes) const;
 
   const PeerRoutes routes_;
   const int hops_;
