@@ -210,3 +210,18 @@ def test_ranks_of_a_stage_have_tensors_of_the_same_names(pool: RankPool, tmp_pat
     for text in pool.run(other_names, tmp_path):
         assert "ranks 1 and 4 of stage 1 have tensors of different names" in text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_what_torch_answers_up_to_2_11_is_understood(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: bool
+) -> None:
+    """Whether a checkpoint is whole it said as yes or no, before it was a list of what is wrong."""
+    monkeypatch.setattr("ldt.train.checkpoint.parts._validate_global_plan", lambda *unused: good)
+    if good:
+        ldt.merge_checkpoint(checkpoint, tmp_path / "merged")
+        return
+    with pytest.raises(
+        ldt.LdtError, match=r"do not have each element of .* once: they overlap, or leave something out"
+    ):
+        ldt.merge_checkpoint(checkpoint, tmp_path / "merged")
