@@ -116,7 +116,8 @@ def late_in_calibrate(key: str) -> tuple[float, str]:
 
 def test_measuring_keeps_to_the_timeout_of_connect(pool: RankPool) -> None:
     """Also on ranks that wait for the turn of their link."""
-    for rank, (seconds, text) in enumerate(pool.run(late_in_calibrate, "late in calibrate")):
+    answers = pool.run(late_in_calibrate, "late in calibrate")
+    for rank, (seconds, text) in enumerate(answers):
         assert "took too long: give connect a longer timeout" in text, f"rank {rank}"
         assert seconds < LIMIT + 5, f"rank {rank}"
-        assert seconds > LIMIT - 0.5, f"rank {rank}"
+    assert max(seconds for seconds, _ in answers) > LIMIT - 0.5  # one that begins later hears it from the others
