@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from two_hosts import why_not_two_hosts
+from two_hosts import remove_those_left, why_not_two_hosts
 
 HERE = Path(__file__).parent
 TAIL = 25  # lines of a failed one's output
@@ -145,19 +145,22 @@ def main() -> int:
         options.error(f"--only: expected names of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     jobs = [job for job in jobs if not given.only or job.name in given.only]
     reason = why_not_two_hosts()
-    for job in [job for job in jobs if reason and " --link " in job.command]:
+    left_out = [job for job in jobs if reason and " --link " in job.command]
+    for job in left_out:
         print(f"{job.name} is left out: {reason}")
         jobs.remove(job)
     given.out.mkdir(parents=True, exist_ok=True)
     common = ["--device", "cpu" if given.cpu else "cuda"]
     outcomes = run_jobs(jobs, common, gpus, given.out, given.seconds)
+    if not reason:
+        remove_those_left()
     good = sum(not outcome.problem for outcome in outcomes)
     summary = f"{good} of {len(outcomes)} ended well; output and rows are in {given.out}"
     (given.out / "summary.txt").write_text(
         "\n".join([*map(line_of, outcomes), summary, ""]), encoding="utf-8"
     )
     print(summary)
-    return 0 if good == len(outcomes) else 1
+    return 0 if good == len(outcomes) and not (given.only and left_out) else 1
 
 
 if __name__ == "__main__":

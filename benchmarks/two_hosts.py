@@ -10,13 +10,14 @@ and pyroute2.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Place", "two_hosts", "why_not_two_hosts"]
+__all__ = ["Place", "remove_those_left", "two_hosts", "why_not_two_hosts"]
 
 BURST_BYTES = 1 << 18  # may go at once, or what a card does in a millisecond: TCP hands over 64 KiB at a time
 QUEUE_SECONDS = 50e-3
@@ -64,7 +65,7 @@ def why_not_two_hosts() -> str:
 def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
     """The place of each rank. ``rate``: of each card and direction, in bytes per second.
 
-    Raises ValueError for a rate that the kernel cannot have, or no rank on one of the hosts.
+    One at a time in a process. Raises ValueError for a rate that the kernel cannot have, or no rank on one of them.
     """
     from pyroute2 import NetNS, netns
 
@@ -74,7 +75,7 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
         raise ValueError(f"expected ranks on two hosts, got {ranks}, {edge} of them on the edge")
     if not LEAST_RATE <= rate <= MOST_RATE:
         raise ValueError(f"expected cards of 8 kbit/s to 34 Gbit/s, got {rate * 8:g} bit/s")
-    _remove_those_left()
+    remove_those_left()
     names = [f"ldt-{os.getpid()}-{host}" for host in ("edge", "cloud")]
     with ExitStack() as undo:
         for name in names:
@@ -115,14 +116,13 @@ def _up(host: Any, name: str) -> int:
     return index
 
 
-def _remove_those_left() -> None:
-    """By processes that were killed."""
+def remove_those_left() -> None:
+    """By processes that were killed, of which one may have had the number of this one."""
     from pyroute2 import netns
 
     for name in netns.listnetns():
-        prefix, _, rest = name.partition("-")
-        pid = rest.partition("-")[0]
-        if prefix == "ldt" and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+        found = re.fullmatch("ldt-([0-9]+)-(edge|cloud)", name)
+        if found and (int(found[1]) == os.getpid() or not Path(f"/proc/{found[1]}").exists()):
             _remove(name)
 
 
