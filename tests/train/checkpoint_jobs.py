@@ -105,6 +105,7 @@ class Job:
             nn.ModuleList(mine).requires_grad_(False)
         self.pipeline = ldt.Pipeline(mine, self.mesh, loss_fn=toy_loss)
         trained = [parameter for parameter in self.pipeline.parameters() if parameter.requires_grad]
+        # On GPUs the default is foreach, which takes no group in which some parameters are split and some are not.
         self.optimizer = torch.optim.AdamW(_groups(trained), lr=0.01, foreach=False) if trained else None
         self.extra: dict[str, Any] = {}
         if self.optimizer is not None:
