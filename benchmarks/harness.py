@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from clock import meet
 from picture import draw
-from transports import TRANSPORTS
-from two_hosts import Place, two_hosts, why_not_two_hosts
+from transports import TRANSPORTS, by_network
+from two_hosts import Place, check_two_hosts, two_hosts
 
 import ldt
 from ldt.cli.units import bandwidth
@@ -103,26 +103,11 @@ def parse(
         )
     if given.link:
         try:
-            check_link(given)
+            check_two_hosts(given.ranks, given.edge, given.link)
+            given.transports = by_network(given)
         except ValueError as error:
             options.error(f"--link: {error}")
     return given
-
-
-def check_link(given: argparse.Namespace) -> None:
-    """Raises ValueError if there cannot be such hosts. Leaves out transports that would go past their cards."""
-    reason = why_not_two_hosts()
-    if reason:
-        raise ValueError(reason)
-    with two_hosts(given.ranks, given.edge, given.link):
-        pass
-    by_network = [name for name in TRANSPORTS[given.device] if name != "copy_engine"]
-    given.transports = getattr(given, "transports", None) or by_network
-    if "copy_engine" in given.transports:
-        raise ValueError(
-            f"expected transports that go over the network ({', '.join(by_network)}), got copy_engine, which goes "
-            "through the memory of the one host that there is"
-        )
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

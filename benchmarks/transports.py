@@ -15,6 +15,7 @@ from ldt.runtime.carriers import TransportChoice
 
 __all__ = [
     "TRANSPORTS",
+    "by_network",
     "connect",
     "connect_each",
     "connect_or_note",
@@ -40,6 +41,18 @@ TRANSPORTS: Mapping[str, Sequence[TransportChoice]] = {
 def transports_of(arguments: argparse.Namespace) -> Sequence[TransportChoice]:
     """Those of ``--transports``, or all that there are for the device."""
     chosen: Sequence[TransportChoice] = arguments.transports or TRANSPORTS[arguments.device]
+    return chosen
+
+
+def by_network(arguments: argparse.Namespace) -> Sequence[TransportChoice]:
+    """Those of ``--transports``, or all that go through a network. Raises ValueError for one that does not."""
+    possible = [name for name in TRANSPORTS[arguments.device] if name != "copy_engine"]
+    chosen: Sequence[TransportChoice] = getattr(arguments, "transports", None) or possible
+    if "copy_engine" in chosen:
+        raise ValueError(
+            f"expected transports that go through a network ({', '.join(possible)}), got copy_engine, which goes "
+            "through the memory of one host"
+        )
     return chosen
 
 

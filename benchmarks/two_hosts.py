@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Place", "remove_those_left", "two_hosts", "why_not_two_hosts"]
+__all__ = ["Place", "check_two_hosts", "remove_those_left", "two_hosts", "why_not_two_hosts"]
 
 BURST_BYTES = 1 << 18  # may go at once, or what a card does in a millisecond: TCP hands over 64 KiB at a time
 QUEUE_SECONDS = 50e-3
@@ -59,6 +59,15 @@ def why_not_two_hosts() -> str:
         return (
             f"two hosts need Linux, root, and a kernel with network namespaces, veth and tbf, got {error!r}"
         )
+
+
+def check_two_hosts(ranks: int, edge: int, rate: float) -> None:
+    """Raises ValueError if there cannot be such hosts here."""
+    reason = why_not_two_hosts()
+    if reason:
+        raise ValueError(reason)
+    with two_hosts(ranks, edge, rate):
+        pass
 
 
 @contextmanager

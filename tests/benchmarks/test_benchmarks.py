@@ -136,7 +136,7 @@ def test_what_goes_between_two_hosts_goes_through_cards_of_that_rate(monkeypatch
         ("transfer.py --link 40Gbit", "expected cards of 8 kbit/s to 34 Gbit/s, got 4e+10 bit/s"),
         (
             "transfer.py --link 1Gbit --transports copy_engine",
-            "got copy_engine, which goes through the memory",
+            "got copy_engine, which goes through the memory of one host",
         ),
     ],
 )

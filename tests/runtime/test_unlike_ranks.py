@@ -120,4 +120,5 @@ def test_measuring_keeps_to_the_timeout_of_connect(pool: RankPool) -> None:
     for rank, (seconds, text) in enumerate(answers):
         assert "took too long: give connect a longer timeout" in text, f"rank {rank}"
         assert seconds < LIMIT + 5, f"rank {rank}"
-    assert max(seconds for seconds, _ in answers) > LIMIT - 0.5  # one that begins later hears it from the others
+    # One that begins later hears it from the others.
+    assert max(seconds for seconds, _ in answers) > LIMIT - 0.5
