@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -129,25 +131,20 @@ def test_what_goes_between_two_hosts_goes_through_cards_of_that_rate(monkeypatch
     assert not {edge, cloud} & set(netns.listnetns())
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        ("metadata.py --link 1Gbit", "expected ranks on two hosts, got 1, 1 of them on the edge"),
-        ("transfer.py --link 40Gbit", "expected cards of 8 kbit/s to 34 Gbit/s, got 4e+10 bit/s"),
-        (
-            "transfer.py --link 1Gbit --transports copy_engine",
-            "got copy_engine, which goes through the memory of one host",
-        ),
-    ],
-)
-def test_links_that_cannot_be_are_told(command: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_that_cannot_be_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
-    from two_hosts import why_not_two_hosts
+    from transports import by_network
+    from two_hosts import check_two_hosts, why_not_two_hosts
 
-    script, *options = command.split()
-    done = run(BENCHMARKS / script, "--device", "cpu", *options)
-    assert done.returncode == 2
-    assert (why_not_two_hosts() or sentence) in done.stderr
+    for ranks, rate, sentence in [
+        (1, 1e6, "expected ranks on two hosts, got 1, 1 of them on the edge"),
+        (2, 5e9, "expected cards of 8 kbit/s to 34 Gbit/s, got 4e+10 bit/s"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(why_not_two_hosts() or sentence)):
+            check_two_hosts(ranks, 1, rate)
+    assert list(by_network(Namespace(device="cuda", transports=None))) == ["c10d", "nccl"]
+    with pytest.raises(ValueError, match="got copy_engine, which goes through the memory of one host"):
+        by_network(Namespace(device="cuda", transports=["nccl", "copy_engine"]))
 
 
 def test_transfer_between_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
