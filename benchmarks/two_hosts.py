@@ -48,26 +48,26 @@ class Place:
         )
 
 
-def why_not_two_hosts() -> str:
-    """Tries it. What is missing here, in a sentence; "" if nothing is."""
-    try:
-        with two_hosts(2, 1, LEAST_RATE):
-            return ""
-    except ImportError:
-        return "two hosts need pyroute2, which is not installed: pip install pyroute2"
-    except (OSError, _kernel_error()) as error:
-        return (
-            f"two hosts need Linux, root, and a kernel with network namespaces, veth and tbf, got {error!r}"
-        )
-
-
 def check_two_hosts(ranks: int, edge: int, rate: float) -> None:
-    """Raises ValueError if there cannot be such hosts here."""
-    reason = why_not_two_hosts()
-    if reason:
-        raise ValueError(reason)
-    with two_hosts(ranks, edge, rate):
-        pass
+    """Tries it. Raises ValueError if there cannot be such hosts here."""
+    try:
+        with two_hosts(ranks, edge, rate):
+            pass
+    except ImportError:
+        raise ValueError("two hosts need pyroute2, which is not installed: pip install pyroute2") from None
+    except (OSError, _kernel_error()) as error:
+        raise ValueError(
+            f"two hosts need Linux, root, and a kernel with network namespaces, veth and tbf, got {error!r}"
+        ) from error
+
+
+def why_not_two_hosts() -> str:
+    """What is missing here, in a sentence; "" if nothing is."""
+    try:
+        check_two_hosts(2, 1, LEAST_RATE)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 @contextmanager

@@ -132,15 +132,16 @@ def test_what_goes_between_two_hosts_goes_through_cards_of_that_rate(monkeypatch
 
 
 def test_links_that_cannot_be_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("pyroute2")
     monkeypatch.syspath_prepend(BENCHMARKS)
     from transports import by_network
-    from two_hosts import check_two_hosts, why_not_two_hosts
+    from two_hosts import check_two_hosts
 
     for ranks, rate, sentence in [
         (1, 1e6, "expected ranks on two hosts, got 1, 1 of them on the edge"),
         (2, 5e9, "expected cards of 8 kbit/s to 34 Gbit/s, got 4e+10 bit/s"),
     ]:
-        with pytest.raises(ValueError, match=re.escape(why_not_two_hosts() or sentence)):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
             check_two_hosts(ranks, 1, rate)
     assert list(by_network(Namespace(device="cuda", transports=None))) == ["c10d", "nccl"]
     with pytest.raises(ValueError, match="got copy_engine, which goes through the memory of one host"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharing import GPUS, SHARED, my_device
+from sharing import GPUS, my_device
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,7 +21,7 @@ from ldt.runtime.strands import Transfer
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
-WORLD_SIZE = 4 if SHARED else min(4, GPUS)
+WORLD_SIZE = 4
 TRANSPORTS: list[TransportChoice] = ["copy_engine", "nccl"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
@@ -97,8 +97,6 @@ def test_steps_equal_the_unsplit_model(
     pool: RankPool, tp: list[int], dp: int, edge_dp: int, dtype: torch.dtype, transport: TransportChoice
 ) -> None:
     ranks = range(Topology(tp, dp=dp, edge_dp=edge_dp).world_size)
-    if len(ranks) > WORLD_SIZE:
-        pytest.skip(f"needs {len(ranks)} GPUs")
     for laps, policy, transfer in (
         (1, "dedicated", "leader"),
         (2, "paired", "scatter"),
@@ -161,6 +159,4 @@ def split_rows(tp: list[int], transfer: Transfer, transport: TransportChoice) ->
 def test_split_rows_between_stages_of_any_sizes(
     pool: RankPool, tp: list[int], transfer: Transfer, transport: TransportChoice
 ) -> None:
-    if sum(tp) > WORLD_SIZE:
-        pytest.skip(f"needs {sum(tp)} GPUs")
     pool.run(split_rows, tp, transfer, transport, ranks=range(sum(tp)), timeout=120)

@@ -105,31 +105,41 @@ def accumulate(
     return losses
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_ragged_microbatches_without_padding(pool: RankPool, tied: bool) -> None:
+Case = tuple[PreTrainedConfig, list[int], int, list[Inputs]]  # what step_as_unsplit takes
+
+
+def ragged(tied: bool) -> Case:
     config = text_config("qwen3", head_dim=8, tie_word_embeddings=tied)
-    microbatches = [{"input_ids": tokens(*size, seed=size[1])} for size in ((2, 7), (2, 3), (2, 11), (1, 2))]
-    compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1], 1, microbatches)
-    assert all(number > 10 for number in compared)
+    sizes = ((2, 7), (2, 3), (2, 11), (1, 2))
+    return config, [1, 2, 1, 1], 1, [{"input_ids": tokens(*size, seed=size[1])} for size in sizes]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_padded_and_packed_microbatches(pool: RankPool, family: str) -> None:
+def padded_and_packed(family: str) -> Case:
     """What the middle stage masks by comes as metadata: padding on either side, texts in one row, none."""
-    config = text_config(family, tie_word_embeddings=False)
     microbatches = [
         padded([5, 9, 2], "right"),
         padded([7, 3], "left"),
         packed([3, 5, 2], [4, 1, 5]),
         {"input_ids": tokens(2, 6)},
     ]
-    compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1], 1, microbatches)
-    assert all(number >= 9 for number in compared)
+    return text_config(family, tie_word_embeddings=False), [1, 2, 1, 1], 1, microbatches
+
+
+def images() -> Case:
+    """Of all sizes and none, in two laps; a ragged last microbatch without any image among them."""
+    config = vision_config(tie_word_embeddings=False)
+    return config, [1, 2, 1, 1, 2, 1, 1], 2, [with_positions(config, inputs) for inputs in BATCHES.values()]
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_ragged_microbatches_without_padding(pool: RankPool, tied: bool) -> None:
+    assert all(number > 10 for number in pool.run(step_as_unsplit, *ragged(tied)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_padded_and_packed_microbatches(pool: RankPool, family: str) -> None:
+    assert all(number >= 9 for number in pool.run(step_as_unsplit, *padded_and_packed(family)))
 
 
 def test_images_of_all_sizes_and_none_in_two_laps(pool: RankPool) -> None:
-    """A ragged last microbatch without any image among them."""
-    config = vision_config(tie_word_embeddings=False)
-    microbatches = [with_positions(config, inputs) for inputs in BATCHES.values()]
-    compared = pool.run(step_as_unsplit, config, [1, 2, 1, 1, 2, 1, 1], 2, microbatches, timeout=90)
-    assert all(number > 10 for number in compared)
+    assert all(number > 10 for number in pool.run(step_as_unsplit, *images(), timeout=90))
