@@ -371,12 +371,12 @@ class Mesh(Place):
         deadline = time.monotonic() + _CLOSING_SECONDS
         for lane in self.all_lanes():
             if not self.failed:
-                lane.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
+                lane.close(_left(deadline))
         self._endpoints.clear()
         self._carriers.clear()
         self._watched = ()
-        for lane in self._post_lanes():
-            lane.abort("the mesh is closed")  # it waits for letters that do not come
+        if self._post is not None:
+            self._post.close(_left(deadline))
         self._post = None
 
     def _post_lanes(self) -> list[Lane]:
@@ -391,5 +391,9 @@ class Mesh(Place):
         self._groups.drop()
 
 
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(0.0, deadline - time.monotonic()))
+
+
 def _until(deadline: float) -> timedelta:
-    return timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    return max(timedelta(seconds=1), _left(deadline))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -120,9 +122,12 @@ class Letterbox:
         return Letter(subject, number, data[_HEAD_BYTES : _HEAD_BYTES + length])
 
     def _next_frame(self) -> bytes:
-        work, frame = self._frames.popleft()
+        work, frame = self._frames.popleft() if self._frames else self._post()
         work.wait()
-        self._frames.append(self._post())
+        with suppress(
+            LaneError
+        ):  # where the edge is gone: what has come is used, and the frame that is missing raises
+            self._frames.append(self._post())
         return as_bytes(frame)
 
     def _post(self) -> tuple[dist.Work, torch.Tensor]:
@@ -170,6 +175,13 @@ class Post:
     def lanes(self) -> list[Lane]:
         """Those that this rank has an end of."""
         return [end.lane for end in [self._mailing, *self._boxes.values()] if end is not None]
+
+    def close(self, timeout: timedelta) -> None:
+        """See what was told off, for at most so long; nothing is heard any more."""
+        for box in self._boxes.values():
+            box.lane.abort("the mesh is closed")
+        if self._mailing is not None:
+            self._mailing.lane.close(timeout)
 
     def _from(self, replica: int, tokens: bool) -> Letter:
         if self._place.node == Node(0, replica):
