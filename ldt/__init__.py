@@ -16,6 +16,7 @@ from ldt._torch_abi import guard_core, require_torch
 if TYPE_CHECKING:
     from ldt import plan as plan
     from ldt._C import LaneError as LaneError
+    from ldt.errors import CheckpointError as CheckpointError
     from ldt.errors import LdtError as LdtError
     from ldt.errors import MetadataError as MetadataError
     from ldt.errors import NonFiniteError as NonFiniteError
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _PURE = {
+    "CheckpointError": "ldt.errors",
     "LdtError": "ldt.errors",
     "MetadataError": "ldt.errors",
     "NonFiniteError": "ldt.errors",

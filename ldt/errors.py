@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "LdtError",
     "MetadataError",
     "NonFiniteError",
@@ -15,6 +16,10 @@ __all__ = [
 
 class LdtError(Exception):
     """Base of every error the package raises on its own account."""
+
+
+class CheckpointError(LdtError):
+    """A checkpoint that is damaged, cannot be read, or is of another model; the text names the file or the tensor."""
 
 
 class TopologyError(LdtError, ValueError):

@@ -166,8 +166,8 @@ def test_a_damaged_record_makes_its_step_incomplete(
     job.save(tmp_path, 2)
     (tmp_path / "step-2" / "stage-0" / "stage.json").write_text(content)
     assert job.load(tmp_path) == ldt.LoadedCheckpoint(1)
-    assert "left out a stage of a checkpoint" in caplog.text
-    with pytest.raises(ldt.LdtError, match=r"step 2 is not there, or is not complete: complete are \[1\]"):
+    assert "step-2 is passed over for step-1" in caplog.text
+    with pytest.raises(ldt.LdtError, match=r"step-2 is there but cannot be used, and complete are \[1\]"):
         job.load(tmp_path, step=2)
 
 

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError, LdtError
 from ldt.runtime.disclosure import InputTypeError, InputValueError
-from ldt.train.checkpoint.layout import Save, saves_in, stages_in
-from ldt.train.checkpoint.record import StageRecord
+from ldt.runtime.received import plain
+from ldt.train.checkpoint.layout import Save, file_errors, is_gone, saves_in, stages_in
+from ldt.train.checkpoint.record import FILE, StageRecord
 
-__all__ = ["Paths", "catalog", "complete_saves", "describe_incomplete", "folders_of", "next_save", "paths_of"]
+__all__ = [
+    "Paths",
+    "catalog",
+    "complete_saves",
+    "damaged_saves",
+    "describe_incomplete",
+    "folders_of",
+    "kept_saves",
+    "next_save",
+    "paths_of",
+]
 
 logger = logging.getLogger(__name__)
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-Catalog = list[
-    Any
-]  # [step, again, [[stage, number of stages, save_id], ...]] for each save: it travels as JSON
+# [step, again, [[stage, number of stages, save_id], ...]] for each save, and then what is damaged: it travels as JSON
+Catalog = list[Any]
 _MOST_STAGES = 1_000_000  # as in the text of a topology
 Stages = dict[int, tuple[int, str]]  # by number: how many its topology has, save_id
+
+
+class _Seen(NamedTuple):
+    """Of one save: its stages, and what is there but cannot be read."""
+
+    stages: Stages
+    damage: list[str]
 
 
 def paths_of(given: Paths) -> list[Path]:
@@ -42,28 +59,55 @@ def folder_of(given: str | os.PathLike[str]) -> Path:
     return path
 
 
-def catalog(paths: Iterable[Path]) -> Catalog:
-    """The saves that are seen under ``paths``. A stage whose record is damaged is logged and left out."""
-    found: dict[Save, Stages] = {}
+def catalog(paths: Iterable[Path], tell: Callable[[Exception], str] = str) -> Catalog:
+    """The saves that are seen under ``paths``; of what is there but cannot be read, what ``tell`` says of the error.
+
+    Raises OSError if one of ``paths`` is there but cannot be read.
+    """
+    found: dict[Save, _Seen] = {}
     for path in paths:
         for save in saves_in(path):
-            stages = found.setdefault(save, {})
-            for stage, folder in stages_in(path, save).items():
-                try:
-                    record = StageRecord.read(folder)
-                except (LdtError, OSError) as error:  # it may be being removed
-                    logger.warning("left out a stage of a checkpoint: %s", error)
-                else:
-                    stages.setdefault(stage, (record.topology.num_stages, record.save_id))
+            seen = found.setdefault(save, _Seen({}, []))
+            try:
+                _look(path, save, seen.stages)
+            except CheckpointError as error:
+                logger.warning("a checkpoint cannot be used: %s", error)
+                seen.damage.append(tell(error))
     return [
-        [*save, [[stage, *rest] for stage, rest in sorted(stages.items())]]
-        for save, stages in sorted(found.items())
+        [*save, [[stage, *rest] for stage, rest in sorted(seen.stages.items())], *seen.damage[:1]]
+        for save, seen in sorted(found.items())
     ]
 
 
+def _look(path: Path, save: Save, stages: Stages) -> None:
+    """Add the stages of ``save`` that are in ``path``. Raises CheckpointError for one that cannot be read."""
+    with file_errors(f"{save.folder} cannot be read"):
+        folders = stages_in(path, save)
+    for stage, folder in folders.items():
+        try:
+            with file_errors(f"{save.folder}/{folder.name}/{FILE} cannot be read"):
+                record = StageRecord.read(folder)
+        except CheckpointError:
+            with file_errors(f"{save.folder}/{folder.name} cannot be read"):
+                if not is_gone(folder):  # as it is if another rank has just removed it
+                    raise
+            continue
+        if (record.stage, record.step) != (stage, save.step):
+            raise CheckpointError(
+                f"{folder / FILE} is that of stage {record.stage} of step {record.step}: expected stage {stage} of "
+                f"step {save.step}"
+            )
+        stages.setdefault(stage, (record.topology.num_stages, record.save_id))
+
+
 def complete_saves(catalogs: Iterable[Catalog]) -> list[Save]:
-    """Those of which all stages are seen, be it by different ranks; oldest first."""
-    return sorted(save for save, stages in _united(catalogs).items() if _is_complete(stages))
+    """Those of which all stages are seen, be it by different ranks, and none is damaged; oldest first."""
+    return sorted(save for save, seen in _united(catalogs).items() if _is_complete(seen))
+
+
+def damaged_saves(catalogs: Iterable[Catalog]) -> dict[Save, str]:
+    """Those of which something is there but cannot be read, and what a rank says of it."""
+    return {save: seen.damage[0] for save, seen in _united(catalogs).items() if seen.damage}
 
 
 def next_save(catalogs: Iterable[Catalog], step: int) -> Save:
@@ -72,9 +116,27 @@ def next_save(catalogs: Iterable[Catalog], step: int) -> Save:
     return Save(step, max(again, default=-1) + 1)
 
 
+def kept_saves(catalogs: Iterable[Catalog], current: Save, keep: int) -> list[Save]:
+    """Those older than ``current``, which is complete, that are among the last ``keep``.
+
+    They are complete, or damaged: such a one goes when as many newer ones are complete, not before. What was never
+    complete is not among them.
+    """
+    united = _united(catalogs)
+    complete = [save for save, seen in united.items() if _is_complete(seen) and save < current]
+    return [
+        save
+        for save, seen in united.items()
+        if save < current
+        and (seen.damage or save in complete)
+        and 1 + sum(other > save for other in complete) < keep
+    ]
+
+
 def describe_incomplete(catalogs: Iterable[Catalog]) -> str:
     """The newest save that has stages but not all; empty if there is none."""
-    parts = [(save, found) for save, found in _united(catalogs).items() if found and not _is_complete(found)]
+    united = _united(catalogs).items()
+    parts = [(save, seen.stages) for save, seen in united if seen.stages and not _is_complete(seen)]
     if not parts:
         return ""
     save, stages = max(parts)
@@ -90,24 +152,28 @@ def folders_of(paths: Iterable[Path], save: Save) -> dict[int, Path]:
     return found
 
 
-def _united(catalogs: Iterable[Catalog]) -> dict[Save, Stages]:
+def _united(catalogs: Iterable[Catalog]) -> dict[Save, _Seen]:
     """Raises LdtError for what ``catalog`` does not give: others' come from other ranks, and steps become paths."""
-    found: dict[Save, Stages] = {}
-    for step, again, stages in (entry for seen in catalogs for entry in seen):
+    found: dict[Save, _Seen] = {}
+    for step, again, stages, *damage in (entry for seen in catalogs for entry in seen):
         if not all(type(number) is int for number in (step, again)):
             raise LdtError(f"a rank tells of a step {str(step)[:40]!r}.{str(again)[:40]!r}, expected numbers")
-        of_save = found.setdefault(Save(step, again), {})
+        of_save = found.setdefault(Save(step, again), _Seen({}, []))
+        of_save.damage.extend(plain(str(text)) for text in damage)
         for stage, count, save_id in stages:
             if not (type(stage) is type(count) is int and 0 <= stage < count <= _MOST_STAGES):
                 raise LdtError(
                     f"a rank tells of stage {str(stage)[:40]} of {str(count)[:40]}, expected numbers"
                 )
-            of_save[stage] = count, str(save_id)
+            of_save.stages[stage] = count, str(save_id)
     return found
 
 
-def _is_complete(stages: Stages) -> bool:
-    """All that its topology has, of one save."""
-    return len(set(stages.values())) == 1 and all(
-        stages.keys() == set(range(count)) for count, _ in stages.values()
+def _is_complete(seen: _Seen) -> bool:
+    """All that its topology has, of one save, and nothing damaged."""
+    stages = seen.stages
+    return (
+        not seen.damage
+        and len(set(stages.values())) == 1
+        and all(stages.keys() == set(range(count)) for count, _ in stages.values())
     )

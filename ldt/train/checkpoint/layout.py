@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ldt.errors import CheckpointError
 from ldt.runtime.disclosure import QuotingError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "clear",
     "discard",
     "file_errors",
+    "is_gone",
     "publish",
     "rank_folder",
     "saves_in",
@@ -53,18 +55,37 @@ class Save(NamedTuple):
 
 
 def saves_in(path: Path) -> list[Save]:
-    """All that were begun in ``path``, oldest first; none where there is no such folder."""
-    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
-    found = filter(None, map(_SAVE.fullmatch, names))
+    """All that were begun in ``path``, oldest first; none where there is no such folder.
+
+    Raises OSError for one that is there and cannot be read.
+    """
+    found = filter(None, map(_SAVE.fullmatch, _names_in(path)))
     return sorted(Save(int(match[1]), int(match[2] or 0)) for match in found)
 
 
 def stages_in(path: Path, save: Save) -> dict[int, Path]:
-    """The complete folders of stages of a save."""
+    """The complete folders of stages of a save. Raises OSError as ``saves_in`` does."""
     folder = path / save.folder
-    entries = list(folder.iterdir()) if folder.is_dir() else []
-    found = ((_STAGE.fullmatch(entry.name), entry) for entry in entries)
-    return {int(match[1]): entry for match, entry in found if match}
+    found = filter(None, map(_STAGE.fullmatch, _names_in(folder)))
+    return {int(match[1]): folder / match[0] for match in found}
+
+
+def is_gone(path: Path) -> bool:
+    """Whether nothing has this name, not even a link to nowhere. Raises OSError where that cannot be known."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    return False
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except FileNotFoundError:
+        if is_gone(folder):
+            return []
+        raise
 
 
 def stage_folder(path: Path, save: Save, stage: int) -> Path:
@@ -141,7 +162,7 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-class StorageError(QuotingError):
+class StorageError(CheckpointError, QuotingError):
     """What the file system refused. Of the edge's, other ranks do not learn the path."""
 
 

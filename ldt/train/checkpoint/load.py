@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.runtime.calls import agree
 from ldt.runtime.disclosure import InputTypeError
 from ldt.runtime.mesh import Mesh
@@ -21,6 +21,7 @@ from ldt.train.checkpoint.catalog import (
     Paths,
     catalog,
     complete_saves,
+    damaged_saves,
     describe_incomplete,
     folders_of,
     paths_of,
@@ -65,8 +66,10 @@ def load_checkpoint(
     Gradients are dropped. Random states are restored where the topology is the same, else left alone. Give
     ``optimizer`` and ``extra`` only if they were saved; an optimizer that had not stepped is as new afterwards.
 
-    Raises on all ranks if one cannot load. LdtError says what is missing, or has another shape: then nothing has been
-    changed. If a file cannot be read to its end, weights have been changed in part, as the error says.
+    Raises on all ranks if one cannot load. CheckpointError says what is missing or damaged, or has another shape: then
+    nothing has been changed. A save of which a stage cannot be read is passed over for an older one, with a warning; if
+    there is none, CheckpointError names the file. If a file cannot be read to its end, weights have been changed in
+    part, as the error says.
     """
     mesh = pipeline.mesh
     mesh.check_usable()
@@ -78,7 +81,7 @@ def load_checkpoint(
             raise InputTypeError(f"step must be a whole number or None, got {type(step).__name__}")
         paths = paths_of(path)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
-            seen = catalog(paths)
+            seen = catalog(paths, mesh.tell)
     except Exception as caught:
         error = caught
     save = choose(agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)
@@ -91,12 +94,23 @@ def load_checkpoint(
 
 
 def choose(catalogs: list[Catalog], step: int | None) -> Save | None:
-    """The newest complete save, of ``step`` if one is asked for: then LdtError if there is none."""
-    complete = complete_saves(catalogs)
+    """The newest complete save, of ``step`` if one is asked for; None if there is none.
+
+    Raises CheckpointError if there is none that is asked for, or one is there that cannot be read.
+    """
+    complete, damaged = complete_saves(catalogs), damaged_saves(catalogs)
     chosen = [save for save in complete if step is None or save.step == step]
+    unusable = max((save for save in damaged if step is None or save.step == step), default=None)
+    steps = sorted({save.step for save in complete})
+    if not chosen and unusable is not None:
+        raise CheckpointError(
+            f"{unusable.folder} is there but cannot be used, and {f'complete are {steps}' if steps else 'no other'}: "
+            f"{damaged[unusable]}. Repair it, or move it away to do without it"
+        )
     if not chosen and step is not None:
-        steps = sorted({save.step for save in complete})
-        raise LdtError(f"step {step} is not there, or is not complete: complete are {steps or 'none'}")
+        raise CheckpointError(f"step {step} is not there, or is not complete: complete are {steps or 'none'}")
+    if chosen and unusable is not None and unusable > chosen[-1]:
+        logger.warning("%s is passed over for %s: %s", unusable.folder, chosen[-1].folder, damaged[unusable])
     if not chosen:
         partly = describe_incomplete(catalogs)
         if partly:
@@ -123,14 +137,18 @@ class _Loading:
         self._optimizer = given
         self._extra = extra
         self._names = names
-        self._shelf = Shelf(folders_of(paths, save), self._mesh.stage)
+        self._paths = paths
+        self._save = save
+        self._shelf = Shelf({})
         self._new_optimizer_state: dict[str, Any] = {}
         self._extra_states: dict[str, Any] = {}
         self._restore_random_states: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
-        """Changes nothing of the job's. Raises LdtError for what is missing, of another shape or damaged."""
-        shelf = self._shelf
+        """Changes nothing of the job's. Raises CheckpointError for what is missing, of another shape or damaged."""
+        with layout.file_errors("the folder of the checkpoint cannot be read"):
+            folders = folders_of(self._paths, self._save)
+        shelf = self._shelf = Shelf(folders, self._mesh.stage)
         named = named_tensors(self._pipeline, self._names)
         shelf.want_model({tuple(named.names_of(name)): tensor for name, tensor in named.tensors.items()})
         if self._optimizer is not None:
@@ -152,8 +170,8 @@ class _Loading:
         """Reads it all."""
         try:
             self._shelf.read()
-        except LdtError as error:
-            raise LdtError(
+        except CheckpointError as error:
+            raise CheckpointError(
                 f"{error}. Weights of rank {self._mesh.ranks[self._mesh.rank]} may now be of the checkpoint in part: "
                 "load another step before they are used"
             ) from error

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.train.checkpoint.catalog import Paths, catalog, folders_of, paths_of
 from ldt.train.checkpoint.layout import file_errors
 from ldt.train.checkpoint.load import choose
@@ -28,7 +28,8 @@ def merge_checkpoint(paths: Paths, file: str | os.PathLike[str], *, step: int | 
     folders that together have all stages, of the newest step that is complete, or of ``step``. Weights that are tied
     are written once, by the first of their names, as transformers does. As ``model.safetensors`` beside the model's
     ``config.json`` the file is a checkpoint of transformers.
-    Raises LdtError if no step is complete, a file is damaged or another stage has other weights of the same name.
+    Raises CheckpointError if no step is complete, a file is damaged or another stage has other
+    weights of the same name.
     """
     try:
         from safetensors.torch import save_file
@@ -39,11 +40,13 @@ def merge_checkpoint(paths: Paths, file: str | os.PathLike[str], *, step: int | 
         found = catalog(folders)
     save = choose([found], step)
     if save is None:
-        raise LdtError(
+        raise CheckpointError(
             f"no checkpoint is complete under {', '.join(map(str, folders))}: give the paths of all stages, that of "
             "the edge and those of the cloud"
         )
-    tensors = _tensors(Shelf(folders_of(folders, save)))
+    with file_errors("the checkpoint cannot be read"):
+        shelf = Shelf(folders_of(folders, save))
+    tensors = _tensors(shelf)
     target = Path(file)
     unfinished = target.with_name(f".{target.name}.unfinished")
     with file_errors("the merged checkpoint cannot be written"):
@@ -68,5 +71,5 @@ def _tensors(shelf: Shelf) -> dict[str, torch.Tensor]:
             name = key.removeprefix(prefix)
             other = merged.setdefault(name, tensor)
             if other is not tensor and not torch.equal(other, tensor):
-                raise LdtError(f"{name} in {reader.folder} is not what another stage has by this name")
+                raise CheckpointError(f"{name} in {reader.folder} is not what another stage has by this name")
     return merged

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.train.checkpoint.layout import file_errors
 
 __all__ = ["read_metadata"]
@@ -52,7 +52,9 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         """Give an object its state. With a class, or one of an enum's, that would change the whole process."""
         target = self.stack[-2]
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
-            raise LdtError(f"it would change {target!r:.80}, which is no object of the metadata of tensors")
+            raise CheckpointError(
+                f"it would change {target!r:.80}, which is no object of the metadata of tensors"
+            )
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -62,13 +64,14 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise LdtError(f"it asks for {module}.{name}, which has no place in the metadata of tensors")
+        raise CheckpointError(f"it asks for {module}.{name}, which has no place in the metadata of tensors")
 
 
 def read_metadata(folder: Path) -> Metadata:
     """The metadata of torch.distributed.checkpoint in ``folder``: of tensors alone, each piece in a file of the folder.
 
-    Raises LdtError that names the file where it is damaged, or holds what a checkpoint of tensors has no use for.
+    Raises CheckpointError that names the file where it is damaged, or holds what a checkpoint of tensors has no use
+    for.
     """
     file = folder / _FILE
     with file_errors("a file of the checkpoint cannot be read"):
@@ -76,22 +79,22 @@ def read_metadata(folder: Path) -> Metadata:
     with content, file_errors("a file of the checkpoint cannot be read"):
         try:
             return _checked(_MetadataUnpickler(content).load())
-        except LdtError as error:
+        except CheckpointError as error:
             advice = "Do not use a checkpoint that you do not know"
-            raise LdtError(f"{file} is not read: {error}. {advice}") from None
+            raise CheckpointError(f"{file} is not read: {error}. {advice}") from None
         except OSError:
             raise
         except Exception as error:  # what a damaged pickle raises can be anything
-            raise LdtError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _checked(metadata: Any) -> Metadata:
-    """Raise LdtError for what should not be there, anything else for what is damaged."""
+    """Raise CheckpointError for what should not be there, anything else for what is damaged."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise TypeError(f"expected the metadata of tensors, got {type(metadata).__name__}")
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle it without a question
-            raise LdtError(f"{str(key)[:200]} is no tensor there")
+            raise CheckpointError(f"{str(key)[:200]} is no tensor there")
         _check_entry(key, entry)
         for piece in entry.chunks:
             _check_place(metadata.storage_data[MetadataIndex(key, piece.offsets)])
@@ -119,7 +122,7 @@ def _check_entry(key: object, entry: TensorStorageMetadata) -> None:
 def _check_place(place: Any) -> None:
     name = place.relative_path
     if not _is_file_name(name) or place.transform_descriptors:
-        raise LdtError(f"it names the file {name!r}, expected one in its own folder, as it is")
+        raise CheckpointError(f"it names the file {name!r}, expected one in its own folder, as it is")
     if not (type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0):
         raise TypeError(f"expected the place of a tensor in {name}")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.runtime.disclosure import InputValueError, QuotingError
 from ldt.train.checkpoint.values import from_json, to_json
 
@@ -72,7 +72,8 @@ def restored(
     """Empty tensors to be read, and a state dict with them, which the optimizer can then load.
 
     ``record_of(parameter)`` is what ``capture`` gave where that parameter was saved; ``stored_shape(parameter,
-    state)`` the shape and dtype of a tensor of its. Raises LdtError if a trainable parameter was not in the optimizer.
+    state)`` the shape and dtype of a tensor of its. Raises CheckpointError if a trainable parameter was not in the
+    optimizer.
     """
     wanted: list[Wanted] = []
     state: dict[int, dict[str, Any]] = {}
@@ -84,7 +85,7 @@ def restored(
             name = _name(parameter, names)
             record = record_of(name)
             if record is None and parameter.requires_grad:
-                raise LdtError(
+                raise CheckpointError(
                     f"the checkpoint has no optimizer state of {name}: it was not in the optimizer"
                 )
             if record is not None:
@@ -106,7 +107,7 @@ def _states(
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in optimizer.state_dict()["state"].items():
         if not isinstance(index, int) or not isinstance(values, Mapping):
-            raise LdtError(
+            raise CheckpointError(
                 f"the optimizer keeps state under a {type(index).__name__} that is of no parameter: a checkpoint does "
                 "not take it"
             )
@@ -125,7 +126,7 @@ def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
 def _check_shape(value: torch.Tensor, parameter: torch.Tensor, what: str) -> None:
     """A part of a tensor must be one of a whole that another topology can make from its parameter."""
     if isinstance(parameter, DTensor) and value.shape != parameter.shape and value.dim() > 0:
-        raise LdtError(
+        raise CheckpointError(
             f"{what} in the optimizer has shape {list(value.shape)}, its sharded parameter {list(parameter.shape)}: a "
             "checkpoint takes of a sharded parameter what has its shape, or is one number"
         )

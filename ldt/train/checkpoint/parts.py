@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.runtime.place import Place
 from ldt.topology import Node
 
@@ -68,7 +68,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 def joined(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
     """The metadata of all tensors of the stage in ``folder``, of those in its subfolders.
 
-    Raises LdtError that names a tensor of which ranks have written other sizes or types, or not each element once.
+    Raises CheckpointError that names a tensor of which ranks have written other sizes or types, or not each element
+    once.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     files: dict[Any, Any] = {}
@@ -77,7 +78,7 @@ def joined(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
             assert isinstance(entry, TensorStorageMetadata)
             known = tensors.setdefault(key, dataclasses.replace(entry, chunks=[]))
             if _kind(known) != _kind(entry):
-                raise LdtError(
+                raise CheckpointError(
                     f"{folder} is damaged: {key} is {_kind(entry)} in {name}, and {_kind(known)} in the parts of other "
                     "ranks"
                 )
@@ -102,6 +103,6 @@ def _check_whole(folder: Path, key: str, entry: TensorStorageMetadata) -> None:
     if not entry.size and len(entry.chunks) != 1:  # torch does not look at a tensor without dimensions
         errors.append(f"it has no dimensions, and {len(entry.chunks)} pieces")
     if errors:
-        raise LdtError(
+        raise CheckpointError(
             f"{folder} is damaged: the parts of its ranks do not have each element of {key} once: {errors[0]}"
         )

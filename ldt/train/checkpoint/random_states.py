@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 
 __all__ = ["capture", "restorer"]
 
@@ -33,7 +33,10 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restorer(states: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """A function that sets those that ``states`` has and this process uses. Raises LdtError if one is damaged."""
+    """A function that sets those that ``states`` has and this process uses.
+
+    Raises CheckpointError if one is damaged.
+    """
     numpy: Any = sys.modules.get("numpy")
     generator = _generator(device)
     steps: list[Callable[[], object]] = []
@@ -53,7 +56,7 @@ def restorer(states: dict[str, Any], device: torch.device) -> Callable[[], None]
             of_device = _as_tensor(states[device.type])
             steps.append(lambda: generator.set_rng_state(of_device, device))
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise LdtError(f"the random states of this checkpoint are damaged: {error!r}") from error
+        raise CheckpointError(f"the random states of this checkpoint are damaged: {error!r}") from error
 
     def restore() -> None:
         for step in steps:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.train.checkpoint.layout import file_errors, rank_folder
 from ldt.train.checkpoint.metadata import read_metadata
 from ldt.train.checkpoint.parts import joined
@@ -26,7 +26,8 @@ __all__ = ["StageReader"]
 class StageReader:
     """The tensors in the complete ``folder`` of a stage, by key, and its ``record``.
 
-    Raises LdtError that names the file where it is damaged, or holds what a checkpoint of tensors has no use for.
+    Raises CheckpointError that names the file where it is damaged, or holds what a checkpoint of tensors has no use
+    for.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,7 +41,7 @@ class StageReader:
         return cast("dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata)
 
     def check_files(self) -> None:
-        """Raise LdtError if a part or a file of a part is missing, or cut short."""
+        """Raise CheckpointError if a part or a file of a part is missing, or cut short."""
         ends: dict[str, int] = {}
         for info in self._metadata.storage_data.values():
             end = info.offset + info.length
@@ -49,7 +50,7 @@ class StageReader:
             with file_errors("a file of the checkpoint cannot be read"):
                 size = (self.folder / name).stat().st_size
             if size < end:
-                raise LdtError(f"{self.folder / name} is cut short: expected {end} bytes, got {size}")
+                raise CheckpointError(f"{self.folder / name} is cut short: expected {end} bytes, got {size}")
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill ``tensors``, of a DTensor its local part. Sizes must be those of the files, dtypes are converted."""
@@ -63,7 +64,7 @@ class StageReader:
                 if isinstance(cause, OSError):
                     raise cause from None
             # Not with the text of torch.load, which suggests to trust the file.
-            raise LdtError(f"{self.folder} is damaged: a tensor in it cannot be read") from cause
+            raise CheckpointError(f"{self.folder} is damaged: a tensor in it cannot be read") from cause
 
     @cached_property
     def _metadata(self) -> Metadata:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import ldt
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.topology import Topology
 from ldt.train.checkpoint.layout import write_synced
 
@@ -49,11 +49,11 @@ class StageRecord:
 
     @classmethod
     def read(cls, folder: Path) -> StageRecord:
-        """Raises LdtError naming the file if it is none of these, or of a later version; OSError."""
+        """Raises CheckpointError naming the file if it is none of these, or of a later version; OSError."""
         file = folder / FILE
         content = read_json(file)
         if content.get("format") != FORMAT:
-            raise LdtError(
+            raise CheckpointError(
                 f"{file} has format {content.get('format')!r}, this version of ldt reads format {FORMAT}: it was "
                 f"written by ldt {content.get('ldt')!r}, use that one"
             )
@@ -70,17 +70,17 @@ class StageRecord:
             }:
                 shape = Topology.from_text(topology)
                 if not 0 <= stage < shape.num_stages:
-                    raise LdtError(f"{file} is damaged: {topology} has no stage {stage}")
+                    raise CheckpointError(f"{file} is damaged: {topology} has no stage {stage}")
                 return cls(shape, stage, step, save_id, aliases, optimizer, extra, position)
-        raise LdtError(f"{file} is damaged: it lacks what every stage writes")
+        raise CheckpointError(f"{file} is damaged: it lacks what every stage writes")
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``. Raises LdtError if there is none in it; OSError."""
+    """The object in ``file``. Raises CheckpointError if there is none in it; OSError."""
     try:
         content = json.loads(file.read_bytes())
     except ValueError as error:
-        raise LdtError(f"{file} is damaged: it is not JSON ({error})") from error
+        raise CheckpointError(f"{file} is damaged: it is not JSON ({error})") from error
     if not isinstance(content, dict):
-        raise LdtError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
+        raise CheckpointError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
     return content

@@ -20,7 +20,7 @@ from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
-from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, next_save
+from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kept_saves, next_save
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, model_key, named_tensors
 from ldt.train.checkpoint.parts import part_of, write_tensors
@@ -65,7 +65,7 @@ def save_checkpoint(
     split finds it; chunks of ``ldt.integrations.hf`` know theirs.
 
     A kill at any moment leaves the last save that was complete: one is complete when all its stages are. Then those
-    before the last ``keep`` are removed, also what earlier kills have left.
+    before the last ``keep`` are removed, also what earlier kills have left. One that is damaged counts as another does.
     Raises on all ranks if one fails, such as LdtError for a full disk, RemoteStageError on the others; the last save
     is then still there, nothing is left of this one, and the mesh stays usable.
     """
@@ -78,7 +78,7 @@ def save_checkpoint(
         _check_numbers(step, keep)
         draft = _Draft(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
-            own = [secrets.token_hex(8), catalog([draft.path]), draft.names]
+            own = [secrets.token_hex(8), catalog([draft.path], mesh.tell), draft.names]
     except Exception as caught:
         error = caught
     same = {"steps": str(step), "values of keep": str(keep)}
@@ -88,11 +88,9 @@ def save_checkpoint(
     catalogs = [seen for _, seen, _ in answers]
     save = next_save(catalogs, step)
     _write(mesh, draft, save, answers[0][0])
-    complete = complete_saves(catalogs)
-    older = [other for other in complete if other < save]
     if draft.is_first:
-        _clear(draft.path, save, older[max(0, len(older) + 1 - keep) :])
-    later = [other.step for other in complete if other > save]
+        _clear(draft.path, save, kept_saves(catalogs, save, keep))
+    later = [other.step for other in complete_saves(catalogs) if other > save]
     if later:
         logger.warning(
             "%s has step %d, too, which load_checkpoint prefers to step %d", path, max(later), step

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ldt.errors import LdtError
+from ldt.errors import CheckpointError
 from ldt.train.checkpoint.names import model_key
 from ldt.train.checkpoint.optimizer_state import tensor_key
 from ldt.train.checkpoint.reader import StageReader
@@ -48,7 +48,7 @@ class Shelf:
     # -- the model -------------------------------------------------------------------------------------------
 
     def want_model(self, tensors: Mapping[Sequence[str], torch.Tensor]) -> None:
-        """To be read into ``tensors``, by the names that each has. Raises LdtError naming those that are not there."""
+        """To be read into ``tensors``, by the names that each has. Raises CheckpointError naming what is not there."""
         missing, other = [], []
         for names, tensor in tensors.items():
             found = next(filter(None, map(self._find, names)), None)
@@ -63,9 +63,9 @@ class Shelf:
                 )
             self._want(reader, model_key(stored), tensor)
         if missing:
-            raise LdtError(f"not in the checkpoint: {some(missing)}. {self._advice(missing)}")
+            raise CheckpointError(f"not in the checkpoint: {some(missing)}. {self._advice(missing)}")
         if other:
-            raise LdtError(f"the checkpoint is of another model: {some(other)}")
+            raise CheckpointError(f"the checkpoint is of another model: {some(other)}")
 
     def stored_name(self, name: str) -> str:
         """What ``name``, the first name of a wanted tensor, is stored as."""
@@ -107,25 +107,25 @@ class Shelf:
         reader = self._reader_of(stored)
         key = tensor_key(stored, state)
         if key not in reader.tensors:
-            raise LdtError(f"{reader.folder} is damaged: it lacks {key}")
+            raise CheckpointError(f"{reader.folder} is damaged: it lacks {key}")
         return reader.tensors[key].size, reader.tensors[key].properties.dtype
 
     def want_optimizer(self, stored: str, state: str, tensor: torch.Tensor) -> None:
         self._want(self._reader_of(stored), tensor_key(stored, state), tensor)
 
     def extra(self, name: str) -> Any:
-        """The state that was saved under ``name`` in ``extra``. Raises LdtError if none was."""
+        """The state that was saved under ``name`` in ``extra``. Raises CheckpointError if none was."""
         for reader in self.readers():
             if name in reader.record.extra:
                 return reader.record.extra[name]
-        raise LdtError(
+        raise CheckpointError(
             f"the checkpoint has no state of {name!r}: it was saved without extra={{{name!r}: ...}}"
         )
 
     # -- reading ---------------------------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Raise LdtError if a file that is to be read cannot be."""
+        """Raise CheckpointError if a file that is to be read cannot be."""
         for reader in self._wanted:
             reader.check_files()
 
