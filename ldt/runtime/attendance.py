@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from ldt.errors import LdtError
 from ldt.runtime.received import parse, plain, quoted
 
 __all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
@@ -31,6 +32,7 @@ class _Call(NamedTuple):
     number: int
     name: str
     since: float
+    thread: int
 
 
 class Attendance:
@@ -52,15 +54,27 @@ class Attendance:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """To be held around a call that every rank must make."""
+        """To be held around a call that every rank must make. Raises LdtError within another one, on any thread."""
         with self._lock:
+            self._refuse_within(name)
             self._count += 1
-            self._current = _Call(self._count, name, time.monotonic())
+            self._current = _Call(self._count, name, time.monotonic(), threading.get_ident())
         try:
             yield
         finally:
             with self._lock:
                 self._current = None
+
+    def check_free(self, name: str) -> None:
+        """Raise LdtError if ``name`` cannot be called now, as this rank is in a call."""
+        with self._lock:
+            self._refuse_within(name)
+
+    @property
+    def of_this_thread(self) -> bool:
+        """Whether this rank is in a call that this thread has made."""
+        with self._lock:
+            return self._current is not None and self._current.thread == threading.get_ident()
 
     @property
     def current(self) -> str:
@@ -83,6 +97,16 @@ class Attendance:
         with self._lock:
             number = self._count + 1
         return self._meet(store, number, how)
+
+    def _refuse_within(self, name: str) -> None:
+        call = self._current
+        if call is not None:
+            where = "inside of" if call.thread == threading.get_ident() else "by another thread during"
+            raise LdtError(
+                f"{name} was called {where} {call.name} (call {call.number}), a call of the same mesh that is not "
+                "over: chunks, hooks, loss_fn, plan_factory and data must not call the mesh that runs them, and a mesh "
+                "serves one thread at a time, so connect one for each"
+            )
 
     def _meet(self, store: Any, number: int, name: str) -> Discord | None:
         key = f"{self._key}/{number}"

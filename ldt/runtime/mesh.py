@@ -173,7 +173,10 @@ class Mesh(Place):
             raise LdtError("this mesh is closed; connect again")
 
     def calling(self, name: str) -> AbstractContextManager[None]:
-        """Held around a collective call of all ranks: where others are in another one, all fail within seconds."""
+        """Held around a collective call of all ranks: where others are in another one, all fail within seconds.
+
+        Raises LdtError within another call of this rank.
+        """
         return self.vigil.calling(name)
 
     @contextmanager
@@ -215,10 +218,12 @@ class Mesh(Place):
 
         Other ranks are told: one that still makes a collective call gets a RemoteStageError that names this rank.
 
-        After a failure nothing is waited for.
+        After a failure nothing is waited for. Raises LdtError within a call of this mesh that goes on, on any thread.
         """
         if self._closed:
             return
+        if not self.failed:
+            self.vigil.attendance.check_free("close()")
         self._closed = True
         if self.failed:  # before what may take a while
             self._groups.break_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -98,8 +98,17 @@ class Vigil:
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
-        """Held around a collective call of all ranks."""
-        with self.attendance.calling(name), self.progress.calling(self.attendance.current):
+        """Held around a collective call of all ranks. Raises LdtError within another one."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(self.attendance.calling(name))
+            except LdtError as error:
+                if (
+                    not self.attendance.of_this_thread
+                ):  # nobody else would tell the others, who make this call
+                    self.publish(error, name)
+                raise
+            held.enter_context(self.progress.calling(self.attendance.current))
             yield
 
     def publish(self, error: BaseException, place: str = _USERS_CODE) -> FailureReport:
