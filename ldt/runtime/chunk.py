@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -117,7 +117,7 @@ class ChunkRunner:
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
         given = list(map(_finished, wanted))
-        work.finite.gradients(self.index, microbatch, given, self.module.named_parameters())
+        work.finite.gradients(self.index, microbatch, given, self.named_parameters())
         return given
 
     def backward_input(
@@ -146,7 +146,11 @@ class ChunkRunner:
             graph.weight_part.run()
         finally:
             graph.let_go()
-        work.finite.gradients(self.index, microbatch, parameters=self.module.named_parameters())
+        work.finite.gradients(self.index, microbatch, parameters=self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What its backward trains."""
+        return self.module.named_parameters()
 
     # -- parts of these ----------------------------------------------------------------------------------------
 

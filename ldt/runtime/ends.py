@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,17 @@ class HeadRunner(ChunkRunner):
 
 
 class TailRunner(ChunkRunner):
-    """Its output goes into the loss, or is kept, and not on to a chunk. Its backward starts at the loss."""
+    """Its output goes into the loss, or is kept, and not on to a chunk. Its backward starts at the loss.
+
+    What the loss function trains, ``loss_module``, is trained as the tail's own.
+    """
+
+    loss_module: nn.Module | None = None
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super().named_parameters()
+        if self.loss_module is not None:
+            yield from self.loss_module.named_parameters("loss_fn")
 
     def forward(
         self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
@@ -58,9 +68,14 @@ class TailRunner(ChunkRunner):
             work.announced.tell(work.loss.count)
 
 
-def make_runner(mesh: Mesh, index: int, module: nn.Module, free_outputs: bool) -> ChunkRunner:
+def make_runner(
+    mesh: Mesh, index: int, module: nn.Module, free_outputs: bool, loss_module: nn.Module | None = None
+) -> ChunkRunner:
     """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
     kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
     shared = mesh.topology.served > 1 and not mesh.is_edge
     sync = GradientSync(module, divisor=mesh.topology.edge_dp if shared else None)
-    return kind(index, module, mesh.device, free_outputs, mesh.shards, sync)
+    runner = kind(index, module, mesh.device, free_outputs, mesh.shards, sync)
+    if isinstance(runner, TailRunner):
+        runner.loss_module = loss_module
+    return runner

@@ -149,7 +149,10 @@ class Executor:
     def _reduce(self, action: Action, entry: Entry) -> None:
         row = self._work.plan.rows[self._mesh.node]
         later = [other.chunk for other in row[self._index + 1 :] if other.kind is Kind.REDUCE_GRAD]
-        parameters_of = {chunk: runner.module.parameters() for chunk, runner in self._runners.items()}
+        parameters_of = {
+            chunk: dict.fromkeys(parameter for _, parameter in runner.named_parameters())
+            for chunk, runner in self._runners.items()
+        }
         tied = {id(p) for chunk in later for p in parameters_of[chunk]}  # reduced once, with the last
         mine = [p for p in parameters_of[action.chunk] if id(p) not in tied]
         for averaging in self._averagings:  # so that those that are over give their memory back

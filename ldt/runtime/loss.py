@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,7 @@ from ldt.errors import LdtError
 from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call
 from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.loss_state import refuse_unknown
 from ldt.runtime.post import Letter, Post, Subject
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
@@ -45,6 +46,7 @@ class StepLoss:
     so that gradients are those of ``for mb: (loss_fn(model(x), y) / M).backward()``, bit for bit.
     "token": it gives (sum, count); backwards start at the sums, and at the end of the step all gradients are divided
     by the count of the whole step. Where a backward starts goes through ``scale``; losses that are reported do not.
+    ``trained`` has the ``id`` of each parameter of the pipeline where gradients are changed after the backward.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class StepLoss:
         reduction: LossReduction,
         num_microbatches: int,
         scale: Callable[[torch.Tensor], Any] = lambda loss: loss,
+        trained: Container[int] | None = None,
     ) -> None:
         self._scale = scale
+        self._trained = trained
         self._loss_fn = loss_fn
         self._reduction = reduction
         self._num_microbatches = num_microbatches
@@ -74,6 +78,8 @@ class StepLoss:
         self._read = None
         if torch.is_grad_enabled():
             _check_attached(loss, output, microbatch)
+            if self._trained is not None and not self._roots:
+                refuse_unknown(loss, output, self._trained)
             root = loss / self._num_microbatches if self._reduction == "mean" else loss
             self._roots[microbatch] = self._scale(root)
         return loss

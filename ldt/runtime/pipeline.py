@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
 from ldt.runtime.audit import Audit, Guard
+from ldt.runtime.building import Own
 from ldt.runtime.calls import Call, Mode, Refusal, agree
 from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, sharding_of, unwrapped
 from ldt.runtime.disclosure import InputTypeError, InputValueError
@@ -21,13 +22,13 @@ from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
 from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
+from ldt.runtime.loss_state import loss_module
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.notices import Notices
 from ldt.runtime.opening import Opening
 from ldt.runtime.plans import PlanBook, PlanFactory
-from ldt.runtime.received import texts
 from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
@@ -36,6 +37,7 @@ from ldt.runtime.specs import HopSpecs
 from ldt.runtime.stats import StatsTaker
 from ldt.runtime.stream_timer import StreamTimer
 from ldt.runtime.validation import validate_chunks
+from ldt.runtime.weights import Weights
 from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]
@@ -49,7 +51,8 @@ class Pipeline:
     num_microbatches, training)`` makes the plans that are not given, on each rank for itself; a step fails if ranks
     then have different ones. Without it they are ``ldt.plan.ushape``'s: for eval, and if no plan is given.
     ``loss_fn(output, target)`` is needed on the edge and used only there: with ``loss_reduction="mean"`` it gives the
-    microbatch's mean, with "token" its sum and its number of tokens.
+    microbatch's mean, with "token" its sum and its number of tokens. Its parameters, if it is a module or refers to
+    some, are trained as those of the last chunk.
     ``grad_scaler``, an ``ldt.GradScaler``, is needed on the edge: it scales what backwards start from.
     ``free_outputs`` frees what a chunk returned once it was sent, keeping its graph. ``audit``, a path, on the edge
     writes a line there for all that leaves it, and looks for copies of samples and labels, too; their own memory is
@@ -58,6 +61,10 @@ class Pipeline:
     an infinity raises NonFiniteError on its rank before it is sent, and RemoteStageError with the same text elsewhere.
     It costs a pass over all of these, and on a device a wait of the host in each action that computes, two in the last
     chunk's forward.
+
+    Ranks that hold the same weights, those of a stage and its replicas, must begin with equal parameters and buffers:
+    LdtError on every rank names one that differs, and where. ``sync_weights`` gives them those of the first of these
+    ranks instead. ``check_weights=False`` is for weights that are loaded later.
 
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
     """
@@ -75,6 +82,8 @@ class Pipeline:
         grad_scaler: torch.amp.GradScaler | None = None,
         audit: str | Path | None = None,
         check_finite: bool = False,
+        check_weights: bool = True,
+        sync_weights: bool = False,
     ) -> None:
         self._mesh = mesh
         self._loss_fn = loss_fn
@@ -82,38 +91,52 @@ class Pipeline:
         self._scaler = grad_scaler
         self._serial = 0
         self._audit: Audit | None = None
+        self._loss_module: nn.Module | None = None
         error: Exception | None = None
-        sharding: dict[str, list[str]] = {}
-        names: list[str] = []
-        reads: dict[str, list[str]] = {}
+        own = Own()
+        weights: Weights | None = None
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
             check_scaler(grad_scaler)
+            self._loss_module = loss_module(loss_fn) if mesh.is_edge else None
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
-            same = {"plans": self._plans.digest_of_all(), "values of loss_reduction": loss_reduction}
-            sharding = sharding_of(modules)
-            names = [] if mesh.is_edge else metadata_taken(modules)
-            reads = read_by_shapes(modules)
+            same = {
+                "plans": self._plans.digest_of_all(),
+                "values of loss_reduction": loss_reduction,
+                "values of check_weights": str(bool(check_weights)),
+                "values of sync_weights": str(bool(sync_weights)),
+            }
+            own.sharding = sharding_of(modules)
+            own.metadata = [] if mesh.is_edge else metadata_taken(modules)
+            own.reads = read_by_shapes(modules)
+            own.scaled = grad_scaler is not None
+            if check_weights or sync_weights:
+                weights = Weights(mesh, _by_place(modules, self._loss_module), values=not sync_weights)
+                own.weights = weights.tell()
             if audit is not None and mesh.is_edge:
                 self._audit = Audit(audit)
         except Exception as caught:
             error, same = caught, {}
         try:
-            mine = [sharding, names, reads, grad_scaler is not None]
-            answers = agree(mesh, "Pipeline()", error, same, mine, _read_own)
-            self._plans.keep_lockstep(check_sharded_alike(mesh, [shardings for shardings, *_ in answers]))
+            answers: list[Own] = agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
+            self._plans.keep_lockstep(check_sharded_alike(mesh, [answer.sharding for answer in answers]))
+            if weights is not None:
+                weights.compare([answer.weights for answer in answers])
+                if sync_weights:
+                    weights.send()
         except BaseException:
             if self._audit is not None:
                 self._audit.discard()
             raise
-        wanted = sorted({name for _, taken, *_ in answers for name in taken})
-        all_reads = {chunk: found for _, _, by_chunk, _ in answers for chunk, found in by_chunk.items()}
-        scaled = any(scales for *_, scales in answers)  # the edge's scaler is in the gradients of all
+        wanted = sorted({name for answer in answers for name in answer.metadata})
+        all_reads = {chunk: found for answer in answers for chunk, found in answer.reads.items()}
+        scaled = any(answer.scaled for answer in answers)  # the edge's scaler is in the gradients of all
         self._finite = FiniteCheck(activations=check_finite, gradients=check_finite and not scaled)
         self._number = mesh.count_pipeline()
         self._runners = {
-            index: make_runner(mesh, index, module, free_outputs) for index, module in modules.items()
+            index: make_runner(mesh, index, module, free_outputs, self._loss_module)
+            for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules, all_reads)
         notices = Notices(mesh, self._shapes, self._plans, wanted, self._audit) if mesh.is_edge else None
@@ -129,9 +152,19 @@ class Pipeline:
         """This rank's modules, in model order."""
         return tuple(runner.module for runner in self._runners.values())
 
+    @property
+    def loss_module(self) -> nn.Module | None:
+        """What holds the parameters and buffers of ``loss_fn``, on the edge; None where there are none."""
+        return self._loss_module
+
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's chunks, shared ones once: for an optimizer and ``clip_grad_norm_``."""
-        return iter(dict.fromkeys(p for module in self.chunks for p in module.parameters()))
+        """The parameters of this rank's chunks, shared ones once: for an optimizer and ``clip_grad_norm_``.
+
+        On the edge those of ``loss_fn``, too.
+        """
+        return iter(
+            dict.fromkeys(p for runner in self._runners.values() for _, p in runner.named_parameters())
+        )
 
     def plan(self, num_microbatches: int, *, training: bool = True) -> Plan:
         """The plan that a step (or eval) of so many microbatches runs."""
@@ -286,15 +319,21 @@ class Pipeline:
     def _loss_of(self, num_microbatches: int) -> StepLoss | None:
         if self._loss_fn is None:
             return None
-        options = {} if self._scaler is None else {"scale": self._scaler.scale}
+        options: dict[str, Any] = {} if self._scaler is None else {"scale": self._scaler.scale}
+        if self._changes_gradients:
+            options["trained"] = set(map(id, self.parameters()))
         return StepLoss(self._loss_fn, self._reduction, num_microbatches, **options)
+
+    @property
+    def _changes_gradients(self) -> bool:
+        """Whether a step divides or averages those that its backwards left."""
+        return self._reduction == "token" or self._mesh.topology.dp > 1
 
     def _execute(self, executor: Executor, work: StepWork, call: Call) -> None:
         training = work.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             scale: TokenScale | None = None
-            changes = training and (self._reduction == "token" or self._mesh.topology.dp > 1)
-            earlier = EarlierGradients(self.parameters() if changes else ())
+            earlier = EarlierGradients(self.parameters() if training and self._changes_gradients else ())
             if training and self._reduction == "token":
                 scale = TokenScale(self._mesh.post, call, self.parameters(), self._audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
@@ -320,13 +359,9 @@ class Pipeline:
             runner.drop()
 
 
-def _read_own(value: Any) -> tuple[dict[str, list[str]], list[str], dict[str, list[str]], bool]:
-    """What each rank tells of its chunks: parts of ``fully_shard``, metadata it takes and reads, and of a scaler."""
-    sharding, names, reads, scales = value
-    by_chunk = (
-        {str(int(chunk)): texts(found) for chunk, found in told.items()} for told in (sharding, reads)
-    )
-    return next(by_chunk), texts(names), next(by_chunk), bool(scales)
+def _by_place(modules: Mapping[int, nn.Module], of_loss: nn.Module | None) -> dict[str, nn.Module]:
+    chunks = {f"chunk {index}": module for index, module in modules.items()}
+    return chunks if of_loss is None else {**chunks, "loss_fn": of_loss}
 
 
 def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:

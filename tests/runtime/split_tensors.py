@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -34,11 +35,17 @@ def gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def seeded(make: Callable[[ldt.Mesh, int], nn.Module], mesh: ldt.Mesh, chunk: int) -> nn.Module:
+    """Equal weights on all ranks that make the chunk."""
+    torch.manual_seed(chunk)
+    return make(mesh, chunk)
+
+
 def step_error(topology: Topology, make: Callable[[ldt.Mesh, int], nn.Module], **options: Any) -> str:
     """What building and stepping a pipeline of ``make(mesh, chunk)`` raises; empty if nothing."""
     with ldt.connect(topology, ranks=range(topology.world_size), **options) as mesh:
         try:
-            mine = [make(mesh, chunk) for chunk in topology.chunks_of(mesh.stage)]
+            mine = [seeded(make, mesh, chunk) for chunk in topology.chunks_of(mesh.stage)]
             pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
             pipeline.step(toy_microbatches(2, batch=7) if mesh.is_edge else None)
         except ldt.LdtError as error:

@@ -186,6 +186,7 @@ def hand_written() -> str:
         Action(3, Kind.F, 1),
     ]
     other = Plan(topology, 2, {node: tuple(row) for node, row in rows.items()})
+    torch.manual_seed(0)
     chunks = [Declared(16) for _ in range(topology.num_chunks)]
     with ldt.connect(topology) as mesh:
         mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]

@@ -49,13 +49,19 @@ def named_tensors(pipeline: Pipeline, names: Names | None = None) -> NamedTensor
     """The parameters and persistent buffers of this rank's chunks.
 
     Called as ``names(chunk index, name in the chunk)`` says, or else the chunk itself, or else "chunk.<index>.<name>".
+    Those of the loss function are "loss.<name>".
     Raises LdtError for two tensors of one name, for a tensor without memory, and for state that is no tensor.
     """
     found = NamedTensors({}, {})
     firsts: dict[int, str] = {}
     indices = pipeline.mesh.topology.chunks_of(pipeline.mesh.stage)
-    for index, chunk in zip(indices, pipeline.chunks, strict=True):
-        name_of = names or _own_names(chunk)
+    holders = [
+        (index, chunk, names or _own_names(chunk))
+        for index, chunk in zip(indices, pipeline.chunks, strict=True)
+    ]
+    if pipeline.loss_module is not None:
+        holders.append((pipeline.mesh.topology.tail, pipeline.loss_module, _name_in_loss))
+    for index, chunk, name_of in holders:
         for name, value in chunk.state_dict(keep_vars=True).items():
             whole = name_of(index, _unwrapped(name))
             _check(whole, value, index, name)
@@ -73,6 +79,10 @@ def _own_names(chunk: torch.nn.Module) -> Names:
     if isinstance(chunk, NamesItself):
         return lambda _, name: chunk.whole_model_name(name)
     return "chunk.{}.{}".format
+
+
+def _name_in_loss(_: int, name: str) -> str:
+    return f"loss.{name}"
 
 
 def _unwrapped(name: str) -> str:

@@ -1,0 +1,68 @@
+"""What a rank's modules hold, by name, and which ranks hold the same of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from ldt.runtime.place import Place
+
+__all__ = ["Held", "is_part", "spread", "tensors_held"]
+
+
+class Held(NamedTuple):
+    """A parameter or buffer, ``name`` in ``where``, such as "chunk 1"."""
+
+    where: str
+    name: str
+    tensor: torch.Tensor
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} of {self.where}"
+
+    def describe(self) -> str:
+        """All but its values."""
+        if is_lazy(self.tensor):
+            return "uninitialized"
+        split = f" {self.tensor.placements}" if isinstance(self.tensor, DTensor) else ""
+        kind = str(self.tensor.dtype).removeprefix("torch.")
+        wanted = ", requires a gradient" if self.tensor.requires_grad else ""
+        return f"{kind}{list(self.tensor.shape)}{split}{wanted}"
+
+
+def tensors_held(modules: Mapping[str, nn.Module]) -> Iterator[Held]:
+    """Parameters and buffers of ``modules``, each of one module once, by the first of its names."""
+    for where, module in modules.items():
+        for name, parameter in module.named_parameters():
+            yield Held(where, name, parameter)
+        for name, buffer in module.named_buffers():
+            yield Held(where, name, buffer)
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """True for this rank's part of a weight of a tensor-parallel layer, marked as Megatron's layers mark theirs."""
+    return not isinstance(tensor, DTensor) and bool(getattr(tensor, "tensor_model_parallel", False))
+
+
+def spread(tensor: torch.Tensor, place: Place) -> tuple[bool, bool]:
+    """Whether the ranks of a node have different parts of ``tensor``, and whether replicas have."""
+    if not isinstance(tensor, DTensor):
+        return is_part(tensor), False
+    dims = [
+        tensor.device_mesh if tensor.device_mesh.ndim == 1 else _dimension(tensor.device_mesh, dim)
+        for dim, placement in enumerate(tensor.placements)
+        if not placement.is_replicate()
+    ]
+    return any(map(place.spans_node, dims)), any(map(place.spans_replicas, dims))
+
+
+def _dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:
+    names = mesh.mesh_dim_names
+    return mesh if names is None else mesh[names[dim]]

@@ -1,0 +1,207 @@
+"""What a loss function trains is trained as the unsplit model's: scaled, divided, averaged, clipped and saved."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build
+from torch import Tensor, nn
+
+import ldt
+from ldt.plan import Costs, optimize
+from ldt.runtime.loss_state import loss_module
+from ldt.testing import RankPool, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+_kept: list[nn.Module] = []
+
+
+class Weighted(nn.Module):
+    """The sum of squares times a weight, and how many there are; or their mean."""
+
+    def __init__(self, token: bool = False) -> None:
+        super().__init__()
+        self.w, self.unused, self.token = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.ones(3)), token
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        self.calls += 1
+        squares = self.w * (output - target).square()
+        return (squares.sum(), squares.numel()) if self.token else squares.mean()
+
+
+class Holder:
+    """Called as an object, or by its method; what else it holds is not the loss's."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        self.inner, self.other = inner, nn.Linear(3, 3)
+
+    def __call__(self, output: Tensor, target: Tensor) -> Any:
+        return self.compute(output, target)
+
+    def compute(self, output: Tensor, target: Tensor) -> Any:
+        return self.inner(output, target)
+
+
+def _free(output: Tensor, target: Tensor) -> Any:
+    return _kept[0](output, target)
+
+
+def _by_keyword(output: Tensor, target: Tensor, *, using: nn.Module) -> Any:
+    return using(output, target)
+
+
+WAYS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "module": lambda module: module,
+    "partial": lambda module: functools.partial(_by_keyword, using=module),
+    "bound method": lambda module: Holder(module).compute,
+    "forward of a module": lambda module: module.forward,
+    "object": Holder,
+    "object of a derived class": type("Derived", (Holder,), {}),
+    "closure": lambda module: lambda output, target: module(output, target) * 1,
+    "global": lambda module: _free,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_are_found(way: str) -> None:
+    module = Weighted()
+    _kept[:] = [module]
+    found = loss_module(WAYS[way](module))
+    assert found is not None
+    assert [id(p) for p in found.parameters()] == [id(module.w), id(module.unused)]
+
+
+def test_a_function_of_torch_trains_nothing() -> None:
+    assert loss_module(nn.functional.cross_entropy) is None
+    assert loss_module(nn.CrossEntropyLoss()) is None
+    assert loss_module(None) is None
+
+
+def unsplit(chunks: Sequence[nn.Module], loss: Weighted, batches: Sequence[Any]) -> nn.ModuleList:
+    """Gradients of the mean over all tokens, or over microbatches, of all replicas."""
+    model = copy.deepcopy(nn.ModuleList([*chunks, loss]))
+    *layers, criterion = model
+    every = [pair for batch in batches for pair in batch]
+    count = sum(target.numel() for _, target in every)
+    for inputs, target in every:
+        found = criterion(nn.Sequential(*layers)(inputs), target)
+        (found[0] / count if loss.token else found / len(every)).backward()
+    return model
+
+
+def trained(tp: list[int], dp: int, token: bool, split: bool, finite: bool) -> float:
+    topology = Topology(tp, dp=dp)
+    chunks, loss = toy_chunks(topology), Weighted(token)
+    batches = [toy_microbatches(3, seed=seed) for seed in range(dp)]
+    reference = unsplit(chunks, loss, batches)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 1e-2)
+    plan = optimize(topology, 3, Costs(1, 2, latency=1), split_backward=True) if split else None
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        options: Any = {"loss_reduction": "token" if token else "mean", "check_finite": finite}
+        pipeline = build(mesh, chunks, loss, plan=plan, **options)
+        assert any(p is loss.w for p in pipeline.parameters()) == mesh.is_edge
+        pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
+        norm = ldt.clip_grad_norm_(pipeline.parameters(), 1e-2, mesh)
+        torch.testing.assert_close(norm, expected)
+        if mesh.is_edge:
+            torch.testing.assert_close(loss.w.grad, reference[-1].w.grad)  # type: ignore[union-attr]
+            assert loss.unused.grad is None
+        return norm.item()
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "token", "split", "finite"),
+    [
+        ([1, 1], 1, True, False, False),
+        ([1, 1], 1, False, True, True),
+        ([1, 1], 2, True, False, False),
+        ([1, 1], 2, False, False, True),
+        ([2, 1], 1, True, True, False),
+        ([1], 1, True, False, False),
+    ],
+)
+def test_gradients_are_those_of_the_unsplit_model(
+    pool: RankPool, tp: list[int], dp: int, token: bool, split: bool, finite: bool
+) -> None:
+    norms = pool.run(trained, tp, dp, token, split, finite, ranks=range(sum(tp) * dp))
+    assert len(set(norms)) == 1
+
+
+def refused(reduction: Any) -> str:
+    """A number that no module has; a mean on one replica needs nothing done to its gradient."""
+    topology = Topology([1, 1])
+    w = torch.tensor(2.0, requires_grad=True)
+
+    def loss_fn(output: Tensor, target: Tensor) -> Any:
+        loss = w * (output - target).square().sum()
+        return loss if reduction == "mean" else (loss, target.numel())
+
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, toy_chunks(topology), loss_fn, loss_reduction=reduction)
+        try:
+            pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+        except ldt.LdtError as error:
+            return str(error)
+        assert w.grad is not None or not mesh.is_edge
+        return ""
+
+
+def test_what_cannot_be_found_is_refused(pool: RankPool) -> None:
+    for text in pool.run(refused, "token", ranks=range(2)):
+        assert "loss_fn computes with a tensor of shape [] that requires a gradient" in text
+        assert "make it a parameter of an nn.Module" in text
+    assert pool.run(refused, "mean", ranks=range(2)) == ["", ""]
+
+
+def unlike() -> str:
+    """Replicas of the edge begin with other weights in the loss."""
+    topology = Topology([1, 1], dp=2)
+    with ldt.connect(topology) as mesh:
+        loss = Weighted()
+        nn.init.constant_(loss.w, mesh.replica)
+        with pytest.raises(ldt.LdtError) as caught:
+            build(mesh, toy_chunks(topology), loss)
+        return str(caught.value)
+
+
+def test_replicas_of_a_loss_begin_equal(pool: RankPool) -> None:
+    for text in pool.run(unlike):
+        assert "w of loss_fn differs between rank 0 and ranks [1] of stage 0" in text
+
+
+def saved(path: Path) -> None:
+    """Weights, buffers and optimizer states of the loss go into the edge's checkpoint and come back."""
+    topology = Topology([1, 1])
+    batch = toy_microbatches(2)
+    made = []
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        for _ in range(2):
+            chunks, loss = toy_chunks(topology), Weighted(token=True)
+            pipeline = build(mesh, chunks, loss, loss_reduction="token")
+            made.append((pipeline, torch.optim.AdamW(pipeline.parameters(), lr=0.1), loss))
+        (first, optimizer, loss), (second, other, restored) = made
+        for _ in range(2):
+            first.step(batch if mesh.is_edge else None)
+            optimizer.step()
+            optimizer.zero_grad()
+        ldt.save_checkpoint(path, first, optimizer, step=1)
+        assert ldt.load_checkpoint(path, second, other) is not None
+        if mesh.is_edge:
+            assert loss.w != 2
+            assert restored.calls == 4
+        for pipeline, optimizer, _ in made:
+            pipeline.step(batch if mesh.is_edge else None)
+            optimizer.step()
+        assert torch.equal(loss.w, restored.w)
+
+
+def test_a_loss_is_saved_and_loaded(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(saved, tmp_path, ranks=range(2))

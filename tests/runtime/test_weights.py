@@ -1,0 +1,215 @@
+"""Ranks that hold the same weights begin with equal ones: compared when a pipeline is built, or sent by the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ldt
+from ldt.runtime.digests import digests
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+
+
+def changed(chunk: nn.Module, how: str) -> None:
+    """One small difference."""
+    with torch.no_grad():
+        if how == "one value":
+            chunk.second.weight[3, 5] += 2**-20  # type: ignore[index, operator, union-attr]
+        elif how == "one bit of a buffer":
+            chunk.register_buffer("seen", torch.tensor([True, False]))
+        elif how == "frozen":
+            chunk.second.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        elif how == "dtype":
+            chunk.second.double()  # type: ignore[operator, union-attr]
+        elif how == "name":
+            chunk.extra = nn.Parameter(torch.zeros(1))
+
+
+def refused(tp: list[int], dp: int, where: int, how: str, **options: Any) -> str:
+    """What ``Pipeline`` says when rank ``where`` differs; the mesh can then still be used."""
+    topology = Topology(tp, dp=dp)
+    chunks = toy_chunks(topology)
+    for chunk in chunks:
+        chunk.register_buffer("seen", torch.tensor([False, False]))
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        if mesh.rank == where:
+            changed(chunks[mesh.topology.chunks_of(mesh.stage)[0]], how)
+        with pytest.raises(ldt.LdtError) as caught:
+            build(mesh, chunks, **options)
+        same = toy_chunks(topology)
+        build(mesh, same).step(toy_microbatches(2) if mesh.is_edge else None)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "where", "how", "names"),
+    [
+        ([1, 2], 1, 2, "one value", ["second.weight of chunk 1", "rank 1 and ranks [2] of stage 1"]),
+        ([1, 1], 2, 3, "one value", ["second.weight of chunk 1", "rank 2 and ranks [3] of stage 1"]),
+        ([1, 1], 2, 1, "one bit of a buffer", ["seen of chunk 0", "rank 0 and ranks [1] of stage 0"]),
+        ([1, 2], 1, 1, "frozen", ["second.weight of chunk 1", "requires a gradient"]),
+        ([2, 1], 1, 1, "dtype", ["second.weight of chunk 0", "float32[16, 16]", "float64[16, 16]"]),
+        ([1, 2], 1, 2, "name", ["extra of chunk 1", "nothing of this name", "float32[1]"]),
+    ],
+)
+def test_ranks_that_begin_otherwise(
+    pool: RankPool, tp: list[int], dp: int, where: int, how: str, names: list[str]
+) -> None:
+    texts = pool.run(refused, tp, dp, where, how, ranks=range(sum(tp) * dp))
+    assert len(set(texts)) == 1
+    for part in [*names, "sync_weights=True", "check_weights=False"]:
+        assert part in texts[0]
+
+
+def sending_refused() -> str:
+    return refused([1, 2], 1, 2, "dtype", sync_weights=True)
+
+
+def test_what_cannot_be_sent_is_refused(pool: RankPool) -> None:
+    for text in pool.run(sending_refused, ranks=range(3)):
+        assert "second.weight of chunk 1" in text
+
+
+def sent(tp: list[int], dp: int, edge_dp: int) -> list[Any]:
+    """All ranks draw their own weights; those of the first of each stage are then everyone's."""
+    topology = Topology(tp, dp=dp, edge_dp=edge_dp)
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        chunks = toy_chunks(topology, seed=mesh.rank)
+        for chunk in chunks:
+            chunk.register_buffer("count", torch.tensor(mesh.rank))
+            chunk.register_parameter("turned", nn.Parameter(torch.randn(3, 2).half().t()))
+        build(mesh, chunks, sync_weights=True)
+        first = topology.ranks_of_stage(mesh.stage)[0]
+        expected = toy_chunks(topology, seed=first)
+        for index in topology.chunks_of(mesh.stage):
+            for name, parameter in expected[index].named_parameters():
+                assert torch.equal(parameter, chunks[index].get_parameter(name)), name
+            assert chunks[index].count == first  # type: ignore[union-attr]
+        return [digests([chunks[index].turned]) for index in topology.chunks_of(mesh.stage)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "edge_dp"), [([1, 2], 1, 1), ([2, 1], 1, 1), ([1, 1], 2, 2), ([1, 1], 3, 1)]
+)
+def test_weights_of_the_first_rank_are_sent(pool: RankPool, tp: list[int], dp: int, edge_dp: int) -> None:
+    topology = Topology(tp, dp=dp, edge_dp=edge_dp)
+    answers = pool.run(sent, tp, dp, edge_dp, ranks=range(topology.world_size))
+    for stage in range(2):
+        ranks = topology.ranks_of_stage(stage)
+        assert all(answers[rank] == answers[ranks[0]] for rank in ranks)
+
+
+def split_over_ranks(way: str) -> None:
+    """Parts of one weight differ by rights."""
+    topology = Topology([1, 3]) if way != "fully_shard" else Topology([1, 1], dp=2)
+    chunks: Sequence[nn.Module] = toy_chunks(topology)
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        for chunk in mine:
+            if way == "fully_shard":
+                fully_shard(chunk, mesh=mesh.dp_mesh)
+            elif way == "marked" and mesh.stage:
+                mark(chunk, mesh.tp_rank)
+            elif mesh.stage:
+                parallelize_module(
+                    chunk, mesh.tp_mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+                )
+        ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+
+
+def mark(chunk: nn.Module, tp_rank: int) -> None:
+    weight = chunk.first.weight  # type: ignore[union-attr]
+    torch.nn.init.constant_(weight, tp_rank)  # type: ignore[arg-type]
+    weight.tensor_model_parallel = True  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["tensor parallel", "fully_shard", "marked"])
+def test_parts_are_not_taken_for_the_same(pool: RankPool, way: str) -> None:
+    pool.run(split_over_ranks, way)
+
+
+def shards_of_replicas() -> str:
+    """A DTensor's shard in one replica is another than in the other."""
+    topology = Topology([2], dp=2)
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology) as mesh:
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        for chunk in mine:
+            parallelize_module(chunk, mesh.tp_mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        if mesh.rank == 3:
+            mine[0].first.weight.to_local().data[0, 0] += 1  # type: ignore[union-attr, operator]
+        with pytest.raises(ldt.LdtError) as caught:
+            ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        return str(caught.value)
+
+
+def test_shards_of_replicas_are_compared(pool: RankPool) -> None:
+    for text in pool.run(shards_of_replicas):
+        assert "first.weight of chunk 0 differs between rank 1 and ranks [3] of stage 0" in text
+
+
+def without_values(make: str) -> None:
+    """What has no values yet, or none that are numbers, is equal."""
+    topology = Topology([1, 2])
+    chunks: list[nn.Module] = [ToyChunk(16), Lazy() if make == "lazy" else ToyChunk(16), ToyChunk(16)]
+    if make == "meta":
+        chunks[1].to("meta")
+    if make == "nan":
+        for parameter in chunks[1].parameters():
+            nn.init.constant_(parameter, float("nan"))
+    if make == "left out":
+        torch.manual_seed(torch.distributed.get_rank())
+        chunks[1] = ToyChunk(16)
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        build(mesh, chunks, check_weights=make != "left out")
+
+
+class Lazy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", ["lazy", "meta", "nan", "left out"])
+def test_weights_without_values(pool: RankPool, make: str) -> None:
+    pool.run(without_values, make, ranks=range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (lambda: torch.zeros(5, dtype=torch.bool), lambda t: t.logical_not_()),
+        (lambda: torch.ones(3, 7).bfloat16(), lambda t: t[2, 6:].mul_(2)),
+        (lambda: torch.ones(4, dtype=torch.complex64), lambda t: t[3:].imag.add_(1e-6)),
+        (lambda: torch.ones(3).to(torch.float8_e4m3fn), lambda t: t[2:].copy_(torch.zeros(1))),
+        (lambda: torch.tensor(1.5), lambda t: t.neg_()),
+        (lambda: torch.arange(3_000_001), lambda t: t[3_000_000:].add_(1)),
+        (lambda: torch.arange(2_097_152, dtype=torch.float64), lambda t: t.copy_(t.roll(1 << 20))),
+    ],
+)
+def test_a_digest_sees_any_change(
+    make: Callable[[], torch.Tensor], change: Callable[[torch.Tensor], Any]
+) -> None:
+    tensor = make()
+    views = [
+        tensor,
+        tensor.clone(),
+        torch.cat([tensor.reshape(-1)[:1], tensor.reshape(-1)])[1:].view(tensor.shape),
+    ]
+    first, again, moved = digests(views)
+    assert first == again == moved
+    change(tensor)
+    assert digests([tensor]) != [first]
