@@ -5,6 +5,8 @@
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
 #   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39")
+#   make differential               200 random jobs against the unsplit model; table in build/differential.md, findings as
+#                                   scripts beside it (ARGS="--jobs 5000", "--seeds 17,30-39")
 #   make sanitize                   runs the C++ tests under the address, undefined behaviour and thread sanitizers of the
 #                                   compiler (CXX); compiles all of csrc twice, some minutes (ARGS: for ctest)
 #
@@ -34,10 +36,10 @@ export PATH := $(BIN):$(PATH)
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
-test faults: EXTRAS = examples,test
+test faults differential: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo fuzz faults sanitize npu-headers matrix clean
+.PHONY: build test lint format demo fuzz faults differential sanitize npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -81,6 +83,11 @@ fuzz: $(READY)
 faults: $(READY)
 	$(INSTALL)
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --table build/faults.md $(ARGS)
+
+differential: $(READY)
+	$(INSTALL)
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m differential --table build/differential.md \
+	  --scripts build/differential $(ARGS)
 
 # Every finding ends the test that has it. torch is not compiled with a sanitizer: of it only inlined code is seen, and
 # the calls that sanitizers replace (memory, threads, locks).

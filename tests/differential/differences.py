@@ -1,0 +1,55 @@
+"""Where the values of a rank differ from the unsplit model's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from differential.spec import Job
+
+__all__ = ["differences", "is_exact"]
+
+_RTOL, _ATOL = 1e-8, 1e-11  # of float64, where a sum may be in another order
+_MORE_OUTPUTS = ("Emit", "Branch", "EmitOwn", "KeptOutput", "MovedWeight")
+
+
+def is_exact(job: Job) -> bool:
+    """Whether all sums are in the unsplit model's order."""
+    more = sum(item.kind in _MORE_OUTPUTS for chunk in job.chunks for item in chunk)
+    return not (job.ties or job.dp > 1 or job.clips or more > 1 or job.has("Alias"))
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any], exact: bool) -> list[str]:
+    """A line for each value that is not the unsplit model's."""
+    mine, theirs = _with_float_norm(mine), _with_float_norm(theirs)
+    lines = [f"{name}: there is none" for name in theirs.keys() - mine.keys()]
+    lines += [f"{name}: the unsplit model has none" for name in mine.keys() - theirs.keys()]
+    pairs = [(name, mine[name], theirs[name]) for name in mine if name in theirs]
+    return lines + [f"{name}: {line}" for name, got, want in pairs if (line := _difference(got, want, exact))]
+
+
+def _with_float_norm(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A rank without gradients gives the norm in float32."""
+    return {name: value.float() if name == "norm" else value for name, value in record.items()}
+
+
+def _difference(got: Any, want: Any, exact: bool) -> str:
+    if got is None or want is None:
+        return "" if got is want else f"{_brief(got)}, the unsplit model has {_brief(want)}"
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{_brief(got)}, the unsplit model has {_brief(want)}"
+    if exact:
+        same = torch.equal(torch.nan_to_num(got), torch.nan_to_num(want))
+    else:
+        rtol = max(_RTOL, 4 * torch.finfo(got.dtype).eps) if got.is_floating_point() else 0.0
+        same = torch.allclose(got, want, rtol=rtol, atol=_ATOL, equal_nan=True)
+    return "" if same else f"{_brief(got)}, the unsplit model has {_brief(want)}"
+
+
+def _brief(value: Any) -> str:
+    if value is None:
+        return "None"
+    numbers = [] if value.is_complex() else value.double().flatten()[:4].tolist()
+    return f"{value.dtype} {list(value.shape)} {[round(number, 6) for number in numbers]}"

@@ -1,0 +1,182 @@
+"""From a seed to a job."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from differential.known import OFF
+from differential.spec import Call, Item, Job
+from ldt.topology import Topology
+
+__all__ = ["draw"]
+
+_TOPOLOGIES: tuple[dict[str, object], ...] = (
+    {"tp": (1,)},
+    {"tp": (1, 1)},
+    {"tp": (1, 1)},
+    {"tp": (1, 1)},
+    {"tp": (1, 1), "laps": 2},
+    {"tp": (1, 1, 1)},
+    {"tp": (1, 1, 1)},
+    {"tp": (1, 1, 1), "laps": 2},
+    {"tp": (1, 2)},
+    {"tp": (2, 1)},
+    {"tp": (2, 2)},
+    {"tp": (1, 1), "dp": 2, "edge_dp": 2},
+    {"tp": (1, 1), "dp": 2, "edge_dp": 1},
+)
+_WEIGHTS = {
+    "Affine": 6,
+    "Mlp": 6,
+    "Scale": 3,
+    "Position": 5,
+    "Views": 4,
+    "InPlace": 4,
+    "Twice": 2,
+    "Checkpointed": 3,
+    "Unused": 1,
+    "Emit": 6,
+    "Branch": 3,
+    "Absorb": 6,
+    "Drop": 2,
+    "Alias": 2,
+    "EmitOwn": 2,
+    "Detach": 1,
+    "OddDetach": 1,
+    "StaticOutput": 1,
+    "Memory": 2,
+    "Cache": 2,
+    "RunningMean": 2,
+    "KeptOutput": 2,
+    "MovedWeight": 1,
+    "Dropout": 2,
+    "LayerDrop": 2,
+    "Custom": 2,
+    "Accumulates": 2,
+    "ForwardHook": 2,
+    "ModuleHook": 1,
+    "TensorHook": 2,
+    "GradHook": 1,
+    "PostHook": 1,
+}
+_RANDOM = {
+    "Dropout",
+    "LayerDrop",
+    "Checkpointed",
+}  # one chunk of a stage draws, so that its order is that of microbatches
+_FIRST = ("Affine", "Mlp")  # what leaves the edge must not be the sample's own memory
+_TRIES = 1000
+
+
+def draw(seed: int, *, everything: bool = False) -> Job:
+    """The job of a seed: the same wherever it is drawn. With ``everything`` also what is known not to work."""
+    for attempt in range(_TRIES):
+        job = _draw(random.Random(f"{seed} {attempt}"), seed)
+        if everything or not any(off.holds(job) for off in OFF):
+            return job
+    raise AssertionError(f"seed {seed}: {_TRIES} jobs in a row are switched off")
+
+
+def _draw(numbers: random.Random, seed: int) -> Job:
+    shape = numbers.choice(_TOPOLOGIES)
+    topology = Topology(**shape)  # type: ignore[arg-type]
+    plan = numbers.choice(["ushape", "ushape", "optimize", "split", "split"])
+    most = 3 if topology.laps == 2 and plan != "ushape" else 4
+    return Job(
+        chunks=_chunks(numbers, topology),
+        calls=_calls(numbers, most),
+        **shape,  # type: ignore[arg-type]
+        lanes=numbers.choice(["dedicated", "dedicated", "paired"]),
+        transfer=numbers.choice(["leader", "scatter", "direct", "auto"])
+        if max(topology.tp) > 1
+        else "leader",
+        plan=plan,
+        reduction=numbers.choice(["mean", "mean", "token"]),
+        loss="Weighted" if numbers.random() < 0.15 else "Squares",
+        optimizer=numbers.choice(["sgd", "momentum", "adamw"]),
+        frozen=_frozen(numbers, topology),
+        ties=_ties(numbers, topology),
+        begin=_begin(numbers, topology),
+        clips=numbers.random() < 0.2,
+        slow=numbers.random() < 0.4,
+        seed=seed,
+    )
+
+
+def _chunks(numbers: random.Random, topology: Topology) -> tuple[tuple[Item, ...], ...]:
+    draws = {stage: numbers.choice(topology.chunks_of(stage)) for stage in range(topology.num_stages)}
+    return tuple(
+        _chunk(numbers, index, topology, draws[topology.stage_of(index)] == index)
+        for index in range(topology.num_chunks)
+    )
+
+
+def _chunk(numbers: random.Random, index: int, topology: Topology, draws: bool) -> tuple[Item, ...]:
+    wanted = numbers.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=numbers.choice([1, 2, 2, 3, 4]))
+    kinds = [kind for kind in wanted if _fits(kind, index, topology, draws)]
+    if "StaticOutput" in kinds:  # what came behind it here would keep its memory for the backward
+        kinds = [kind for kind in kinds if kind != "StaticOutput"] + ["StaticOutput"]
+    if index == 0:
+        kinds.insert(0, numbers.choice(_FIRST))
+    return tuple(Item(kind, numbers.randrange(60)) for kind in kinds)
+
+
+def _fits(kind: str, index: int, topology: Topology, draws: bool) -> bool:
+    if kind in _RANDOM:
+        return draws
+    if kind == "StaticOutput":
+        return topology.crosses(index)
+    return kind != "KeptOutput" or index != topology.tail
+
+
+def _begin(numbers: random.Random, topology: Topology) -> str:
+    alike = max(topology.dp, *topology.tp[1:], 1)
+    return numbers.choice(["unequal", "synced"]) if alike > 1 and numbers.random() < 0.15 else "equal"
+
+
+def _frozen(numbers: random.Random, topology: Topology) -> tuple[int, ...]:
+    if numbers.random() > 0.2:
+        return ()
+    return tuple(index for index in range(topology.num_chunks) if numbers.random() < 0.5)
+
+
+def _ties(numbers: random.Random, topology: Topology) -> tuple[tuple[int, int], ...]:
+    """Mostly of chunks on one stage."""
+    if numbers.random() > 0.15:
+        return ()
+    if numbers.random() < 0.25:
+        first, second = sorted(numbers.sample(range(topology.num_chunks), 2))
+        return ((first, second),)
+    pairs = [(c, c + topology.num_stages) for c in range(topology.num_chunks - topology.num_stages)]
+    return (numbers.choice(pairs),)
+
+
+def _calls(numbers: random.Random, most: int) -> tuple[Call, ...]:
+    kinds = ["step", *numbers.choice(_SEQUENCES)]
+    calls = []
+    for kind, following in zip(kinds, [*kinds[1:], ""], strict=True):
+        if kind not in ("step", "eval"):
+            calls.append(Call(kind))
+            continue
+        ahead = kind == following == "step" and numbers.random() < 0.4
+        calls.append(Call(kind, _batches(numbers, most), numbers.random() < 0.8, ahead))
+    return tuple(calls)
+
+
+_SEQUENCES: Sequence[Sequence[str]] = (
+    ("step",),
+    ("step", "step"),
+    ("eval", "step"),
+    ("eval", "step", "eval"),
+    ("save", "step", "load", "step"),
+    ("save", "restart", "step"),
+    ("step", "save", "eval", "load", "step"),
+)
+
+
+def _batches(numbers: random.Random, most: int) -> tuple[int, ...]:
+    number, rows = numbers.randint(1, most), numbers.choice([1, 1, 2, 3])
+    if numbers.random() < 0.3:
+        return tuple(numbers.choice([1, 2, 3]) for _ in range(number))
+    return (rows,) * number

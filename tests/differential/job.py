@@ -1,0 +1,207 @@
+"""Runs jobs on the ranks of a pool and tells how each ended there."""
+
+from __future__ import annotations
+
+import random
+import traceback
+import warnings
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import ldt
+from differential.model import (
+    Loss,
+    Microbatches,
+    build,
+    make_optimizer,
+    microbatches,
+    next_random_numbers,
+    seed_everything,
+    values_of,
+)
+from differential.reference import CLIP_NORM, Records, outputs_of
+from differential.slow_lanes import slow_lanes
+from differential.spec import Call, Job
+from ldt.plan import Costs, Plan
+from ldt.topology import Node, Topology
+
+__all__ = ["Ending", "Raised", "run_jobs"]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception of a rank; ``ours`` says that it is ldt's, ``remote`` that another rank was first."""
+
+    call: int  # during which; -1: Pipeline()
+    kind: str
+    text: str
+    ours: bool
+    remote: bool
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException, call: int) -> Raised:
+        ours = isinstance(error, (ldt.LdtError, ldt.LaneError))
+        trace = "".join(traceback.format_exception(error)[-12:])
+        kind, remote = type(error).__name__, isinstance(error, ldt.RemoteStageError)
+        return cls(call, kind, str(error), ours, remote, trace)
+
+
+@dataclass
+class Ending:
+    """How a job ended on a rank: what it ``records`` of each call, and what it ``raised``."""
+
+    node: Node
+    records: Records = field(default_factory=list)
+    raised: Raised | None = None
+
+
+def run_jobs(jobs: Sequence[Job], folder: Path) -> list[Ending]:
+    """All of ``jobs``, which have the same mesh terms, one after the other."""
+    warnings.simplefilter("ignore")
+    endings, mesh = [], None
+    for job in jobs:
+        mesh = mesh or connect(job)
+        ending = run_job(mesh, job, folder)
+        endings.append(ending)
+        if _anywhere(ending.raised is not None):
+            mesh.close()
+            mesh = None
+    if mesh is not None:
+        mesh.close()
+    return endings
+
+
+def connect(job: Job) -> ldt.Mesh:
+    """The mesh of a job; failures are noticed soon."""
+    limit = timedelta(seconds=20)
+    return ldt.connect(
+        job.topology,
+        lanes=job.lanes,
+        transfer=job.transfer,
+        timeout=limit,
+        transfer_timeout=limit,
+        stall_timeout=limit,
+    )
+
+
+def run_job(mesh: ldt.Mesh, job: Job, folder: Path) -> Ending:
+    """Whatever it raises is in the ending."""
+    rank = _Rank(mesh, job, folder / f"job-{job.seed}")
+    ending = Ending(mesh.node, rank.records)
+    try:
+        lanes = slow_lanes(mesh, job.seed + mesh.rank) if job.slow else nullcontext()
+        with lanes:
+            rank.run()
+    except Exception as error:
+        ending.raised = Raised.of(error, rank.at)
+    return ending
+
+
+class _Rank:
+    def __init__(self, mesh: ldt.Mesh, job: Job, folder: Path) -> None:
+        self.mesh = mesh
+        self.job = job
+        self.folder = folder
+        self.at = -1
+        self.records: Records = []
+
+    def run(self) -> None:
+        job, mesh = self.job, self.mesh
+        self.batches: list[Microbatches | None] = [None] * len(job.calls)
+        if mesh.is_edge:
+            self.batches = [microbatches(job, index, mesh.replica) for index in range(len(job.calls))]
+        seed_everything(job.seed_of(mesh.node))
+        self._build(0)
+        for self.at, call in enumerate(job.calls):
+            record = getattr(self, f"_{call.kind}")(call)
+            self.records.append(record | values_of(self.modules, gradients=False))
+        mesh.control.gather(None)  # nobody is done before all are
+        self.records.append({"the next random numbers": next_random_numbers()})
+
+    def _build(self, variation: int) -> None:
+        job, mesh = self.job, self.mesh
+        chunks = build(job, variation + job.variation_of(mesh.stage, mesh.rank))
+        mine = {index: chunks[index] for index in job.topology.chunks_of(mesh.stage)}
+        loss = Loss(job.reduction, job.loss == "Weighted") if mesh.is_edge else None
+        self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in mine.items()}
+        if loss is not None:
+            self.modules["loss"] = loss
+        self.pipeline = ldt.Pipeline(
+            list(mine.values()),
+            mesh,
+            loss_fn=loss,
+            loss_reduction=job.reduction,
+            sync_weights=job.begin == "synced",
+            plan_factory=None if job.plan == "ushape" else _Planner(job),
+        )
+        self.optimizer = make_optimizer(job, self.pipeline.parameters())
+
+    # -- one method for each kind of call ------------------------------------------------------------------------
+
+    def _step(self, call: Call) -> dict[str, Any]:
+        ahead = self.batches[self.at + 1] if call.ahead else None
+        result = self.pipeline.step(self.batches[self.at], upcoming=ahead)
+        record = self._losses(result)
+        if self.job.clips:
+            record["norm"] = ldt.clip_grad_norm_(self.pipeline.parameters(), CLIP_NORM, self.mesh).double()
+        record |= values_of(self.modules, gradients=True)
+        if call.updates and self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return record
+
+    def _eval(self, call: Call) -> dict[str, Any]:
+        result = self.pipeline.eval(self.batches[self.at])
+        return self._losses(result) | (outputs_of(result.outputs) if self.mesh.is_edge else {})
+
+    def _losses(self, result: ldt.StepResult) -> dict[str, Any]:
+        if not self.mesh.is_edge:
+            return {}
+        losses = [loss.reshape(1) for loss in result.losses]
+        return {"loss": result.loss, "losses": losses[0].new_tensor([float(loss) for loss in losses])}
+
+    def _save(self, call: Call) -> dict[str, Any]:
+        ldt.save_checkpoint(self.folder, self.pipeline, self.optimizer, step=self.at)
+        return {}
+
+    def _load(self, call: Call) -> dict[str, Any]:
+        ldt.load_checkpoint(self.folder, self.pipeline, self.optimizer)
+        return {}
+
+    def _restart(self, call: Call) -> dict[str, Any]:
+        self._build(1)
+        return self._load(call)
+
+
+class _Planner:
+    """Plans for costs that are drawn, the same on all ranks."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __call__(self, topology: Topology, num_microbatches: int, training: bool) -> Plan:
+        if not training:
+            return ldt.plan.ushape(topology, num_microbatches, training=False, lanes=self._job.lanes)
+        numbers = random.Random(self._job.seed)
+        forward, backward = ([numbers.uniform(0.5, 3.0) for _ in self._job.chunks] for _ in range(2))
+        costs = Costs(forward=forward, backward=backward, latency=numbers.choice([0.0, 0.5, 3.0]))
+        split = self._job.plan == "split"
+        return ldt.plan.optimize(
+            topology, num_microbatches, costs=costs, split_backward=split, lanes=self._job.lanes
+        )
+
+
+def _anywhere(raised: bool) -> bool:
+    """Whether a job raised on any rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return raised
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, raised)
+    return any(answers)

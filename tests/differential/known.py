@@ -1,0 +1,125 @@
+"""What is switched off in the grammar, and which refusals are right: data, each with its reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from differential.spec import Job
+
+__all__ = ["MUST_REFUSE", "OFF", "REFUSALS", "Off", "Refusal"]
+
+
+@dataclass(frozen=True)
+class Off:
+    """Jobs that are not drawn, as ``reason`` is known."""
+
+    reason: str
+    holds: Callable[[Job], bool]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An error whose text has ``pattern`` is right for jobs for which it ``holds``."""
+
+    name: str
+    pattern: str
+    holds: Callable[[Job], bool]
+
+    def fits(self, job: Job, text: str) -> bool:
+        return self.holds(job) and re.search(self.pattern, text) is not None
+
+
+def _splits(job: Job) -> bool:
+    return job.plan == "split"
+
+
+def _numbers(job: Job, kind: str) -> list[int]:
+    return [item.number for chunk in job.chunks for item in chunk if item.kind == kind]
+
+
+def crosses_stages(job: Job) -> bool:
+    """Whether a layer is shared by chunks of two stages."""
+    stages = job.topology.num_stages
+    return any(first % stages != second % stages for first, second in job.ties)
+
+
+def _begins_unequal(job: Job) -> bool:
+    """Whether ranks that should hold the same weights hold some, and others."""
+    return job.begin == "unequal" and any(
+        {item.kind for item in chunk} - _WITHOUT_WEIGHTS and len(job.topology.ranks_of_stage(stage)) > 1
+        for index, chunk in enumerate(job.chunks)
+        if (stage := job.topology.stage_of(index)) > 0
+    )
+
+
+def _reduces(job: Job) -> bool:
+    return job.reduction == "token" or job.dp > 1
+
+
+def _changes_shared_gradients(job: Job) -> bool:
+    return len(_numbers(job, "Position")) > 1 and (job.clips or _reduces(job))
+
+
+def _leaves_outputs(job: Job) -> bool:
+    """Whether a chunk makes an output that no later one takes in."""
+    open_ones = False
+    for item in (item for chunk in job.chunks for item in chunk):
+        open_ones = (open_ones or item.kind in ("Emit", "Alias")) and item.kind != "Absorb"
+    return open_ones
+
+
+_WITHOUT_WEIGHTS = {
+    *("Views", "Emit", "Absorb", "Drop", "Alias", "Detach", "OddDetach", "StaticOutput"),
+    *("TensorHook", "Cache", "Memory", "Dropout"),
+}
+_RUN_TWICE = ("Custom", "Accumulates", "TensorHook", "GradHook", "PostHook", "ModuleHook")
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "split backward of a reentrant checkpoint",
+        "backward cannot be split: torch.utils.checkpoint with use_reentrant=True",
+        lambda job: _splits(job) and any(number % 2 for number in _numbers(job, "Checkpointed")),
+    ),
+)
+
+# Jobs that cannot be right: whatever they end with but a refusal is a finding.
+MUST_REFUSE: tuple[Refusal, ...] = (
+    Refusal("a layer on two stages", "(?!)", crosses_stages),
+    Refusal(
+        "ranks that hold the same begin unequal", "train one model and must begin equal", _begins_unequal
+    ),
+)
+
+OFF: tuple[Off, ...] = (
+    Off(
+        "zeros for None",
+        lambda job: job.has(
+            "Branch",
+            "Drop",
+            "Detach",
+            "OddDetach",
+            "StaticOutput",
+            "TensorHook",
+            "Cache",
+            "EmitOwn",
+            "MovedWeight",
+        ),
+    ),
+    Off("zeros for None where an output is not used", _leaves_outputs),
+    Off("a dry run does not know what is drawn", lambda job: job.has("LayerDrop")),
+    Off("a dry run is seen", lambda job: job.has("Cache", "ForwardHook") or job.has("RunningMean")),
+    Off("a dry run is seen in plain objects", lambda job: any(n % 4 == 3 for n in _numbers(job, "Memory"))),
+    Off("a dry run is seen in kept outputs", lambda job: job.has("KeptOutput")),
+    Off("functions and hooks run twice", lambda job: _splits(job) and job.has(*_RUN_TWICE)),
+    Off("aliases are cut", lambda job: job.has("Alias") and job.has("InPlace")),
+    Off("hooks before sums are divided", lambda job: _reduces(job) and job.has("GradHook", "PostHook")),
+    Off("gradients that share memory, changed in place", _changes_shared_gradients),
+    Off("a layer on two stages", crosses_stages),
+    Off(
+        "memory that is still to be sent",
+        lambda job: job.has("StaticOutput") or (job.has("Position") and (job.slow or len(job.tp) == 1)),
+    ),
+)

@@ -1,0 +1,78 @@
+"""What a job is, as data: it prints as the Python that makes it, and can be cut down piece by piece."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ldt.topology import Node, Topology
+
+__all__ = ["Call", "Item", "Job"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One part of a chunk, by the name of its class; ``number`` picks its variant and seeds its weights."""
+
+    kind: str
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of all ranks: "step", "eval", "save", "load", or "restart", which is a load into other modules.
+
+    ``batches`` are the rows of each microbatch of an edge replica. After a step the optimizer runs if it ``updates``,
+    and gradients stay otherwise. ``ahead`` tells a step of the next one's microbatches.
+    """
+
+    kind: str
+    batches: tuple[int, ...] = ()
+    updates: bool = True
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model in chunks, a mesh to run it on, and the calls that are made."""
+
+    chunks: tuple[tuple[Item, ...], ...]
+    calls: tuple[Call, ...]
+    tp: tuple[int, ...] = (1, 1)
+    dp: int = 1
+    edge_dp: int = 1
+    laps: int = 1
+    lanes: str = "dedicated"
+    transfer: str = "leader"
+    plan: str = "ushape"  # "optimize" or "split" for costs drawn from seed
+    reduction: str = "mean"
+    loss: str = "Squares"
+    optimizer: str = "sgd"
+    frozen: tuple[int, ...] = ()  # chunks
+    ties: tuple[tuple[int, int], ...] = ()  # chunks that share a layer, put behind the other parts of both
+    begin: str = (
+        "equal"  # "unequal": ranks of the cloud begin with weights of their own; "synced": and are sent one's
+    )
+    clips: bool = False
+    slow: bool = False  # lanes
+    seed: int = 0
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.tp, dp=self.dp, edge_dp=self.edge_dp, laps=self.laps)
+
+    @property
+    def mesh_terms(self) -> tuple[object, ...]:
+        """What jobs that run on one mesh have in common."""
+        return self.tp, self.dp, self.edge_dp, self.laps, self.lanes, self.transfer
+
+    def has(self, *kinds: str) -> bool:
+        """Whether a chunk has a part of one of ``kinds``."""
+        return any(item.kind in kinds for chunk in self.chunks for item in chunk)
+
+    def variation_of(self, stage: int, rank: int) -> int:
+        """Which weights a rank begins with; equal numbers are equal weights."""
+        return 0 if stage == 0 or self.begin == "equal" else 2 + rank
+
+    def seed_of(self, node: Node) -> int:
+        """Of the random generators of a node's ranks."""
+        return 1000 * self.seed + 10 * node.stage + node.replica
