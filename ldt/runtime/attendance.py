@@ -6,10 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from ldt.errors import LdtError
+from ldt.runtime.managed import managed
 from ldt.runtime.received import parse, plain, quoted
 
 __all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
@@ -52,7 +52,7 @@ class Attendance:
         self._compared = 0
         self._mine: list[int] = []
 
-    @contextmanager
+    @managed
     def calling(self, name: str) -> Iterator[None]:
         """To be held around a call that every rank must make. Raises LdtError within another one, on any thread."""
         with self._lock:

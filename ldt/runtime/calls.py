@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ldt.errors import LdtError, RemoteStageError
+from ldt.runtime.error_text import name_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.received import plain, texts, texts_by_name
@@ -22,7 +23,7 @@ class Refusal(Exception):  # noqa: N818 (a verdict, not an error of its own)
     """The step was called off on all ranks, nothing was sent; the mesh stays usable. ``error`` is to be raised."""
 
     def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
+        super().__init__()
         self.error = error
 
 
@@ -71,7 +72,7 @@ def agree(
     """
     mine = {
         "error": None if error is None else mesh.tell(error),
-        "error_type": None if error is None else type(error).__name__,
+        "error_type": None if error is None else name_of(error),
         "same": dict(same),
         "own": own,
     }

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
-from types import CodeType
-
 from ldt._C import LaneError
 from ldt.errors import LdtError
+from ldt.runtime.error_text import TEXT_LIMIT, frames_of, is_a, name_of, place_of, text_of
 
 __all__ = ["InputTypeError", "InputValueError", "QuotingError", "disclose", "reveal"]
-
-TEXT_LIMIT = 4000
-TRACEBACK_LINES = 12
 
 
 class InputValueError(LdtError, ValueError):
@@ -32,8 +27,7 @@ class QuotingError(LdtError):
 
 def reveal(error: BaseException) -> tuple[str, str]:
     """The text of ``error``, at most 4000 characters, and the last lines of its traceback."""
-    lines = "".join(traceback.format_tb(error.__traceback__)).splitlines()
-    return f"{type(error).__name__}: {error}"[:TEXT_LIMIT], "\n".join(lines[-TRACEBACK_LINES:])
+    return f"{name_of(error)}: {text_of(error)}"[:TEXT_LIMIT], frames_of(error)
 
 
 def disclose(error: BaseException) -> str:
@@ -42,19 +36,17 @@ def disclose(error: BaseException) -> str:
     An exception's own text may quote a sample, and so may a source line. The text of the package's own exceptions
     holds names, shapes and figures only and is kept.
     """
-    kind = type(error).__name__
-    if isinstance(error, QuotingError):
-        return f"{kind}: {error.plain}"[:TEXT_LIMIT]
-    if isinstance(error, (LdtError, LaneError)):
-        return f"{kind}: {error}"[:TEXT_LIMIT]
-    return f"{kind}{_where(error)} (its text stays on the edge unless connect(share_edge_errors=True) there)"
+    kind = name_of(error)
+    if is_a(error, QuotingError):
+        return f"{kind}: {error.plain}"[:TEXT_LIMIT]  # type: ignore[attr-defined]
+    if is_a(error, (LdtError, LaneError)) and _is_of_package(type(error)):
+        return f"{kind}: {text_of(error)}"[:TEXT_LIMIT]
+    place = place_of(error)
+    where = "" if place is None else " raised at {}:{} in {}".format(*place)
+    return f"{kind}{where} (its text stays on the edge unless connect(share_edge_errors=True) there)"
 
 
-def _where(error: BaseException) -> str:
-    trace = error.__traceback__
-    if trace is None:
-        return ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    code: CodeType = trace.tb_frame.f_code
-    return f" raised at {code.co_filename}:{trace.tb_lineno} in {code.co_name}"
+def _is_of_package(kind: type) -> bool:
+    """Not a class of the user's that is derived from one of the package."""
+    module: object = type.__dict__["__module__"].__get__(kind)
+    return isinstance(module, str) and module.partition(".")[0] == "ldt"

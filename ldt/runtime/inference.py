@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.disclosure import InputTypeError, InputValueError, QuotingError, disclose, reveal
+from ldt.runtime.error_text import text_of
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
@@ -45,7 +46,7 @@ _ADVICE = f". If its forward is right but depends on values, {_DECLARE}"
 
 def needs_values(error: Exception) -> bool:
     """Whether a right forward may raise ``error`` on fake tensors, which have no values."""
-    return isinstance(error, _NEEDS_VALUES) or any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, _NEEDS_VALUES) or any(sign in text_of(error) for sign in _SIGNS)
 
 
 def infer_specs(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -21,9 +21,12 @@ from ldt.runtime.carriers import Carrier, CarrierChoice
 from ldt.runtime.connecting import await_connected, check_opening, connect_alone, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend, open_libraries
+from ldt.runtime.disclosure import reveal
 from ldt.runtime.endpoints import Endpoint, make_endpoints
+from ldt.runtime.error_text import is_a
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.group_set import GroupSet
+from ldt.runtime.managed import managed
 from ldt.runtime.place import Place
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
@@ -31,7 +34,7 @@ from ldt.runtime.rendezvous import share
 from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.terms import Terms
-from ldt.runtime.vigil import Vigil, is_consequence
+from ldt.runtime.vigil import Vigil, is_of_transfer
 from ldt.topology import Channel, LanePolicy, Node
 from ldt.topology import lanes as lanes_of
 
@@ -179,7 +182,7 @@ class Mesh(Place):
         """
         return self.vigil.calling(name)
 
-    @contextmanager
+    @managed
     def collective(self, name: str) -> Iterator[None]:
         """Held around a collective call whose failure on one rank is that of all, who would wait for it in vain."""
         self.check_usable()
@@ -201,13 +204,14 @@ class Mesh(Place):
         self._groups.break_all()
         mine = first.rank == self.global_rank
         if mine:
-            logger.error("%s failed in %s: %s: %s\n%s", self, place, type(error).__name__, error, detail)
-        if mine and is_consequence(error) and not isinstance(error, RemoteStageError):
+            logger.error("%s failed in %s: %s\n%s", self, place, reveal(error)[0], detail)
+        remote = is_a(error, RemoteStageError)
+        if mine and is_of_transfer(error) and not remote:
             raise TransferError(first.describe()) from error  # of this rank's own, or others gave it up
-        if mine or isinstance(error, RemoteStageError) or not isinstance(error, Exception):
+        if mine or remote or not is_a(error, Exception):
             raise error  # also what ends a program, such as Ctrl-C
         # A consequence of that failure has nothing to add to it; an error of this rank's own has.
-        raise first.as_error() from None if is_consequence(error) else error
+        raise first.as_error() from None if is_of_transfer(error) else error
 
     def tell(self, error: BaseException) -> str:
         """What the other ranks may learn of ``error``; see ``fail``."""
@@ -248,7 +252,8 @@ class Mesh(Place):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        ends = isinstance(error, SystemExit) and not error.code  # with nothing wrong
+        code = error.code if error is not None and is_a(error, SystemExit) else 1  # type: ignore[attr-defined]
+        ends = code is None or (type(code) is int and code == 0)  # with nothing wrong
         if error is not None and not ends and not self._closed:
             self.vigil.publish(error)
         self.close()

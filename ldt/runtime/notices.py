@@ -13,6 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.calls import Call
 from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.error_text import name_of
 from ldt.runtime.keywords import check_taken
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
@@ -78,7 +79,7 @@ class Notices:
                 )
         except Exception as caught:
             error = caught
-            content = as_bytes(pack(StepCalledOff(type(caught).__name__, self._mesh.tell(caught))))
+            content = as_bytes(pack(StepCalledOff(name_of(caught), self._mesh.tell(caught))))
         same = content == self._content
         self._content = content
         subject = Subject.SAME_STEP if same else Subject.STEP

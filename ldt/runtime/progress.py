@@ -6,11 +6,11 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ldt.plan import Plan
+from ldt.runtime.managed import managed
 from ldt.runtime.received import parse, plain
 
 __all__ = ["Progress", "Sighting"]
@@ -78,7 +78,7 @@ class Progress:
         self._since = time.monotonic()
         self._beat = 0
 
-    @contextmanager
+    @managed
     def calling(self, name: str) -> Iterator[None]:
         """Held around a collective call."""
         self.call, self.thread = name, threading.get_ident()
@@ -97,7 +97,7 @@ class Progress:
         self.place, self._index = place, index
         self._moved()
 
-    @contextmanager
+    @managed
     def waiting(self, what: str, received: str = "") -> Iterator[None]:
         """Held while this rank can do nothing but wait for ``what``. Then ``received``, if given, has come."""
         outer = self._waits_for

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import TEXT_LIMIT
+from ldt.runtime.error_text import TEXT_LIMIT, plain
 
 __all__ = ["parse", "plain", "quoted", "read_fields", "texts", "texts_by_name", "understood"]
 
@@ -24,11 +24,6 @@ def parse(data: str | bytes) -> Any:
         return json.loads(data)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def plain(text: str, limit: int = TEXT_LIMIT) -> str:
-    """At most ``limit`` characters, and none that a terminal would obey or a file could not hold."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text[:limit])
 
 
 def quoted(value: object) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ldt.plan import Action
+from ldt.runtime.managed import managed
 
 __all__ = ["Entry", "Recorder"]
 
@@ -59,7 +59,7 @@ class Recorder:
     def now(self) -> float:
         return time.perf_counter() + self._offset
 
-    @contextmanager
+    @managed
     def action(self, action: Action) -> Iterator[Entry]:
         timer = self.timer if action.kind.is_compute else None
         entry = Entry(action, self.now(), 0.0)

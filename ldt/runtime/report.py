@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 
 from ldt.errors import RemoteStageError
-from ldt.runtime.disclosure import TEXT_LIMIT, disclose, reveal
+from ldt.runtime.disclosure import disclose, reveal
+from ldt.runtime.error_text import TEXT_LIMIT, name_of
 from ldt.runtime.received import quoted, read_fields
 
 __all__ = ["FailureReport"]
@@ -33,7 +34,7 @@ class FailureReport:
         cls, error: BaseException, rank: int, stage: int, replica: int, place: str, *, in_full: bool
     ) -> FailureReport:
         text, trace = reveal(error) if in_full else (disclose(error), "")
-        return cls(rank, stage, replica, place, text, type(error).__name__, trace)
+        return cls(rank, stage, replica, place, text, name_of(error), trace)
 
     @classmethod
     def of_unknown(cls, error: str) -> FailureReport:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.disclosure import TRACEBACK_LINES
+from ldt.runtime.error_text import TRACEBACK_LINES
 from ldt.runtime.heartbeat import Heartbeats, RollCall
 from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress, Sighting

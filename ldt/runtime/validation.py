@@ -84,7 +84,7 @@ def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) 
         output = dry_run(shapes.chunks[chunk], args, kwargs, mesh.device, training, mesh.shards)
     except Exception as error:
         if needs_values(error):
-            logger.info("chunk %d cannot run without values and is not checked: %s", chunk, error)
+            logger.info("chunk %d cannot run without values and is not checked: %s", chunk, reveal(error)[0])
             return
         comes = describe(
             [arg if isinstance(arg, TensorSpec) else TensorSpec.of(arg) for arg in args if _has_spec(arg)]

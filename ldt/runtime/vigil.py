@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,16 +17,19 @@ from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
 from ldt.runtime.disclosure import disclose, reveal
+from ldt.runtime.error_text import is_a, place_of
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.heartbeat import Heartbeats, RollCall
+from ldt.runtime.managed import managed
 from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress
 from ldt.runtime.stall import StallWatch, of_lost_ranks, picture
 
-__all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_consequence"]
+__all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_of_transfer"]
 
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _CONSEQUENCES = (RemoteStageError, LaneError, dist.DistError)
+_TORCH_DISTRIBUTED = str(Path(dist.__file__).parent)
 _TELLING_SECONDS = 2.0
 _LEAST_ANSWER_SECONDS = 10.0  # of the store, on machines that have much else to do
 LEAST_SILENCE = timedelta(seconds=1)  # ranks leave a sign of life a few times a second
@@ -96,7 +100,7 @@ class Vigil:
         self.failures = FailureWatch(store, f"{key}/failure", on_failure, lookouts, break_off, answer_seconds)
         self.failures.on_exit = self._exit
 
-    @contextmanager
+    @managed
     def calling(self, name: str) -> Iterator[None]:
         """Held around a collective call of all ranks. Raises LdtError within another one."""
         with ExitStack() as held:
@@ -114,7 +118,7 @@ class Vigil:
     def publish(self, error: BaseException, place: str = _USERS_CODE) -> FailureReport:
         """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
         first = self.failures.first
-        if first is None and is_consequence(error):
+        if first is None and self._may_follow(error):
             first = self._cause(error)
         if first is None:
             first = self.failures.publish(self._report_of(error, place))
@@ -147,6 +151,13 @@ class Vigil:
 
     # -- what goes wrong elsewhere ---------------------------------------------------------------------------
 
+    def _may_follow(self, error: BaseException) -> bool:
+        """Whether ``error`` may have come of another rank's end: then that one is to blame.
+
+        What a text says does not matter: anyone can write one. Layers also wait where torch's frames do not show.
+        """
+        return is_of_transfer(error) or (type(error) is RuntimeError and self._lost_connections() > 0)
+
     def _cause(self, error: BaseException) -> FailureReport | None:
         """The failure that ``error`` came of: told by another rank, or by its silence."""
         try:
@@ -165,7 +176,7 @@ class Vigil:
         report = FailureReport.of(
             error, me.global_rank, me.stage, me.replica, place, in_full=self._shares_errors
         )
-        if not isinstance(error, LaneError):
+        if not is_a(error, LaneError):
             return report
         return replace(report, error=f"{report.error}\nWhat ranks were last seen doing:\n{self._picture()}")
 
@@ -234,11 +245,12 @@ class Vigil:
         return of_lost_ranks(self._place, dict([found]), f"for {self._silence:.0f} s", noticed)
 
 
-def is_consequence(error: BaseException) -> bool:
+def is_of_transfer(error: BaseException) -> bool:
     """Whether ``error`` may be what a rank sees when another one fails, with nothing to add to that one's report.
 
-    gloo has no class of its own for a connection that was lost.
+    gloo has no class of its own for a connection that was lost: it counts where that was raised.
     """
-    return isinstance(error, _CONSEQUENCES) or (
-        type(error) is RuntimeError and "gloo/transport" in str(error)
-    )
+    if type(error) is RuntimeError:
+        place = place_of(error)
+        return place is not None and place[0].startswith(_TORCH_DISTRIBUTED)
+    return is_a(error, _CONSEQUENCES)

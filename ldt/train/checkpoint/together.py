@@ -11,6 +11,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.calls import agree
 from ldt.runtime.device import synchronize_current_stream
+from ldt.runtime.disclosure import reveal
 from ldt.runtime.mesh import Mesh
 
 __all__ = ["together"]
@@ -65,4 +66,4 @@ class _Worker:
         except Exception as error:
             self.error = error
         except BaseException as error:  # nobody would see it in a thread
-            self.error = LdtError(f"{type(error).__name__}: {error}")
+            self.error = LdtError(reveal(error)[0])

@@ -1,0 +1,85 @@
+"""What an exception says, read so that whatever its class does neither breaks nor holds up the report of it."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import traceback
+from collections.abc import Callable
+from types import CodeType, TracebackType
+
+__all__ = ["TEXT_LIMIT", "TRACEBACK_LINES", "frames_of", "is_a", "name_of", "place_of", "plain", "text_of"]
+
+TEXT_LIMIT = 4000
+_NAME_LIMIT = 200
+TRACEBACK_LINES = 12
+_SECONDS = 0.5
+
+
+def is_a(error: BaseException, kinds: type | tuple[type, ...]) -> bool:
+    """``isinstance`` by what ``error`` is, whatever its ``__class__`` says."""
+    return issubclass(type(error), kinds)
+
+
+def name_of(error: BaseException) -> str:
+    """The name of its class, whatever a metaclass says."""
+    return plain(type.__dict__["__name__"].__get__(type(error)), _NAME_LIMIT)
+
+
+def text_of(error: BaseException) -> str:
+    """``str(error)``, at most 4000 characters that can be printed; a remark where that raises or does not end."""
+    return _read(lambda: str.__getitem__(str(error), slice(TEXT_LIMIT)), "(its text cannot be read)")
+
+
+def frames_of(error: BaseException) -> str:
+    """The last lines of its traceback."""
+    return _read(lambda: _last_lines(_trace_of(error)), "")
+
+
+def place_of(error: BaseException) -> tuple[str, int, str] | None:
+    """The file, line and function that raised it; None if nothing did."""
+    trace = _trace_of(error)
+    if trace is None:
+        return None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    code: CodeType = trace.tb_frame.f_code
+    return code.co_filename, trace.tb_lineno, code.co_name
+
+
+def plain(text: str, limit: int = TEXT_LIMIT) -> str:
+    """At most ``limit`` characters, and none that a terminal would obey or a file could not hold."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text[:limit])
+
+
+def _trace_of(error: BaseException) -> TracebackType | None:
+    trace: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
+    return trace
+
+
+def _last_lines(trace: TracebackType | None) -> str:
+    lines = "".join(traceback.format_tb(trace, limit=-TRACEBACK_LINES)).splitlines()
+    return "\n".join(line[: TEXT_LIMIT // TRACEBACK_LINES] for line in lines[-TRACEBACK_LINES:])
+
+
+def _read(read: Callable[[], str], otherwise: str) -> str:
+    """What ``read`` gives. It runs code of the user's: on a thread of its own, which is ended if it takes too long."""
+    found = [otherwise]
+
+    def run() -> None:
+        try:
+            found[0] = plain(read())
+        except BaseException:  # whatever it is, the error that is reported is another one
+            return
+
+    thread = threading.Thread(target=run, name="ldt-error-text", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # there are too many, or the interpreter ends
+        run()
+        return found[0]
+    thread.join(_SECONDS)
+    if thread.is_alive():
+        ident = ctypes.c_ulong(thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+    return found[0]

@@ -1,0 +1,47 @@
+"""Context managers of generators that leave the exceptions of the user's code as they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Generic, ParamSpec, TypeVar
+
+from ldt.runtime.error_text import is_a
+
+__all__ = ["managed"]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class _Managed(AbstractContextManager[_T], Generic[_T]):
+    def __init__(self, body: Iterator[_T]) -> None:
+        self._body = body
+
+    def __enter__(self) -> _T:
+        return next(self._body)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            next(self._body, None)
+            return
+        try:
+            self._body.throw(error)  # type: ignore[attr-defined]
+        except BaseException as raised:
+            # A generator makes a RuntimeError of a StopIteration.
+            if raised is not error and not (is_a(error, StopIteration) and raised.__cause__ is error):
+                raise
+
+
+def managed(function: Callable[_P, Iterator[_T]]) -> Callable[_P, AbstractContextManager[_T]]:
+    """As ``contextlib.contextmanager``, which sets an attribute of what is raised within; frozen classes refuse."""
+
+    @functools.wraps(function)
+    def manager(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:
+        return _Managed(function(*args, **kwargs))
+
+    return manager
