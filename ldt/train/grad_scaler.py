@@ -49,10 +49,15 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _part_with_grad(parameter: torch.Tensor) -> torch.Tensor:
-    """``parameter``, or a tensor whose ``grad`` is this rank's part of that of ``parameter``."""
-    if not isinstance(parameter.grad, DTensor):
+    """``parameter``, or a tensor whose ``grad`` is this rank's part of that of ``parameter``, as real numbers."""
+    grad = parameter.grad
+    if grad is None or not (isinstance(grad, DTensor) or grad.is_complex()):
         return parameter
-    part = parameter.grad.to_local().detach()
+    if grad.is_conj():
+        grad = parameter.grad = grad.resolve_conj()
+    part = grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
+    if part.is_complex():
+        part = torch.view_as_real(part)
     stand_in = part.detach()
     stand_in.grad = part
     return stand_in

@@ -98,7 +98,9 @@ def unequal_modules() -> str:
         if mesh.rank == 2:
             chunks[1] = nn.Linear(8, 4)
         with pytest.raises(ldt.LdtError) as caught:
-            build(mesh, chunks).step(toy_microbatches(2, width=8) if mesh.is_edge else None)
+            build(mesh, chunks, check_weights=False).step(
+                toy_microbatches(2, width=8) if mesh.is_edge else None
+            )
         return str(caught.value)
 
 

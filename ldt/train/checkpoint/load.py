@@ -31,6 +31,7 @@ from ldt.train.checkpoint.names import Names, named_tensors
 from ldt.train.checkpoint.record import read_json
 from ldt.train.checkpoint.save import HasState
 from ldt.train.checkpoint.shelf import Shelf
+from ldt.train.checkpoint.tensor_parallel import as_shard
 from ldt.train.checkpoint.together import together
 from ldt.train.checkpoint.values import from_json
 
@@ -150,13 +151,19 @@ class _Loading:
             folders = folders_of(self._paths, self._save)
         shelf = self._shelf = Shelf(folders, self._mesh.stage)
         named = named_tensors(self._pipeline, self._names)
-        shelf.want_model({tuple(named.names_of(name)): tensor for name, tensor in named.tensors.items()})
+        shelf.want_model(
+            {
+                tuple(named.names_of(name)): as_shard(tensor, tensor, self._mesh, name)
+                for name, tensor in named.tensors.items()
+            }
+        )
         if self._optimizer is not None:
             wanted, self._new_optimizer_state = optimizer_state.restored(
                 self._optimizer,
                 {id(tensor): shelf.stored_name(name) for name, tensor in named.tensors.items()},
                 shelf.optimizer_of,
                 shelf.optimizer_shape,
+                lambda tensor, parameter, name: as_shard(tensor, parameter, self._mesh, name),
             )
             for parameter, state, tensor in wanted:
                 shelf.want_optimizer(parameter, state, tensor)

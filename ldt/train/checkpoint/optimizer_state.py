@@ -20,6 +20,7 @@ from ldt.train.checkpoint.values import from_json, to_json
 __all__ = ["capture", "restored", "tensor_key"]
 
 Wanted = tuple[str, str, torch.Tensor]  # parameter, what of its state, the tensor to be read
+AsShard = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]  # a parameter's, or of its state
 StoredShape = Callable[[str, str], tuple[torch.Size, torch.dtype]]
 
 _NOT_VALUES = {"params", "param_names"}
@@ -31,10 +32,11 @@ def tensor_key(parameter: str, state: str) -> str:
 
 
 def capture(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], as_shard: AsShard
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Its tensors by key, and the rest in types of JSON. ``names`` are those of parameters, by ``id``.
 
+    ``as_shard(tensor, parameter, name)`` gives the whole that a tensor of a parameter's shape is a part of.
     The rest is {"groups": [{"params": names, "values": hyperparameters}], "state": {name: {what: value}}}, where the
     value of a tensor is None.
     """
@@ -55,8 +57,8 @@ def capture(
         state[name] = {}
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
-                _check_shape(value, parameter, f"{key} of {name}")
-                tensors[tensor_key(name, key)] = value.detach()
+                _check_shape(value, as_shard(parameter, parameter, name), parameter, f"{key} of {name}")
+                tensors[tensor_key(name, key)] = as_shard(value.detach(), parameter, name)
                 state[name][key] = None
             else:
                 state[name][key] = [to_json(value, f"{key} of {name} in the optimizer")]
@@ -68,6 +70,7 @@ def restored(
     names: Mapping[int, str],
     record_of: Callable[[str], Mapping[str, Any] | None],
     stored_shape: StoredShape,
+    as_shard: AsShard,
 ) -> tuple[list[Wanted], dict[str, Any]]:
     """Empty tensors to be read, and a state dict with them, which the optimizer can then load.
 
@@ -90,7 +93,7 @@ def restored(
                 )
             if record is not None:
                 found.append((name, record))
-                state[number] = _restored_state(parameter, name, record, stored_shape, wanted)
+                state[number] = _restored_state(parameter, name, record, stored_shape, wanted, as_shard)
             number += 1
         indices = list(range(number - len(group["params"]), number))
         groups.append({**group, **_as_in(group, _common_values(found)), "params": indices})
@@ -123,9 +126,9 @@ def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
     return names[id(parameter)]
 
 
-def _check_shape(value: torch.Tensor, parameter: torch.Tensor, what: str) -> None:
+def _check_shape(value: torch.Tensor, whole: torch.Tensor, parameter: torch.Tensor, what: str) -> None:
     """A part of a tensor must be one of a whole that another topology can make from its parameter."""
-    if isinstance(parameter, DTensor) and value.shape != parameter.shape and value.dim() > 0:
+    if isinstance(whole, DTensor) and value.shape != parameter.shape and value.dim() > 0:
         raise CheckpointError(
             f"{what} in the optimizer has shape {list(value.shape)}, its sharded parameter {list(parameter.shape)}: a "
             "checkpoint takes of a sharded parameter what has its shape, or is one number"
@@ -138,6 +141,7 @@ def _restored_state(
     record: Mapping[str, Any],
     stored_shape: StoredShape,
     wanted: list[Wanted],
+    as_shard: AsShard,
 ) -> dict[str, Any]:
     restored: dict[str, Any] = {}
     for key, value in record["state"].get(name, {}).items():
@@ -145,14 +149,14 @@ def _restored_state(
             restored[key] = from_json(value[0])
             continue
         shape, dtype = stored_shape(name, key)
-        if shape == parameter.shape and key != "step":
+        if shape == as_shard(parameter, parameter, name).shape and key != "step":
             made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             made = torch.empty(
                 shape, dtype=dtype, device="cpu"
             )  # load_state_dict brings it to the device that it is to be on
         restored[key] = made
-        wanted.append((name, key, made))
+        wanted.append((name, key, as_shard(made, parameter, name)))
     return restored
 
 

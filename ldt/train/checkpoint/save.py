@@ -26,6 +26,7 @@ from ldt.train.checkpoint.names import Names, model_key, named_tensors
 from ldt.train.checkpoint.parts import part_of, write_tensors
 from ldt.train.checkpoint.reader import StageReader
 from ldt.train.checkpoint.record import StageRecord
+from ldt.train.checkpoint.tensor_parallel import as_shard
 from ldt.train.checkpoint.together import together
 from ldt.train.checkpoint.values import to_json
 
@@ -155,10 +156,17 @@ class _Draft:
         self._random_states = random_states.capture(self.mesh.device)
         named = named_tensors(pipeline, names)
         self.names = hashlib.sha256(json.dumps(sorted(named.tensors)).encode()).hexdigest()
-        stored = {model_key(name): tensor.detach() for name, tensor in named.tensors.items()}
+        stored = {
+            model_key(name): as_shard(tensor.detach(), tensor, self.mesh, name)
+            for name, tensor in named.tensors.items()
+        }
         of_optimizer: dict[str, Any] | None = None
         if given is not None:
-            tensors, of_optimizer = optimizer_state.capture(given, named.by_identity())
+            tensors, of_optimizer = optimizer_state.capture(
+                given,
+                named.by_identity(),
+                lambda tensor, parameter, name: as_shard(tensor, parameter, self.mesh, name),
+            )
             stored |= tensors
         self._tensors = part_of(self.mesh, stored)
         others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
