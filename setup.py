@@ -19,8 +19,10 @@ sys.path.insert(0, str(ROOT / "build_backend"))
 
 from find_torch import Torch, find_torch  # noqa: E402
 from native_tools import require_tool  # noqa: E402
+from prove_module import prove  # noqa: E402
 
 BUILD_INFO = "_build_info"
+COMPILER_VARIABLES = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAHOSTCXX")
 
 
 class BuildPy(build_py):
@@ -50,11 +52,15 @@ class CMakeBuild(build_ext):
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
         build_dir = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.version}"
         build_dir.mkdir(parents=True, exist_ok=True)
-        self._run([cmake, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *self._options(torch)])
+        fresh = ["--fresh"] if compiler_changed(build_dir) else []
+        self._run(
+            [cmake, *fresh, "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja", *self._options(torch)]
+        )
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         self._run([cmake, "--build", str(build_dir), "--parallel", jobs])
         point_latest_to(build_dir)
         self._run([cmake, "--install", str(build_dir), "--prefix", str(target), "--component", "python"])
+        prove(target, build_dir / "proven.txt", torch)
         print(f"ldt: built {ext.name} against torch {torch.version} in {target}")
         print((target / f"{BUILD_INFO}.py").read_text(encoding="utf-8"), flush=True)
 
@@ -83,6 +89,15 @@ class CMakeBuild(build_ext):
         status = subprocess.run(command, check=False).returncode
         if status != 0:
             raise SystemExit(f"ldt: `{shlex.join(command[:2])}` failed with status {status}; see above.")
+
+
+def compiler_changed(build_dir: Path) -> bool:
+    """Whether the environment names another compiler or other flags than CMake has kept in a build folder."""
+    now = "".join(f"{name}={os.environ.get(name, '')}\n" for name in COMPILER_VARIABLES)
+    note = build_dir / "compiler_environment.txt"
+    before = note.read_text(encoding="utf-8") if note.exists() else now
+    note.write_text(now, encoding="utf-8")
+    return now != before
 
 
 def point_latest_to(build_dir: Path) -> None:

@@ -2,39 +2,40 @@
 
 torch is never a build requirement: a frontend would then download one (a CUDA build of gigabytes) that has
 nothing to do with the torch that ldt will run beside. Every hook that leads to a wheel fails early, with one
-sentence, when the target has none.
+sentence, when the target has none. setuptools, CMake and Ninja are taken from the target, too, and required where it
+has none that will do: then a build needs no network.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from find_setuptools import missing_setuptools, require_setuptools
 from find_torch import find_torch
 from native_tools import missing_requirements
 
 
 def _setuptools() -> Any:
-    try:
-        from setuptools import build_meta
-    except ImportError:
-        raise SystemExit("ldt: the build needs setuptools >= 77; run `pip install setuptools`.") from None
+    require_setuptools()
+    from setuptools import build_meta
+
     return build_meta
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """CMake and Ninja, if the machine has none."""
+    """setuptools, CMake and Ninja, as far as the machine has none."""
     find_torch()
-    return missing_requirements()
+    return [*missing_setuptools(), *missing_requirements()]
 
 
 def get_requires_for_build_editable(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """CMake and Ninja, if the machine has none."""
+    """setuptools, CMake and Ninja, as far as the machine has none."""
     return get_requires_for_build_wheel(config_settings)
 
 
 def get_requires_for_build_sdist(config_settings: dict[str, Any] | None = None) -> list[str]:
-    """Nothing: a source archive is made without torch and without a compiler."""
-    return []
+    """setuptools, if there is none: a source archive is made without torch and without a compiler."""
+    return missing_setuptools()
 
 
 def prepare_metadata_for_build_wheel(

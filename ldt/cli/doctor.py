@@ -63,10 +63,13 @@ def examine() -> list[Finding]:
     findings = [*_interpreter(), *_build()]
     torch, finding = _import_torch()
     findings.append(finding)
-    findings.append(_module(torch))
+    module = _module(torch)
+    findings.append(module)
     if torch is not None:
-        findings += _backends(torch)
-        findings += _devices(torch)
+        backends = list(_backends(torch))
+        findings += [*backends, *_devices(torch)]
+        if not any(found.problem for found in (module, *backends)):
+            findings += _lanes(torch)
     return findings + list(_optional())
 
 
@@ -124,7 +127,7 @@ def _failed_torch(error: Exception) -> Finding:
 
 
 def _module(torch: Any) -> Finding:
-    """ldt._C: there, for this Python, for this torch, loadable."""
+    """ldt._C: there, for this Python, for this torch. Whether it can be loaded, its lanes show."""
     folder = Path(ldt.__file__).parent
     files = sorted(path.name for path in folder.glob("_C.*.so"))
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -140,11 +143,7 @@ def _module(torch: Any) -> Finding:
     if mismatch is not None:
         remedy = f"{rebuild[:-1]}, or install torch {_torch_abi.minor_of(built or '')}.*."
         return Finding("ldt._C", "not tried, other torch", mismatch.split(":", 1)[0] + ".", remedy)
-    try:
-        module = importlib.import_module("ldt._C")
-    except Exception as error:  # a missing symbol is an ImportError, a failed registration is not
-        return Finding("ldt._C", "cannot be imported", f"`import ldt._C` fails: {error}", rebuild)
-    return Finding("ldt._C", f"loads ({Path(str(module.__file__)).name})")
+    return Finding("ldt._C", f"_C{suffix}")
 
 
 def _backends(torch: Any) -> Iterator[Finding]:
@@ -175,6 +174,23 @@ def _devices(torch: Any) -> Iterator[Finding]:
     if npu is not None:
         names += [f"NPU {index}" for index in range(npu.device_count())]
     yield Finding("devices", ", ".join(["CPU", *names]))
+
+
+def _lanes(torch: Any) -> Iterator[Finding]:
+    """What becomes of bytes in each kind of lane, with time for a small message and speed of a big one."""
+    from ldt.cli.lane_check import HOST, lane_kinds, try_lane
+
+    for kind in lane_kinds(torch):
+        trial = try_lane(kind)
+        if kind == HOST and trial.runtimes:
+            yield Finding("C++ runtime", ", ".join(trial.runtimes))
+        subject = f"{kind.name} lane"
+        if trial.problem is None:
+            yield Finding(subject, trial.figures)
+            continue
+        yield Finding(subject, "broken", f"{subject}: {trial.problem}.", f"{trial.remedy}.")
+        if not trial.loads:
+            return
 
 
 def _optional() -> Iterator[Finding]:

@@ -1,6 +1,6 @@
 """Installs ldt into fresh environments in every supported way and checks what comes out.
 
-Run by ``make matrix``, not by pytest: it takes minutes, and isolated builds fetch setuptools from the index. The
+Run by ``make matrix``, not by pytest: it takes minutes, and some isolated builds fetch setuptools from the index. The
 interpreter that runs it needs torch; each environment gets that torch, with all it requires, by symbolic links.
 """
 
@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+
+from own_runtime import compiler_with_own_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_PIP = "pip==23.2"
@@ -157,6 +159,23 @@ def pip_install(
     matrix.check_installed(folder, matrix.run(command, cwd=matrix.source, **extra).stdout)
 
 
+def pip_offline(matrix: Matrix, name: str) -> None:
+    """An isolated build that may fetch nothing takes setuptools from the environment."""
+    folder = matrix.environment(name, torch=True, pip=NEW_PIP)
+    matrix.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--target", _site_packages(folder), "setuptools"]
+    )
+    command = [folder / "bin/python", "-m", "pip", "install", "-v", "--no-index", "."]
+    matrix.check_installed(folder, matrix.run(command, cwd=matrix.source).stdout)
+
+
+def pip_own_runtime(matrix: Matrix, name: str) -> None:
+    """With a compiler that would link a C++ runtime of its own, beside that of torch."""
+    wrapper = compiler_with_own_runtime(matrix.scratch / "own-runtime")
+    assert wrapper is not None, "needs g++ with libstdc++.a"
+    pip_install(matrix, name, NEW_PIP, CXX=str(wrapper))
+
+
 def pip_without_torch(matrix: Matrix, name: str, pip: str, *options: object) -> None:
     folder = matrix.environment(name, torch=False, pip=pip)
     if "--no-build-isolation" in options:
@@ -210,6 +229,8 @@ def cases(matrix: Matrix) -> dict[str, Callable[[str], None]]:
         "new-pip-editable-isolated": lambda name: pip_install(matrix, name, NEW_PIP, "--editable"),
         "new-pip-no-cmake": lambda name: pip_install(matrix, name, NEW_PIP, **bare_path),
         "new-pip-archive": lambda name: pip_install(matrix, name, NEW_PIP, source=matrix.archive),
+        "new-pip-offline": lambda name: pip_offline(matrix, name),
+        "new-pip-own-runtime": lambda name: pip_own_runtime(matrix, name),
         "uv": lambda name: uv_install(matrix, name, torch=True),
         "build-not-isolated": lambda name: build_not_isolated(matrix, name),
         "no-torch-old-pip-isolated": lambda name: pip_without_torch(matrix, name, OLD_PIP),

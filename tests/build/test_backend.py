@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "build_backend"))
 
+import find_setuptools  # noqa: E402
 import find_torch  # noqa: E402
 import ldt_build_backend  # noqa: E402
 import native_tools  # noqa: E402
@@ -83,8 +84,27 @@ def test_no_torch_fails_in_every_hook_that_leads_to_a_wheel(environment: Path) -
 def test_torch_is_never_a_build_requirement(environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_torch(environment)
     monkeypatch.setattr(native_tools, "find_tool", lambda name: None)
-    assert ldt_build_backend.get_requires_for_build_wheel() == ["cmake>=3.25", "ninja>=1.10"]
-    assert ldt_build_backend.get_requires_for_build_sdist() == []
+    wanted = ["setuptools>=77", "cmake>=3.25", "ninja>=1.10"]
+    assert ldt_build_backend.get_requires_for_build_wheel() == wanted
+    assert ldt_build_backend.get_requires_for_build_sdist() == ["setuptools>=77"]
+
+
+@pytest.mark.parametrize(
+    ("version", "missing"), [("77.0.1", []), ("81.0.0", []), ("66.1.1", ["setuptools>=77"])]
+)
+def test_setuptools_of_the_target_is_used(
+    version: str, missing: list[str], environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An isolated build asks for none, and so needs no network, where the target has one that will do."""
+    (environment / "setuptools.dist-info").mkdir()
+    (environment / "setuptools.dist-info" / "METADATA").write_text(f"Name: setuptools\nVersion: {version}\n")
+    assert ldt_build_backend.get_requires_for_build_sdist() == missing
+    if missing:
+        with pytest.raises(SystemExit, match=r"needs setuptools >= 77; run `pip install 'setuptools>=77'`"):
+            find_setuptools.require_setuptools()
+    else:
+        find_setuptools.require_setuptools()
+        assert sys.path[-1] == str(environment)
 
 
 def test_a_broken_program_on_the_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

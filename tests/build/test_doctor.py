@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import shutil
 import subprocess
 import sys
 import types
@@ -11,8 +14,10 @@ from typing import Any
 
 import pytest
 
+import ldt
 from ldt import cli
 from ldt.cli import doctor
+from ldt.cli.lane_check import HOST, try_lane
 
 pytest.importorskip("torch")
 
@@ -26,6 +31,11 @@ def break_import(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -
         return real(wanted, package)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
+
+
+def list_children() -> list[str]:
+    """Processes that this one has started and that have not been waited for."""
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
 def report(capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
@@ -46,9 +56,11 @@ def test_all_is_well() -> None:
         "CUDA kernels ",
         "backends ",
         "gloo",
+        "C++ runtime ",
         "Nothing is broken.",
     ):
         assert word in done.stdout
+    assert re.search(r"^host lane +\d+ µs, [\d.e+-]+ GB/s$", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_module_missing(
@@ -117,13 +129,61 @@ def test_torch_missing_or_broken(
     assert f"problem: {problem}" in text
 
 
-def test_module_that_cannot_be_loaded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    break_import(monkeypatch, "ldt._C", ImportError("undefined symbol: _ZN3c10"))
+@pytest.fixture
+def overlay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder that the processes of a trial look into before the package: with a copy of ldt.cli to break."""
+    shutil.copytree(Path(cli.__file__).parent, tmp_path / "cli")
+    monkeypatch.setattr(ldt, "__path__", [str(tmp_path), *ldt.__path__])
+    return tmp_path
+
+
+def break_line(file: Path, line: str, by: str) -> None:
+    text = file.read_text()
+    assert text.count(line) == 1
+    file.write_text(text.replace(line, by))
+
+
+def test_module_that_cannot_be_loaded(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = next(Path(ldt.__file__).parent.glob("_C.*.so"))
+    (overlay / module.name).write_bytes(b"no library")
     status, text = report(capsys)
     assert status == 1
-    assert "undefined symbol" in text
+    assert "problem: host lane: `import ldt._C` fails: ImportError: " in text
+    assert "remedy: rebuild with `pip install" in text
+
+
+def test_lane_whose_process_is_ended_by_a_signal(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = overlay / "cli" / "lane_check" / "rank.py"
+    break_line(file, "    faulthandler.enable()\n", "    report(phase='recv'); os.kill(os.getpid(), 11)\n")
+    status, text = report(capsys)
+    assert status == 1
+    assert re.search(r"problem: host lane: rank [01], in 'recv', was ended by SIGSEGV", text), text
+    assert "remedy: rebuild with `pip install" in text
+
+
+def test_lane_that_hangs(overlay: Path) -> None:
+    file = overlay / "cli" / "lane_check" / "rank.py"
+    break_line(file, "    faulthandler.enable()\n", "    report(phase='recv'); signal.pause()\n")
+    break_line(file, "import os\n", "import os\nimport signal\n")
+    before = list_children()
+    trial = try_lane(HOST, seconds=0.5)
+    assert trial.problem is not None
+    assert re.fullmatch(r"rank [01], in 'recv', did not go on within 0.5 s", trial.problem)
+    assert trial.remedy is not None
+    assert "GLOO_SOCKET_IFNAME" in trial.remedy
+    assert list_children() == before, "processes are left"
+
+
+def test_lane_that_brings_other_bytes(overlay: Path) -> None:
+    """The second rank expects, and sends on, something else."""
+    file = overlay / "cli" / "lane_check" / "messages.py"
+    break_line(file, "manual_seed(seed)", "manual_seed(seed + dist.get_rank())")
+    trial = try_lane(HOST)
+    assert trial.problem is not None
+    assert re.fullmatch(
+        r"rank 1, in 'small messages', failed: AssertionError: \d+ of 1024 bytes of tensor 0 are not what was sent",
+        trial.problem,
+    )
 
 
 def test_gloo_without_a_network(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,9 @@ def test_never_built() -> None:
     program = "import sys; sys.modules['ldt._build_info'] = None\nfrom ldt import Pipeline"
     done = child(program)
     assert done.returncode == 1
-    assert last_line(done).startswith("ImportError: ldt's compiled module was not built here: run `pip install")
+    assert last_line(done).startswith(
+        "ImportError: ldt's compiled module was not built here: run `pip install"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""What the two ranks of a trial do: connect, move bytes both ways, compare them, and time them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import ldt
+from ldt.runtime import Mesh
+from ldt.testing.fused_pair import FusedPair
+
+__all__ = ["exchange"]
+
+_TIMEOUT = timedelta(seconds=50)
+_SMALL = 1 << 10  # bytes
+_BIG_ON_HOST, _BIG_ON_DEVICE = 8 << 20, 64 << 20
+_UP, _DOWN = "F0:0.0->1.0", "F1:1.0->0.0"
+
+
+def exchange(order: dict[str, Any], report: Callable[..., None]) -> None:
+    """Both ranks call it. Raises what a broken lane raises, AssertionError for wrong bytes."""
+    report(phase="connect")
+    device = _join(order)
+    transport, backend = order["transport"], order["backend"].split(":")[-1]
+    mesh = _connect(transport, device, report)
+    if mesh is None:
+        return
+    nbytes = _BIG_ON_HOST if device.type == "cpu" else _BIG_ON_DEVICE
+    with mesh:
+        report(phase="small messages")
+        small = _one_way_seconds(mesh, _SMALL, repeats=100)
+        report(phase="big messages")
+        big = _one_way_seconds(mesh, nbytes, repeats=5)
+        report(phase="a send that is refused")
+        _expect_error(mesh)
+    report(phase="a broadcast")
+    _broadcast(device, transport, backend)
+    report(phase="the end", microseconds=1e6 * small, gigabytes_per_second=1e-9 * nbytes / big)
+    dist.destroy_process_group()
+
+
+def _join(order: dict[str, Any]) -> torch.device:
+    """Form a world of two and choose this rank's device."""
+    torch.set_num_threads(1)
+    rank, device = order["rank"], torch.device(order["device"])
+    if device.type != "cpu":
+        devices = getattr(torch, device.type)
+        device = torch.device(device.type, rank % devices.device_count())
+        devices.set_device(device)
+    store = TCPStore("127.0.0.1", order["port"], None, False, timeout=_TIMEOUT)
+    dist.init_process_group(order["backend"], store=store, rank=rank, world_size=2, timeout=_TIMEOUT)
+    return device
+
+
+def _connect(transport: Any, device: torch.device, report: Callable[..., None]) -> Mesh | None:
+    """An edge and a cloud stage; None, and a report, where this machine cannot have the transport."""
+    try:
+        return ldt.connect(
+            ldt.Topology(tp=[1, 1]),
+            transport=transport,
+            device=device,
+            timeout=_TIMEOUT,
+            transfer_timeout=_TIMEOUT,
+        )
+    except ldt.LdtError as error:
+        if transport != "copy_engine" or "can use the copy engine" not in str(error):
+            raise
+        report(refused=str(error))
+        return None
+
+
+def _one_way_seconds(mesh: Mesh, nbytes: int, repeats: int) -> float:
+    """Half of a round trip: the median of ``repeats``, after one to warm up. All bytes are compared."""
+    seconds = []
+    for turn in range(repeats + 1):
+        message = _random_bytes(nbytes, seed=turn).to(mesh.device)
+        _synchronize(mesh.device)
+        start = time.perf_counter()
+        arrived = _round_trip(mesh, message)
+        seconds.append(time.perf_counter() - start)
+        _compare([message], [arrived])
+    return statistics.median(seconds[1:]) / 2
+
+
+def _round_trip(mesh: Mesh, message: torch.Tensor) -> torch.Tensor:
+    """The edge sends ``message``, the cloud sends back what came. Returns what arrived on this rank."""
+    ends = {channel.name: end for channel, end in mesh.endpoints.items()}
+    up, down = ends[_UP], ends[_DOWN]
+    arrived = (down if mesh.is_edge else up).lane.empty(message.shape, message.dtype)
+    if mesh.is_edge:
+        works = [up.send([message], "there"), down.receive([arrived], "back")]
+    else:
+        up.receive([arrived], "there").wait()
+        works = [down.send([arrived], "back")]
+    for work in works:
+        assert work is not None
+        work.wait()
+    _synchronize(mesh.device)
+    return arrived
+
+
+def _expect_error(mesh: Mesh) -> None:
+    """The exception crosses from C++ to Python."""
+    end = next(end for end in mesh.endpoints.values() if end.sends)
+    try:
+        end.send([torch.ones(2, device=mesh.device).to_sparse()], "sparse")
+    except ldt.LaneError:
+        return
+    raise AssertionError("a lane took a sparse tensor, which cannot travel")
+
+
+def _broadcast(device: torch.device, transport: str, backend: str) -> None:
+    """From rank 0 to the leader of a stage, rank 1, and on to its member, which is rank 0 again."""
+    pair = FusedPair(device, transport, backend=backend, timeout=_TIMEOUT)
+    plain = _random_bytes(3 << 20, seed=7)
+    message = [plain.to(device), plain[:4000].view(torch.float32).view(10, 100).t().to(device)]
+    works, arrived = pair.launch(message)
+    for work in works:
+        work.wait()
+    _synchronize(device)
+    _compare(message, arrived)
+    pair.close()
+
+
+def _random_bytes(nbytes: int, seed: int) -> torch.Tensor:
+    """The same on both ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def _compare(sent: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> None:
+    """Bit by bit: a float that is no number does not equal itself."""
+    for index, pair in enumerate(zip(sent, arrived, strict=True)):
+        left, right = (tensor.contiguous().view(torch.uint8) for tensor in pair)
+        wrong = int((left != right).sum())
+        if wrong:
+            raise AssertionError(f"{wrong} of {left.numel()} bytes of tensor {index} are not what was sent")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        getattr(torch, device.type).synchronize()

@@ -1,0 +1,43 @@
+"""One of the two processes of a trial. It reports in lines of JSON: the phase that begins, and what it found."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from ldt.cli.lane_check.cxx_runtime import loaded_runtimes, runtime_problem
+
+__all__ = ["IMPORT", "START", "report", "serve"]
+
+START = "start"
+IMPORT = "import ldt._C"
+
+
+def serve(order: dict[str, Any]) -> None:
+    """Try the lane that ``order`` describes, by the fields of a LaneKind, ``rank`` and ``port``."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.enable()
+    try:
+        report(phase=IMPORT)
+        module = importlib.import_module("ldt._C")
+        report(runtimes=loaded_runtimes(), runtime_problem=runtime_problem(str(module.__file__)))
+        importlib.import_module("ldt.cli.lane_check.messages").exchange(order, report)
+    except BaseException as error:
+        report(error=f"{type(error).__name__}: {error}")
+        raise
+
+
+def report(**fields: object) -> None:
+    """Tell the parent."""
+    print(json.dumps(fields), flush=True)
+
+
+def _end_with_parent() -> None:
+    """Standard input ends when the parent does, however that comes about."""
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(1)

@@ -1,0 +1,185 @@
+"""A trial of one kind of lane: starts its two processes, waits for them, and says what came out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import ldt
+from ldt._torch_abi import REBUILD
+from ldt.cli.lane_check.kinds import LaneKind
+from ldt.cli.lane_check.rank import IMPORT, START
+
+__all__ = ["Trial", "try_lane"]
+
+_POLL_SECONDS = 0.02
+_GRACE_SECONDS = 5.0  # for the other rank to say its own, once one has failed
+_START_SECONDS = 300.0  # importing torch may read a gigabyte from a slow disk
+_CONSEQUENCES = (
+    "RemoteStageError",
+    "LaneError",
+    "DistNetworkError",
+)  # of what may have befallen the other rank
+# The rank imports what this process would, whatever its own folder is.
+_PROGRAM = """
+import json, sys
+order = json.loads(sys.argv[1])
+sys.path[:] = order["path"]
+import ldt
+ldt.__path__[:] = order["package"]
+from ldt.cli.lane_check.rank import serve
+serve(order)
+"""
+OTHER_RUNTIME = (
+    f"rebuild with {REBUILD}, with a compiler that links the libstdc++ that torch loads: unset CXX, CXXFLAGS and "
+    "LDFLAGS, or set CXX to the system's own, such as /usr/bin/g++"
+)
+
+
+class Trial:
+    """What a trial showed: ``figures`` in words or, if the lane is broken, ``problem`` and ``remedy``."""
+
+    def __init__(self, kind: LaneKind, ranks: list[_Rank], seconds: float) -> None:
+        told = ranks[0].reports
+        self.kind = kind
+        self.loads = all(rank.phase not in (START, IMPORT) for rank in ranks)
+        self.runtimes: list[str] = told.get("runtimes", [])
+        self.figures = told.get("refused", "")
+        if "microseconds" in told:
+            self.figures = f"{told['microseconds']:.0f} µs, {told['gigabytes_per_second']:.2g} GB/s"
+        self.problem, self.remedy = _diagnose(kind, ranks, seconds)
+
+
+def try_lane(kind: LaneKind, seconds: float = 60.0) -> Trial:
+    """Let two processes of this machine exchange messages over ``kind``.
+
+    They are ended when neither has come to a new phase for ``seconds``; for the first, imports, they have longer.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    with ExitStack() as stack:
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        ranks = [stack.enter_context(_Rank(kind, rank, store.port)) for rank in range(2)]
+        _wait(ranks, seconds)
+        return Trial(kind, ranks, seconds)
+
+
+class _Rank:
+    """A process of a trial. A context manager that ends it."""
+
+    def __init__(self, kind: LaneKind, rank: int, port: int) -> None:
+        self.rank = rank
+        self.late = False
+        order = {
+            **kind._asdict(),
+            "rank": rank,
+            "port": port,
+            "path": sys.path,
+            "package": list(ldt.__path__),
+        }
+        self._files = [tempfile.TemporaryFile("a+") for _ in range(2)]  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM, json.dumps(order)],
+            stdin=subprocess.PIPE,  # which it reads: so it ends when this process does
+            stdout=self._files[0],
+            stderr=self._files[1],
+            env={"OMP_NUM_THREADS": "1", **os.environ, **kind.environment[rank]},
+        )
+
+    def __enter__(self) -> _Rank:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        for file in self._files:
+            file.close()
+
+    @property
+    def status(self) -> int | None:
+        """The exit status; None while it runs."""
+        return self._process.poll()
+
+    @property
+    def phase(self) -> str:
+        """What it began last."""
+        return str(self.reports.get("phase", START))
+
+    @property
+    def reports(self) -> dict[str, Any]:
+        """All that it has reported; of what was reported twice, the last."""
+        self._files[0].seek(0)
+        merged: dict[str, Any] = {}
+        for line in self._files[0].read().splitlines():
+            if line.startswith("{"):
+                merged |= json.loads(line)
+        return merged
+
+    def last_words(self) -> str:
+        """The last line on standard error."""
+        self._files[1].seek(0)
+        lines = self._files[1].read().strip().splitlines()
+        return lines[-1] if lines else ""
+
+
+def _wait(ranks: list[_Rank], seconds: float) -> None:
+    """Until both have ended, or none gets on, or one has failed and the other has had time to."""
+    phases = ["", ""]
+    failed = False
+    deadline = 0.0
+    while any(rank.status is None for rank in ranks):
+        if not failed and phases != [rank.phase for rank in ranks]:
+            phases = [rank.phase for rank in ranks]
+            starting = any(phase in (START, IMPORT) for phase in phases)
+            deadline = time.monotonic() + (_START_SECONDS if starting else seconds)
+        if not failed and any(rank.status for rank in ranks):
+            failed = True
+            deadline = time.monotonic() + _GRACE_SECONDS
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    for rank in ranks:
+        rank.late = rank.status is None and not failed
+
+
+def _diagnose(kind: LaneKind, ranks: list[_Rank], seconds: float) -> tuple[str | None, str | None]:
+    """Problem and remedy, of the rank whose failure explains the other's; None for both where all is well."""
+    for rank in ranks:
+        problem = rank.reports.get("runtime_problem")
+        if problem:
+            return problem, OTHER_RUNTIME
+    failures = [rank for rank in ranks if rank.late or rank.status != 0]
+    if not failures:
+        return None, None
+    cause = min(failures, key=_likelihood)
+    place = f"rank {cause.rank}, in {cause.phase!r},"
+    if cause.late:
+        return f"{place} did not go on within {seconds:g} s", kind.remedy
+    if cause.status is not None and cause.status < 0:
+        name = signal.Signals(-cause.status).name
+        return f"{place} was ended by {name}", f"rebuild with {REBUILD}; if it remains, {kind.remedy}"
+    error = cause.reports.get("error") or cause.last_words()
+    if cause.phase == IMPORT:
+        return f"`{IMPORT}` fails: {error}", OTHER_RUNTIME if _of_linking(
+            error
+        ) else f"rebuild with {REBUILD}"
+    return f"{place} failed: {error}", kind.remedy
+
+
+def _likelihood(rank: _Rank) -> tuple[bool, bool, bool]:
+    """Sorts first who is the cause: ended by a signal, or with an error that is not about the other rank."""
+    signalled = rank.status is not None and rank.status < 0
+    error = rank.reports.get("error", "")
+    return rank.late, not signalled, error.startswith(_CONSEQUENCES)
+
+
+def _of_linking(error: str) -> bool:
+    """Whether the loader missed what another C++ library has."""
+    return any(word in error for word in ("GLIBCXX_", "CXXABI_", "_ZNSt", "_ZSt", "libc++", "GCC_"))
