@@ -173,15 +173,12 @@ class ChunkRunner:
     def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it.
 
-        A tensor without a graph may be one that the module keeps, and changes in its next forward while this one is
-        still under way: it is copied.
+        It is in the memory of the outputs: see ``in_flight`` for who else may have that.
         """
         if torch.is_grad_enabled():
             graph = self._graphs.setdefault(microbatch, _InFlight([]))
             graph.roots = [self._root_of(output) for output in outputs]
-        return [
-            output.detach() if output.grad_fn is not None else output.detach().clone() for output in outputs
-        ]
+        return [output.detach() for output in outputs]
 
     def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         """Where the backward begins, and with what."""

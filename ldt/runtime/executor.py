@@ -15,6 +15,7 @@ from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.in_flight import Departures, own_memory
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pace import Pace
@@ -51,6 +52,7 @@ class Executor:
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
         self._pace = Pace(mesh.device, mesh.failures)
         self._sends: dict[Channel, deque[tuple[AllOf, Entry]]] = {}
+        self._departures = Departures(mesh.device)
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
@@ -83,6 +85,7 @@ class Executor:
         finally:
             self._mailbox.clear()
             self._outbox.clear()
+            self._departures.clear()
         assert not any(runner.in_flight for runner in self._runners.values()), "a graph was left behind"
 
     def excerpt(self) -> str:
@@ -92,16 +95,7 @@ class Executor:
     # -- one method per kind ---------------------------------------------------------------------------------
 
     def _forward(self, action: Action, entry: Entry) -> None:
-        chunk, microbatch = action.chunk, _microbatch(action)
-        runner = self._runners[chunk]
-        tensors = runner.forward(
-            self._work,
-            microbatch,
-            self._arrived(Slot(chunk, "F", microbatch), entry),
-            self._hop(chunk - 1, microbatch),
-        )
-        leaving = runner.leave(microbatch, self._checked(tensors, chunk, microbatch))
-        self._hand_over(Slot(chunk + 1, "F", microbatch), chunk, leaving)
+        self._hand_over(action, *self._outputs(action, entry))
 
     def _backward(self, action: Action, entry: Entry) -> None:
         self._runners[action.chunk].sync.set_last(action == self._last[action.chunk])
@@ -116,8 +110,7 @@ class Executor:
 
     def _send(self, action: Action, entry: Entry) -> None:
         end = self._mesh.endpoints.get(self._channel(action))
-        target = action.counterpart
-        tensors = self._outbox.pop(Slot(target.chunk, action.kind.direction, _microbatch(action)), None)
+        tensors = self._outbox.pop(_slot(action), None)
         if end is None or not tensors:
             return  # a rank that leaves sending to others of its node; or nothing on this hop
         earlier = self._sends.setdefault(self._channel(action), deque())
@@ -162,7 +155,24 @@ class Executor:
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
+    def _outputs(self, action: Action, entry: Entry) -> tuple[list[torch.Tensor], list[int]]:
+        """What goes on to the next chunk, and the places of tensors without a graph, as those that modules keep."""
+        chunk, microbatch = action.chunk, _microbatch(action)
+        runner = self._runners[chunk]
+        tensors = runner.forward(
+            self._work,
+            microbatch,
+            self._arrived(Slot(chunk, "F", microbatch), entry),
+            self._hop(chunk - 1, microbatch),
+        )
+        outputs = self._checked(tensors, chunk, microbatch)
+        plain = [place for place, output in enumerate(outputs) if output.grad_fn is None]
+        return runner.leave(microbatch, outputs), plain
+
     def _run_backward(self, action: Action, entry: Entry, run: BackwardOf) -> None:
+        self._hand_over(action, self._input_grads(action, entry, run))
+
+    def _input_grads(self, action: Action, entry: Entry, run: BackwardOf) -> list[torch.Tensor | None]:
         chunk, microbatch = action.chunk, _microbatch(action)
         arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
         grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
@@ -175,18 +185,26 @@ class Executor:
                 )
             pairs = zip(found, self._carried(chunk - 1, "B", microbatch), strict=True)
             found = [self._zeros(spec) if grad is None else grad for grad, spec in pairs]
-        self._hand_over(Slot(chunk - 1, "B", microbatch), chunk - 1, found)
+        return [None if grad is None else grad.detach() for grad in found]
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
         """The gradient of an input that a chunk did not use: its sender waits for one."""
         shape = self._mesh.shards.local_shape(spec)
         return spec.from_wire(torch.zeros(shape, dtype=spec.dtype, device=self._mesh.device))
 
-    def _hand_over(self, slot: Slot, hop: int, tensors: list[Any]) -> None:
-        """To the next chunk on this node, or to the send that follows."""
+    def _hand_over(self, action: Action, tensors: list[Any], copied: Sequence[int] = ()) -> None:
+        """What ``action`` made: to the next chunk on this node, or to the send that follows.
+
+        The tensors are fresh from ``detach``, and nothing of the runtime holds their originals any more.
+        """
         if not tensors:
             return
-        if self._topology.crosses(hop):
+        direction: Direction = "F" if action.kind is Kind.F else "B"
+        chunk = action.chunk + (1 if direction == "F" else -1)
+        slot = Slot(chunk, direction, _microbatch(action))
+        own_memory(tensors, copied)
+        self._departures.begin(slot, tensors)
+        if self._topology.crosses(min(action.chunk, chunk)):
             self._outbox[slot] = tensors
         else:
             self._mailbox.put(slot, Arrival(tensors))
@@ -197,7 +215,11 @@ class Executor:
         if not self._carried(hop, slot.direction, slot.microbatch):
             return ()
         arrival = self._mailbox.take(slot)
-        if arrival.work is not None:
+        if slot.direction == "B":  # so the output is there, and the backward may write to what it was
+            self._departures.end(Slot(slot.chunk + 1, "F", slot.microbatch))
+        if arrival.work is None:
+            self._departures.end(slot)
+        else:
             start = self.recorder.now()
             receive = self._receives[slot].action
             with self._progress.waiting(self._description(receive), _label(receive)):
@@ -267,6 +289,7 @@ class Executor:
             return False
         work.wait()  # raises what went wrong
         entry.end = self.recorder.now()
+        self._departures.end(_slot(entry.action))
         return True
 
     def _flush(self) -> None:
@@ -275,6 +298,7 @@ class Executor:
             with self._progress.waiting(self._description(entry.action)):
                 work.wait()
             entry.end = self.recorder.now()
+            self._departures.end(_slot(entry.action))
         self._sends.clear()
         for averaging in self._averagings:
             averaging.finish()
@@ -298,6 +322,11 @@ _METHODS: dict[Kind, Callable[[Executor, Action, Entry], None]] = {
 def _microbatch(action: Action) -> int:
     assert action.microbatch is not None, action
     return action.microbatch
+
+
+def _slot(action: Action) -> Slot:
+    """Where what a send carries is used."""
+    return Slot(action.counterpart.chunk, action.kind.direction, _microbatch(action))
 
 
 def _label(action: Action) -> str:
