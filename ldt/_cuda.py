@@ -5,9 +5,22 @@ from __future__ import annotations
 import ctypes
 import os
 
-__all__ = ["load_kernels_at_once", "loads_lazily"]
+__all__ = [
+    "MOST_QUEUES",
+    "QUEUES_VARIABLE",
+    "ask_for_queues",
+    "load_kernels_at_once",
+    "loads_lazily",
+    "queues",
+]
 
 _EAGER = 1  # CUmoduleLoadingMode of the driver's API
+_NOT_INITIALIZED = 3  # CUresult
+
+QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
+MOST_QUEUES = 32
+_DEFAULT_QUEUES = 8
+_at_import = {"queues": MOST_QUEUES}
 
 
 def load_kernels_at_once() -> None:
@@ -19,6 +32,42 @@ def load_kernels_at_once() -> None:
     its GPU; a process that does not use CUDA, nothing. Once CUDA has started it has no effect.
     """
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+
+def ask_for_queues() -> None:
+    """Unless the environment says otherwise, have CUDA make all hardware queues that it can when it starts.
+
+    Streams share queues, 8 by default, in the order in which they were made, and one that waits holds up all that
+    share its queue. If those are to compute what it waits for in the end, no rank goes on. Once CUDA has started it
+    has no effect, and is not noted as if it had.
+    """
+    if not _has_started():
+        os.environ.setdefault(QUEUES_VARIABLE, str(MOST_QUEUES))
+    _at_import["queues"] = _asked_queues()
+
+
+def queues() -> int:
+    """The fewest hardware queues that CUDA can have made for this process, going by the environment.
+
+    CUDA read it when it started, which may be before or after the variable was changed.
+    """
+    return min(_at_import["queues"], _asked_queues())
+
+
+def _asked_queues() -> int:
+    try:
+        asked = int(os.environ.get(QUEUES_VARIABLE, _DEFAULT_QUEUES))
+    except ValueError:
+        asked = _DEFAULT_QUEUES
+    return max(1, min(asked, MOST_QUEUES))
+
+
+def _has_started() -> bool:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int(0)))) != _NOT_INITIALIZED
+    except (OSError, AttributeError):  # nobody has loaded the driver
+        return False
 
 
 def loads_lazily() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
-from ldt._cuda import loads_lazily
+from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt.errors import LdtError
 from ldt.runtime.groups import group_specs, lane_name, stage_name
 from ldt.runtime.routes import LaneEnds, LaneId, Route, Share, connect_routes, routes_of
@@ -62,13 +61,15 @@ class CarrierChoice:
 
         A collective call of all ranks of the topology. "auto" takes the copy engine where all routes of a lane can be
         connected, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was asked for
-        and cannot be had on every lane.
+        and cannot be had on every lane, and if one of the ranks has too few hardware queues.
         """
         warn_of_settings(self.device)
-        if self.device.type == "cpu" or self.transport == "c10d":
-            return {}
         routes = routes_of(self.topology, self.policy, self.transfers)
         mine = [lane for lane, found in routes.items() if any(self.rank in route[1:3] for route in found)]
+        if self.device.type == "cuda":
+            self._check_queues(sum(_streams(found, self.rank) for found in routes.values()))
+        if self.device.type == "cpu" or self.transport == "c10d":
+            return {}
         refused = set(routes)
         carriers: dict[LaneId, Carrier] = {}
         if self.transport != "nccl":
@@ -81,6 +82,26 @@ class CarrierChoice:
         if refused and self.device.type == "cuda" and self._can_call_nccl():
             carriers |= {lane: self._by_nccl(lane) for lane in mine if lane in refused}
         return carriers
+
+    def _check_queues(self, streams: int) -> None:
+        """Where streams share a hardware queue, one that waits holds up what it waits for: nothing ends then."""
+        needed, found = streams + 1, queues()
+        short = needed > found and streams > 0
+        advice = (
+            f"start it with {QUEUES_VARIABLE} unset or {needed} to {MOST_QUEUES}"
+            if needed <= MOST_QUEUES
+            else f"CUDA has {MOST_QUEUES} at most: take transfer='leader', lanes='paired' or fewer laps"
+        )
+        mine = (
+            f"rank {self.rank} has lanes on {streams} streams, which wait on the GPU, and compute on another, but "
+            f"{QUEUES_VARIABLE} gives it {found} hardware queues for these {needed}: {advice}"
+        )
+        texts = [text for text in self.share("queues", mine if short else "") if text]
+        if texts:
+            raise LdtError(
+                f"connect: {texts[0]}. Unless it is set, importing ldt before anything starts CUDA sets it to "
+                f"{MOST_QUEUES}. Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
+            )
 
     def _connect_routes(
         self, routes: Mapping[LaneId, Sequence[Route]]
@@ -120,6 +141,13 @@ class CarrierChoice:
         return Carrier("nccl", NcclCommunicators(p2p=p2p, stage=stage))
 
 
+def _streams(routes: Sequence[Route], rank: int) -> int:
+    """How many streams of ``rank`` wait for a lane's transfers: two where it passes on what it receives."""
+    ends = [route for route in routes if rank in route[1:3]]
+    receives = any(route.target == rank and not route.in_stage for route in ends)
+    return bool(ends) + (receives and any(route.in_stage for route in routes))
+
+
 def communicator_of(group: dist.ProcessGroup, device: torch.device) -> int:
     """The address of the group's NCCL communicator on ``device``, which is made now, with all other ranks of it."""
     backend: Any = group._get_backend(device)
@@ -138,13 +166,6 @@ def warn_of_settings(device: torch.device) -> None:
             "so that no rank goes on. Import ldt before anything starts CUDA, or start the processes with "
             "CUDA_MODULE_LOADING=EAGER (which takes 1 GiB and some seconds more), or run every chunk forward and "
             "backward once before connect"
-        )
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        logger.warning(
-            "CUDA_DEVICE_MAX_CONNECTIONS is 1: all streams of this process share one queue to the GPU. Lanes that wait "
-            "there would hold up compute, so none can use the copy engine, which hid nine tenths of a transfer behind "
-            "compute where NCCL hid half to two thirds (docs/performance_gpu.md); unset it, or set it to 8 to 32, "
-            "unless something else in this process needs that order"
         )
 
 

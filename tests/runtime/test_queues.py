@@ -1,0 +1,137 @@
+"""Hardware queues of CUDA, asked for when ldt is imported: lanes that would share one are refused by name."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import ldt
+from ldt import _cuda
+from ldt.runtime.carriers import CarrierChoice, TransportChoice
+from ldt.runtime.strands import TransferChoice, Transfers
+from ldt.topology import LanePolicy, Topology
+
+QUEUES = _cuda.QUEUES_VARIABLE
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "32"), ("1", "1")])
+def test_importing_asks_for_all_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+) -> None:
+    monkeypatch.delenv(QUEUES, raising=False)
+    if given is not None:
+        monkeypatch.setenv(QUEUES, given)
+    code = f"import os, ldt; print(os.environ['{QUEUES}'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"{found}\n"
+
+
+@pytest.mark.parametrize(
+    ("started", "at_import", "now", "expected"),
+    [
+        (False, None, None, 32),
+        (True, None, None, 8),  # by default, and too late to ask for more
+        (True, "16", "32", 16),
+        (False, "1", "1", 1),
+        (False, None, "1", 1),  # changed since, perhaps before CUDA started
+        (False, "many", None, 8),
+        (False, "64", "64", 32),
+        (False, "0", "0", 1),
+    ],
+)
+def test_the_fewest_that_there_can_be_count(
+    monkeypatch: pytest.MonkeyPatch, started: bool, at_import: str | None, now: str | None, expected: int
+) -> None:
+    monkeypatch.setattr(_cuda, "_has_started", lambda: started)
+    monkeypatch.setitem(_cuda._at_import, "queues", 0)
+    monkeypatch.delenv(QUEUES, raising=False)
+    if at_import is not None:
+        monkeypatch.setenv(QUEUES, at_import)
+    _cuda.ask_for_queues()
+    if now is not None:
+        monkeypatch.setenv(QUEUES, now)
+    assert _cuda.queues() == expected
+
+
+class CheckPassedError(Exception):
+    """What is behind the check was reached."""
+
+
+def choose(
+    topology: Topology,
+    transport: TransportChoice,
+    transfer: TransferChoice = "leader",
+    policy: LanePolicy = "dedicated",
+    others: str = "",
+) -> None:
+    """As far as the check of queues goes, on rank 0 of a mesh on GPUs."""
+
+    def share(name: str, value: Any) -> list[Any]:
+        if name != "queues":
+            raise CheckPassedError
+        return [value, others]
+
+    transfers, device = Transfers.of(topology, transfer), torch.device("cuda", 0)
+    CarrierChoice(transport, topology, policy, transfers, 0, {}, device, share).make()
+
+
+@pytest.fixture
+def queues(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setitem(_cuda._at_import, "queues", 32)
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    return monkeypatch
+
+
+@pytest.mark.parametrize("transport", ["auto", "copy_engine", "nccl", "c10d"])
+def test_one_queue_is_refused_over_every_transport(
+    queues: pytest.MonkeyPatch, transport: TransportChoice
+) -> None:
+    queues.setenv(QUEUES, "1")
+    with pytest.raises(ldt.LdtError, match="unset or 5 to 32") as error:
+        choose(Topology([1, 1]), transport)
+    assert f"{QUEUES} gives it 1 hardware queues for these 5" in str(error.value)
+    assert "Megatron-LM asks for 1" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("topology", "options", "needed"),
+    [
+        (Topology([1, 1]), {}, 5),
+        (Topology([1, 1], laps=2), {}, 9),
+        (Topology([1, 1], laps=2), {"policy": "paired"}, 3),
+        (Topology([2, 1]), {}, 7),  # the edge passes on two channels
+        (Topology([2, 2]), {"transfer": "scatter"}, 9),
+        (Topology([1]), {}, 1),
+    ],
+    ids=str,
+)
+def test_each_lane_needs_a_queue_and_so_does_compute(
+    queues: pytest.MonkeyPatch, topology: Topology, options: dict[str, Any], needed: int
+) -> None:
+    queues.setenv(QUEUES, str(needed))
+    with contextlib.suppress(CheckPassedError):
+        choose(topology, "nccl", **options)
+    if needed == 1:
+        return  # no rank to talk to
+    queues.setenv(QUEUES, str(needed - 1))
+    with pytest.raises(ldt.LdtError, match=f"unset or {needed} to 32"):
+        choose(topology, "nccl", **options)
+
+
+def test_what_cuda_cannot_give_is_not_asked_for(queues: pytest.MonkeyPatch) -> None:
+    queues.setenv(QUEUES, "32")
+    with pytest.raises(ldt.LdtError, match="CUDA has 32 at most: take transfer='leader'"):
+        choose(Topology([8, 8], laps=2), "auto", "scatter")
+
+
+def test_all_ranks_are_told_of_the_one_that_has_too_few(queues: pytest.MonkeyPatch) -> None:
+    queues.setenv(QUEUES, "32")
+    with pytest.raises(ldt.LdtError, match=r"connect: rank 1 has few\. "):
+        choose(Topology([1, 1]), "auto", others="rank 1 has few")
