@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ldt.errors import TopologyError
 
-__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "dedicated_lane", "paired_lane"]
+__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "dedicated_lane", "listed", "paired_lane"]
 
 Direction = Literal["F", "B"]
 LanePolicy = Literal["dedicated", "paired"]
@@ -33,6 +34,12 @@ class Node(NamedTuple):
                 f"expected a node as 'stage.replica', for example '1.0', got {text.strip()[:80]!r}"
             )
         return cls(int(match[1]), int(match[2]))
+
+
+def listed(nodes: Sequence[Node], most: int = 16) -> str:
+    """Nodes for the text of an error, of many the first."""
+    more = f" and {len(nodes) - most} more" if len(nodes) > most else ""
+    return ", ".join(map(str, nodes[:most])) + more
 
 
 @dataclass(frozen=True, order=True)

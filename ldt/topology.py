@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated_lane, paired_lane
+from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated_lane, listed, paired_lane
 from ldt.errors import TopologyError
 
-__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes"]
+__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes", "listed"]
 
-_NUMBER = "[0-9]{1,6}"  # nobody has more ranks, and a wrong file must not ask for them
+_NUMBER = "[0-9]{1,6}"
+# Nobody has more, and a wrong file must not ask for it.
+_MOST_RANKS = 1_000_000
+_MOST_PLACES = 100_000  # chunks of all replicas
 _TEXT = re.compile(f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})")
 
 
@@ -26,7 +29,8 @@ class Topology:
     microbatches in turn to the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... ``laps`` is the number of
     walks through all P stages: chunk c < laps * P sits on stage c % P, and the last, the tail, on the edge.
 
-    Raises TopologyError naming the number that is wrong.
+    Raises TopologyError naming the number that is wrong, and for more than a million ranks or 100,000 chunks of all
+    replicas.
     """
 
     tp: tuple[int, ...]
@@ -49,6 +53,8 @@ class Topology:
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise TopologyError(f"{name} must be a whole number of at least 1, got {count!r}")
+            if count > _MOST_RANKS:
+                raise TopologyError(f"{name} must be at most {_MOST_RANKS}")
         if self.dp % self.edge_dp:
             raise TopologyError(
                 f"edge_dp={self.edge_dp} does not divide dp={self.dp}: "
@@ -57,6 +63,17 @@ class Topology:
         if self.num_stages == 1 and self.edge_dp != self.dp:
             raise TopologyError(
                 f"one stage has no cloud, so edge_dp must equal dp: got edge_dp={self.edge_dp}, dp={self.dp}"
+            )
+        self._check_size()
+
+    def _check_size(self) -> None:
+        """Of what is made of the numbers later, before anything is."""
+        ranks = self.edge_dp * self.tp[0] + self.dp * sum(self.tp[1:])
+        places = self.dp * self.num_chunks
+        if ranks > _MOST_RANKS or places > _MOST_PLACES:
+            raise TopologyError(
+                f"expected at most {_MOST_RANKS} ranks and {_MOST_PLACES} chunks of all replicas, got {ranks} and "
+                f"{places}: dp={self.dp} replicas of laps={self.laps} over {self.num_stages} stages"
             )
 
     # -- stages and chunks -----------------------------------------------------------------------------------
@@ -153,7 +170,7 @@ class Topology:
     def ranks_of(self, node: Node) -> tuple[int, ...]:
         """The ranks of ``node``, which are consecutive."""
         if node not in self._ranks:
-            raise TopologyError(f"node {node} does not exist: nodes are {', '.join(map(str, self.nodes))}")
+            raise TopologyError(f"node {node} does not exist: nodes are {listed(self.nodes)}")
         return self._ranks[node]
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:

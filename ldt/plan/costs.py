@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ldt.errors import PlanError, TopologyError
 from ldt.plan.action import Action, Kind
-from ldt.topology import Node, Topology
+from ldt.plan.files import load, read_json
+from ldt.topology import Node, Topology, listed
 
 __all__ = ["UNIT_COSTS", "Costs"]
 
@@ -62,11 +63,10 @@ class Costs:
         for name in _PER_HOP:
             _check(name, getattr(self, name), topology.num_chunks - 1, "hop")
         if isinstance(self.speed, Mapping):
-            unknown = [str(node) for node in self.speed if node not in topology.nodes]
+            unknown = sorted(self.speed.keys() - set(topology.nodes))
             if unknown:
                 raise PlanError(
-                    f"costs: speed has node {unknown[0]}, "
-                    f"but the nodes are {', '.join(map(str, topology.nodes))}"
+                    f"costs: speed has node {unknown[0]}, but the nodes are {listed(topology.nodes)}"
                 )
             _check("speed", list(self.speed.values()), len(self.speed), "node")
         else:
@@ -135,19 +135,14 @@ class Costs:
     @classmethod
     def from_json(cls, text: str) -> Costs:
         """Read what ``to_json`` writes; figures with a default may be left out. Raises PlanError otherwise."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise PlanError(f"costs: this is not JSON: {error}") from error
-        if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-            raise PlanError(f'costs: expected an object with "format": "{_FORMAT}", got {text[:60]!r}')
-        names = [field.name for field in fields(cls)]
-        unknown = [name for name in data if name not in names]
-        missing = [name for name in ("forward", "backward") if name not in data]
-        if unknown or missing:
-            problem = f"there is no figure {unknown[0]!r}" if unknown else f"{missing[0]!r} is missing"
-            raise PlanError(f"costs: {problem}; the figures are {', '.join(names)}")
-        return cls(**data)
+        figures = vars(read_json(text, _File, f'a file of costs, "format": "{_FORMAT}"'))
+        costs = cls(**{name: figure for name, figure in figures.items() if name != "format"})
+        for name in figures.keys() - {"format", "speed"}:
+            _check_values(name, getattr(costs, name))
+        _check_values(
+            "speed", list(costs.speed.values()) if isinstance(costs.speed, Mapping) else costs.speed
+        )
+        return costs
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
@@ -155,10 +150,23 @@ class Costs:
     @classmethod
     def load(cls, path: str | Path) -> Costs:
         """Read a file of ``save``. Raises PlanError naming the file if it does not hold costs."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (PlanError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path}: {error}") from error
+        return load(path, cls.from_json)
+
+
+@dataclass(frozen=True)
+class _File:
+    """What ``to_json`` writes: the fields of Costs as they are in JSON."""
+
+    format: Literal["ldt costs 1"]
+    forward: float | list[float]
+    backward: float | list[float]
+    weight: float | list[float] | None = None
+    latency: float | list[float] = 0.0
+    bandwidth: float | list[float] | None = None
+    bytes: float | list[float] = 0
+    input: float | list[float] | None = None
+    speed: float | list[float] | dict[str, float] = 1.0
+    activation_bytes: float | list[float] = 0
 
 
 def _pick(figure: PerItem, index: int) -> float:
@@ -194,6 +202,10 @@ def _check(name: str, figure: PerItem | None, expected: int, item: str) -> None:
         raise PlanError(
             f"costs: {name} needs one number for each of the {expected} {item}s, got {len(figure)}"
         )
+    _check_values(name, figure)
+
+
+def _check_values(name: str, figure: PerItem | None) -> None:
     figures = figure if isinstance(figure, Sequence) else [] if figure is None else [figure]
     for value in figures:
         if not 0 <= value < float("inf") or (name in _ABOVE_ZERO and value == 0):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import get_args
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action
 from ldt.plan.counts import check_num_microbatches
+from ldt.plan.files import load
 from ldt.plan.text import from_text, to_text
-from ldt.topology import Channel, LanePolicy, Node, Topology
+from ldt.topology import Channel, LanePolicy, Node, Topology, listed
 
 __all__ = ["Plan"]
 
@@ -37,7 +40,7 @@ class Plan:
         if self.lanes is not None and self.lanes not in get_args(LanePolicy):
             raise PlanError(f"lanes must be 'dedicated', 'paired' or None, got {self.lanes!r}")
         if set(self.rows) != set(self.topology.nodes):
-            expected, got = (", ".join(map(str, nodes)) for nodes in (self.topology.nodes, self.rows))
+            expected, got = (listed(list(nodes)) for nodes in (self.topology.nodes, self.rows))
             raise PlanError(
                 f"a plan needs one row per node: expected rows for {expected}, got {got or 'none'}"
             )
@@ -67,3 +70,11 @@ class Plan:
     def from_text(cls, text: str) -> Plan:
         """Read what ``to_text`` writes. Raises PlanError naming the line that is wrong."""
         return cls(*from_text(text))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        Path(path).write_text(self.to_text(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a file of ``save``. Raises PlanError naming the file if it holds no plan."""
+        return load(path, cls.from_text)

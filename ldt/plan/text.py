@@ -14,7 +14,10 @@ from typing import cast
 
 from ldt.errors import LdtError, PlanError
 from ldt.plan.action import Action
+from ldt.plan.counts import check_num_microbatches
+from ldt.plan.files import check_size, check_text
 from ldt.topology import LanePolicy, Node, Topology
+from ldt.untrusted import quoted
 
 __all__ = ["from_text", "to_text"]
 
@@ -44,12 +47,17 @@ def to_text(
 
 def from_text(text: str) -> tuple[Topology, int, dict[Node, list[Action]], LanePolicy | None, bool]:
     """The fields of a plan, in the order of ``to_text``. See Plan.from_text."""
+    check_text(text)
     lines = text.splitlines()
     if len(lines) < 3 or lines[0].strip() != _MAGIC or not lines[1].startswith(_TOPOLOGY):
-        raise PlanError(f"expected a plan that starts with {_MAGIC!r} and a topology line, got {lines[:2]!r}")
+        raise PlanError(
+            f"expected a plan that starts with {_MAGIC!r} and a topology line, got {quoted(text)}"
+        )
     try:
         topology = Topology.from_text(lines[1][len(_TOPOLOGY) :])
         num_microbatches, lanes, training = _settings(lines[2])
+        check_num_microbatches(num_microbatches)
+        check_size(topology, num_microbatches, len(text))
     except LdtError as error:
         raise PlanError(f"header of the plan: {error}") from error
     rows: dict[Node, list[Action]] = {}
@@ -71,6 +79,6 @@ def from_text(text: str) -> tuple[Topology, int, dict[Node, list[Action]], LaneP
 def _settings(line: str) -> tuple[int, LanePolicy | None, bool]:
     match = _SETTINGS.fullmatch(line.strip())
     if match is None:
-        raise PlanError(f"expected '# microbatches=4 lanes=dedicated mode=train', got {line!r}")
+        raise PlanError(f"expected '# microbatches=4 lanes=dedicated mode=train', got {quoted(line)}")
     lanes = None if match[2] == "none" else cast("LanePolicy", match[2])
     return int(match[1]), lanes, _MODES[match[3]]

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ldt.errors import PlanError
+from ldt.errors import LdtError, PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.costs import Costs
+from ldt.plan.files import load, read_json
 from ldt.plan.levels import highest_level
 from ldt.topology import Channel, Node, Topology
 
@@ -175,13 +176,11 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Read what ``to_json`` writes. Raises PlanError for anything else."""
+        found = read_json(text, _File, "a timeline")
         try:
-            data = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise PlanError(f"expected {_FORMAT!r}, got {data['format']!r}")
-            topology = Topology.from_text(data["topology"])
-            return cls(topology, tuple(_read_event(topology, *fields) for fields in data["events"]))
-        except (KeyError, TypeError, ValueError) as error:
+            topology = Topology.from_text(found.topology)
+            return cls(topology, tuple(_read_event(topology, *event) for event in found.events))
+        except LdtError as error:
             raise PlanError(f"this is not a timeline: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -189,7 +188,17 @@ class Timeline:
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        """Read a file of ``save``. Raises PlanError naming the file if it holds no timeline."""
+        return load(path, cls.from_json)
+
+
+@dataclass(frozen=True)
+class _File:
+    """What ``to_json`` writes. Of an event: node, action, start, end, and of a transfer its replica."""
+
+    format: Literal["ldt timeline 1"]
+    topology: str
+    events: list[tuple[str, str, float, float, int | None]]
 
 
 def _when(event: Event) -> tuple[Any, ...]:
@@ -199,6 +208,10 @@ def _when(event: Event) -> tuple[Any, ...]:
 def _read_event(
     topology: Topology, node: str, action: str, start: float, end: float, replica: int | None
 ) -> Event:
-    parsed = Action.parse(action)
+    parsed, where = Action.parse(action), Node.parse(node)
+    if topology.stage_of(parsed.chunk) != where.stage or where.replica >= topology.replicas(where.stage):
+        raise PlanError(f"node {node} has no chunk {parsed.chunk} in {topology.to_text()}")
+    if end < start or parsed.kind.is_send != (replica is not None) or parsed.kind.is_receive:
+        raise PlanError(f"expected a compute action, or a send with its replica, and its times, got {action}")
     channel = None if replica is None else topology.channel(parsed.hop, parsed.kind.direction, replica)
-    return Event(Node.parse(node), parsed, start, end, channel)
+    return Event(where, parsed, start, end, channel)

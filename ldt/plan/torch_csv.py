@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.files import check_size, check_text
 from ldt.plan.passes import add_communication, add_grad_reduction
 from ldt.plan.plan import Plan
 from ldt.plan.verifier import verify
@@ -40,6 +41,7 @@ def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") 
     that of stages, for an order that ``verify`` refuses, and for an edge that serves several cloud replicas each.
     """
     check_expressible(topology)
+    check_text(text)
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if line.strip(", \t")}
     if len(lines) != topology.num_stages:
         raise PlanError(
@@ -47,6 +49,7 @@ def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") 
         )
     by_stage = [_row(line, number) for number, line in lines.items()]
     microbatches = {action.microbatch for row in by_stage for action in row}
+    check_size(topology, len(microbatches), len(text) * topology.dp)  # as every replica gets the same rows
     training = any(action.kind is not Kind.F for row in by_stage for action in row)
     rows = {node: by_stage[node.stage] for node in topology.nodes}
     plan = add_grad_reduction(Plan(topology, len(microbatches), rows, lanes=None, training=training))

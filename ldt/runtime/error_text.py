@@ -8,9 +8,11 @@ import traceback
 from collections.abc import Callable
 from types import CodeType, TracebackType
 
+from ldt.untrusted import MOST_CHARACTERS, plain
+
 __all__ = ["TEXT_LIMIT", "TRACEBACK_LINES", "frames_of", "is_a", "name_of", "place_of", "plain", "text_of"]
 
-TEXT_LIMIT = 4000
+TEXT_LIMIT = MOST_CHARACTERS
 _NAME_LIMIT = 200
 TRACEBACK_LINES = 12
 _SECONDS = 0.5
@@ -45,11 +47,6 @@ def place_of(error: BaseException) -> tuple[str, int, str] | None:
         trace = trace.tb_next
     code: CodeType = trace.tb_frame.f_code
     return code.co_filename, trace.tb_lineno, code.co_name
-
-
-def plain(text: str, limit: int = TEXT_LIMIT) -> str:
-    """At most ``limit`` characters, and none that a terminal would obey or a file could not hold."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text[:limit])
 
 
 def _trace_of(error: BaseException) -> TracebackType | None:

@@ -43,12 +43,20 @@ def test_a_written_file_may_leave_out_what_has_a_default():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "this is not JSON"),
-        ("[1]", 'expected an object with "format": "ldt costs 1", got'),
-        ('{"format": "ldt costs 9"}', 'expected an object with "format": "ldt costs 1"'),
-        ('{"format": "ldt costs 1", "forward": 1}', "'backward' is missing; the figures are forward,"),
-        ('{"format": "ldt costs 1", "forward": 1, "backward": 1, "lag": 2}', "there is no figure 'lag'"),
-        ('{"format": "ldt costs 1", "forward": "1", "backward": 1}', "forward must be a number or a seq"),
+        ("", "it is not JSON"),
+        ("[1]", "it is a list, expected an object with the fields format, forward, backward, weight,"),
+        ('{"format": "ldt costs 9"}', 'not a file of costs, "format": "ldt costs 1": it lacks .forward.'),
+        (
+            '{"format": "ldt costs 9", "forward": 1, "backward": 1}',
+            "format is a text, expected 'ldt costs 1'",
+        ),
+        ('{"format": "ldt costs 1", "forward": 1}', "it lacks 'backward': expected an object"),
+        ('{"format": "ldt costs 1", "forward": 1, "backward": 1, "lag": 2}', "it has a field 'lag'"),
+        (
+            '{"format": "ldt costs 1", "forward": "1", "backward": 1}',
+            "forward is a text, expected a finite number or a list",
+        ),
+        ('{"format": "ldt costs 1", "forward": -1, "backward": 1}', "forward must be at least 0 and finite"),
         ('{"format": "ldt costs 1", "forward": 1, "backward": 1, "speed": {"x": 1}}', "speed is by node"),
     ],
 )
@@ -56,7 +64,7 @@ def test_what_is_not_costs_is_refused(text, message, tmp_path):
     with pytest.raises(PlanError, match=message):
         Costs.from_json(text)
     (tmp_path / "costs.json").write_text(text, encoding="utf-8")
-    with pytest.raises(PlanError, match=r"costs\.json: costs: "):
+    with pytest.raises(PlanError, match=r"costs\.json: "):
         Costs.load(tmp_path / "costs.json")
 
 

@@ -88,7 +88,7 @@ CASES = [
     (take_from_another_stage, RECORD, "stage.json is that of stage 2"),
     (link_to_nowhere, "step-1/stage-1", "step-1/stage-1/stage.json cannot be read: No such file"),
     (link_to_nowhere, "step-1", "step-1 cannot be read: No such file"),
-    (cut, "step-1/stage-1/rank-0.0/*.distcp", "distcp is cut short"),
+    (cut, "step-1/stage-1/rank-0.0/*.distcp", "distcp is damaged: it is cut short"),
     (cut, "step-1/stage-1/rank-0.0/.metadata", ".metadata is damaged"),
     (move_away, "step-1/stage-1/rank-0.0/.metadata", "cannot be read: No such file"),
     (cut, "step-1/stage-1/rank-0.0/random_states.json", "random_states.json is damaged"),

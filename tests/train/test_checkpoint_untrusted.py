@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_jobs import Job
+from checkpoint_jobs import Job, as_of_an_earlier_version
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ldt
@@ -41,6 +41,7 @@ def tampered(job: Job, path: Path, change: Callable[[Metadata], Any]) -> Path:
     file = path / "step-1" / "stage-0" / "rank-0.0" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     file.write_bytes(pickle.dumps(change(metadata) or metadata))
+    as_of_an_earlier_version(path)  # whose sums would tell
     return file.parent
 
 
@@ -121,7 +122,9 @@ def test_a_file_that_is_cut_short(job: Job, tmp_path: Path) -> None:
     file = next(folder.glob("*.distcp"))
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    assert refusal(job, tmp_path) == f"{file} is cut short: expected {size} bytes, got {size - 1}"
+    assert (
+        refusal(job, tmp_path) == f"{file} is damaged: it is cut short: expected {size} bytes, got {size - 1}"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"no": "metadata"})])
@@ -176,7 +179,8 @@ def test_a_damaged_record_makes_its_step_incomplete(
 )
 def test_random_states_that_are_damaged(job: Job, tmp_path: Path, change: dict[str, Any]) -> None:
     job.save(tmp_path, 1)
+    as_of_an_earlier_version(tmp_path)
     file = tmp_path / "step-1" / "stage-0" / "rank-0.0" / "random_states.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ldt.LdtError, match="the random states of this checkpoint are damaged"):
+    with pytest.raises(ldt.LdtError, match=r"random_states\.json is damaged: its random states are none"):
         job.load(tmp_path)

@@ -5,6 +5,7 @@
         rank-<replica>.<i>/         of each rank of the stage
             __0_0.distcp, .metadata tensors or its shards of them, in the format of torch.distributed.checkpoint
             random_states.json
+            checksums.json          of each piece of these files
 
 Nothing but tensors crosses from one stage to another, and that only where a stage reads a folder that another wrote.
 """

@@ -12,7 +12,7 @@ import torch
 
 from ldt.errors import CheckpointError
 from ldt.runtime.calls import agree
-from ldt.runtime.disclosure import InputTypeError
+from ldt.runtime.disclosure import InputTypeError, QuotingError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
@@ -26,9 +26,9 @@ from ldt.train.checkpoint.catalog import (
     folders_of,
     paths_of,
 )
+from ldt.train.checkpoint.files import parse_json
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, named_tensors
-from ldt.train.checkpoint.record import read_json
 from ldt.train.checkpoint.save import HasState
 from ldt.train.checkpoint.shelf import Shelf
 from ldt.train.checkpoint.tensor_parallel import as_shard
@@ -168,8 +168,8 @@ class _Loading:
             for parameter, state, tensor in wanted:
                 shelf.want_optimizer(parameter, state, tensor)
         self._extra_states = {name: from_json(shelf.extra(name)) for name in self._extra}
-        of_edge = shelf.record(0) if self._mesh.is_edge else None
-        self.position = None if of_edge is None else from_json(of_edge.position)
+        of_edge = shelf.reader(0) if self._mesh.is_edge else None
+        self.position = None if of_edge is None else from_json(of_edge.record.position)
         self._look_for_random_states()
         shelf.check_files()
 
@@ -183,19 +183,33 @@ class _Loading:
                 "load another step before they are used"
             ) from error
         if self._optimizer is not None:
-            self._optimizer.load_state_dict(self._new_optimizer_state)
+            _load_state(self._optimizer, self._new_optimizer_state, "the optimizer")
         for name, thing in self._extra.items():
-            thing.load_state_dict(self._extra_states[name])
+            _load_state(thing, self._extra_states[name], name)
         self._restore_random_states()
         for parameter in self._pipeline.parameters():
             parameter.grad = None  # of a step that failed, perhaps
 
     def _look_for_random_states(self) -> None:
-        record = self._shelf.record(self._mesh.stage)
-        if record is None or record.topology != self._mesh.topology:
+        reader = self._shelf.reader(self._mesh.stage)
+        if reader is None or reader.record.topology != self._mesh.topology:
             logger.info("random states are left alone: the checkpoint is of another topology")
             return
         part = layout.rank_folder(self._mesh.replica, self._mesh.tp_rank)
-        with layout.file_errors("a rank's part of the checkpoint cannot be read"):
-            states = read_json(self._shelf.folder(self._mesh.stage) / part / layout.RANDOM_STATES)
-        self._restore_random_states = random_states.restorer(states, self._mesh.device)
+        file = reader.folder / part / layout.RANDOM_STATES
+        states = parse_json(file, reader.part(part).content(layout.RANDOM_STATES), dict[str, Any])
+        self._restore_random_states = random_states.restorer(states, self._mesh.device, file)
+
+
+class UnusableStateError(CheckpointError, QuotingError):
+    """What a scheduler or an optimizer raised when it was given its state."""
+
+
+def _load_state(thing: HasState | torch.optim.Optimizer, state: dict[str, Any], what: str) -> None:
+    try:
+        thing.load_state_dict(state)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = f"{what} does not take the state that is in the checkpoint: {type(error).__name__}"
+        raise UnusableStateError(f"{text}: {error}", text) from error

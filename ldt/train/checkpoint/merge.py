@@ -67,6 +67,7 @@ def _tensors(shelf: Shelf) -> dict[str, torch.Tensor]:
         entries: dict[str, Any] = {key: e for key, e in reader.tensors.items() if key.startswith(prefix)}
         read = {key: torch.empty(e.size, dtype=e.properties.dtype) for key, e in entries.items()}
         reader.read(read)
+        reader.check_rest()
         for key, tensor in read.items():
             name = key.removeprefix(prefix)
             other = merged.setdefault(name, tensor)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import math
 import pickle
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ldt.errors import CheckpointError
-from ldt.train.checkpoint.layout import file_errors
+from ldt.train.checkpoint.files import damaged
 
-__all__ = ["read_metadata"]
+__all__ = ["FILE", "parse_metadata", "places_in"]
 
-_FILE = ".metadata"
+FILE = ".metadata"
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     (_OF_METADATA, "BytesStorageMetadata"),
@@ -53,7 +55,7 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         target = self.stack[-2]
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
             raise CheckpointError(
-                f"it would change {target!r:.80}, which is no object of the metadata of tensors"
+                f"it would change a {type(target).__name__}, which is no object of the metadata of tensors"
             )
         super().load_build()
 
@@ -67,25 +69,28 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
         raise CheckpointError(f"it asks for {module}.{name}, which has no place in the metadata of tensors")
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """The metadata of torch.distributed.checkpoint in ``folder``: of tensors alone, each piece in a file of the folder.
+def parse_metadata(file: Path, data: bytes) -> Metadata:
+    """The metadata of torch.distributed.checkpoint in ``file``: of tensors alone, each piece in a file of its folder.
 
     Raises CheckpointError that names the file where it is damaged, or holds what a checkpoint of tensors has no use
     for.
     """
-    file = folder / _FILE
-    with file_errors("a file of the checkpoint cannot be read"):
-        content = file.open("rb")
-    with content, file_errors("a file of the checkpoint cannot be read"):
-        try:
-            return _checked(_MetadataUnpickler(content).load())
-        except CheckpointError as error:
-            advice = "Do not use a checkpoint that you do not know"
-            raise CheckpointError(f"{file} is not read: {error}. {advice}") from None
-        except OSError:
-            raise
-        except Exception as error:  # what a damaged pickle raises can be anything
-            raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    try:
+        return _checked(_MetadataUnpickler(io.BytesIO(data)).load())
+    except CheckpointError as error:
+        advice = "Do not use a checkpoint that you do not know"
+        raise CheckpointError(f"{file} is not read: {error}. {advice}") from None
+    except Exception as error:  # what a damaged pickle raises can be anything
+        raise damaged(file, f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+def places_in(folder: Path) -> dict[str, list[tuple[int, int]]]:
+    """Offset and length of the pieces of tensors that this rank has just written there, by the name of their file."""
+    file = folder / FILE
+    found: dict[str, list[tuple[int, int]]] = {}
+    for place in parse_metadata(file, file.read_bytes()).storage_data.values():
+        found.setdefault(place.relative_path, []).append((place.offset, place.length))
+    return found
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -97,7 +102,10 @@ def _checked(metadata: Any) -> Metadata:
             raise CheckpointError(f"{str(key)[:200]} is no tensor there")
         _check_entry(key, entry)
         for piece in entry.chunks:
-            _check_place(metadata.storage_data[MetadataIndex(key, piece.offsets)])
+            place = metadata.storage_data[MetadataIndex(key, piece.offsets)]
+            _check_place(place)
+            if math.prod(piece.sizes) * entry.properties.dtype.itemsize > place.length:
+                raise ValueError(f"{key[:200]} has more elements than its file has room for")
     for place in metadata.storage_data.values():
         _check_place(place)
     return metadata
@@ -114,6 +122,7 @@ def _check_entry(key: object, entry: TensorStorageMetadata) -> None:
         and isinstance(entry.properties, TensorProperties)
         and isinstance(entry.properties.dtype, torch.dtype)
         and all(isinstance(shape, torch.Size) and len(shape) == len(entry.size) for shape in shapes)
+        and all(number >= 0 for shape in shapes for number in shape)
     )
     if not well_formed:
         raise TypeError(f"expected the sizes of {str(key)[:200]} and of its pieces")

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ldt.errors import CheckpointError
 from ldt.runtime.disclosure import InputValueError, QuotingError
+from ldt.train.checkpoint.record import GroupRecord, OptimizerRecord
 from ldt.train.checkpoint.values import from_json, to_json
 
 __all__ = ["capture", "restored", "tensor_key"]
@@ -33,24 +34,22 @@ def tensor_key(parameter: str, state: str) -> str:
 
 def capture(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], as_shard: AsShard
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
     """Its tensors by key, and the rest in types of JSON. ``names`` are those of parameters, by ``id``.
 
     ``as_shard(tensor, parameter, name)`` gives the whole that a tensor of a parameter's shape is a part of.
-    The rest is {"groups": [{"params": names, "values": hyperparameters}], "state": {name: {what: value}}}, where the
-    value of a tensor is None.
     """
     tensors: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, dict[str, list[Any] | None]] = {}
     groups = [
-        {
-            "params": [_name(parameter, names) for parameter in group["params"]],
-            "values": {
+        GroupRecord(
+            [_name(parameter, names) for parameter in group["params"]],
+            {
                 key: to_json(value, f"{key} of the optimizer")
                 for key, value in group.items()
                 if key not in _NOT_VALUES
             },
-        }
+        )
         for group in optimizer.param_groups
     ]
     for parameter, name, values in _states(optimizer, names):
@@ -62,13 +61,13 @@ def capture(
                 state[name][key] = None
             else:
                 state[name][key] = [to_json(value, f"{key} of {name} in the optimizer")]
-    return tensors, {"groups": groups, "state": state}
+    return tensors, OptimizerRecord(groups, state)
 
 
 def restored(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
-    record_of: Callable[[str], Mapping[str, Any] | None],
+    record_of: Callable[[str], OptimizerRecord | None],
     stored_shape: StoredShape,
     as_shard: AsShard,
 ) -> tuple[list[Wanted], dict[str, Any]]:
@@ -138,13 +137,13 @@ def _check_shape(value: torch.Tensor, whole: torch.Tensor, parameter: torch.Tens
 def _restored_state(
     parameter: torch.Tensor,
     name: str,
-    record: Mapping[str, Any],
+    record: OptimizerRecord,
     stored_shape: StoredShape,
     wanted: list[Wanted],
     as_shard: AsShard,
 ) -> dict[str, Any]:
     restored: dict[str, Any] = {}
-    for key, value in record["state"].get(name, {}).items():
+    for key, value in record.state.get(name, {}).items():
         if value is not None:
             restored[key] = from_json(value[0])
             continue
@@ -160,11 +159,11 @@ def _restored_state(
     return restored
 
 
-def _common_values(found: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+def _common_values(found: Iterable[tuple[str, OptimizerRecord]]) -> dict[str, Any]:
     """The hyperparameters of these parameters when they were saved; empty if there are none."""
     first, common = "", None
     for name, record in found:
-        values = next(group["values"] for group in record["groups"] if name in group["params"])
+        values = next(group.values for group in record.groups if name in group.params)
         if common is None:
             first, common = name, values
         elif values != common:

@@ -6,11 +6,13 @@ import base64
 import random
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ldt.errors import CheckpointError
+from ldt.schema import fit
+from ldt.train.checkpoint.files import damaged
 
 __all__ = ["capture", "restorer"]
 
@@ -32,31 +34,34 @@ def capture(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def restorer(states: dict[str, Any], device: torch.device) -> Callable[[], None]:
-    """A function that sets those that ``states`` has and this process uses.
+def restorer(states: dict[str, Any], device: torch.device, file: Path) -> Callable[[], None]:
+    """A function that sets those that ``states``, read from ``file``, has and this process uses.
 
-    Raises CheckpointError if one is damaged.
+    Raises CheckpointError that names the file if one is damaged.
     """
     numpy: Any = sys.modules.get("numpy")
     generator = _generator(device)
     steps: list[Callable[[], object]] = []
     try:
-        version, words, gauss = states["python"]
-        of_python = version, tuple(words), gauss
+        of_python = fit(states["python"], tuple[int, tuple[int, ...], float | None])
         random.Random().setstate(of_python)
         steps.append(lambda: random.setstate(of_python))
         of_torch = _as_tensor(states["torch"])
         torch.Generator().set_state(of_torch)
         steps.append(lambda: torch.set_rng_state(of_torch))
         if numpy is not None and "numpy" in states:
-            of_numpy = tuple(states["numpy"])
+            of_numpy = fit(states["numpy"], tuple[str, list[int], int, int, float])
+            if of_numpy[2] > len(of_numpy[1]):  # numpy reads on behind the end
+                raise ValueError("the place in numpy's state is behind its end")
             numpy.random.RandomState().set_state(of_numpy)
             steps.append(lambda: numpy.random.set_state(of_numpy))
         if generator is not None and device.type in states:
             of_device = _as_tensor(states[device.type])
             steps.append(lambda: generator.set_rng_state(of_device, device))
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the random states of this checkpoint are damaged: {error!r}") from error
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise damaged(
+            file, f"its random states are none: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
     def restore() -> None:
         for step in steps:
@@ -77,5 +82,5 @@ def _as_text(state: torch.Tensor) -> str:
     return base64.b64encode(bytes(state.cpu().tolist())).decode()
 
 
-def _as_tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+def _as_tensor(text: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(fit(text, str), validate=True)), dtype=torch.uint8)

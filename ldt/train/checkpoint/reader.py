@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import warnings
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,11 +18,14 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ldt.errors import CheckpointError
 from ldt.train.checkpoint.layout import file_errors, rank_folder
-from ldt.train.checkpoint.metadata import read_metadata
+from ldt.train.checkpoint.metadata import FILE, parse_metadata
+from ldt.train.checkpoint.part import Part
 from ldt.train.checkpoint.parts import joined
 from ldt.train.checkpoint.record import StageRecord
 
 __all__ = ["StageReader"]
+
+logger = logging.getLogger(__name__)
 
 
 class StageReader:
@@ -34,37 +39,54 @@ class StageReader:
         self.folder = folder
         with file_errors("a stage of the checkpoint cannot be read"):
             self.record = StageRecord.read(folder)
+        if not self.record.has_checksums:
+            logger.info("%s has no checksums: it is of an earlier version", folder)
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """Sizes, dtypes and pieces of the tensors, by key."""
         return cast("dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata)
 
+    def part(self, name: str) -> Part:
+        """What the rank whose folder has this ``name`` wrote."""
+        if name not in self._parts:
+            self._parts[name] = Part(self.folder / name, self.record)
+        return self._parts[name]
+
     def check_files(self) -> None:
-        """Raise CheckpointError if a part or a file of a part is missing, or cut short."""
+        """Raise CheckpointError if a part or a file of a part is missing, cut short or too long."""
         ends: dict[str, int] = {}
         for info in self._metadata.storage_data.values():
             end = info.offset + info.length
             ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
-        for name, end in ends.items():
-            with file_errors("a file of the checkpoint cannot be read"):
-                size = (self.folder / name).stat().st_size
-            if size < end:
-                raise CheckpointError(f"{self.folder / name} is cut short: expected {end} bytes, got {size}")
+        for path, end in ends.items():
+            part, _, name = path.partition("/")
+            self.part(part).check_size(name, end)
+
+    def check_rest(self) -> None:
+        """Read what has not been read of any part. Raises CheckpointError if it is not what was written."""
+        for part in self._parts.values():
+            part.check_rest()
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill ``tensors``, of a DTensor its local part. Sizes must be those of the files, dtypes are converted."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
-                load(dict(tensors), storage_reader=_Reader(self.folder, self._metadata), no_dist=True)
+                load(dict(tensors), storage_reader=_Reader(self, self._metadata), no_dist=True)
         except CheckpointException as error:  # a BaseException
             cause = next((caught for caught, _ in error.failures.values()), error)
+            if isinstance(cause, CheckpointError):
+                raise cause from None
             with file_errors(f"{self.folder} cannot be read"):
                 if isinstance(cause, OSError):
                     raise cause from None
             # Not with the text of torch.load, which suggests to trust the file.
             raise CheckpointError(f"{self.folder} is damaged: a tensor in it cannot be read") from cause
+
+    @cached_property
+    def _parts(self) -> dict[str, Part]:
+        return {}
 
     @cached_property
     def _metadata(self) -> Metadata:
@@ -74,15 +96,27 @@ class StageReader:
             for replica in range(topology.replicas(stage))
             for tp_rank in range(topology.tp[stage])
         ]
-        return joined(self.folder, {name: read_metadata(self.folder / name) for name in names})
+        found = {
+            name: parse_metadata(self.folder / name / FILE, self.part(name).content(FILE)) for name in names
+        }
+        return joined(self.folder, found)
 
 
 class _Reader(FileSystemReader):
-    """Reads with metadata that were looked at before."""
+    """Reads with metadata that were looked at before, and looks at each piece before it is used."""
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
+    def __init__(self, stage: StageReader, metadata: Metadata) -> None:
+        super().__init__(stage.folder)
+        self._stage = stage
         self._known = metadata
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return self._known
+
+    def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
+        """The piece of an opened file that torch.load is given, in memory, so that it is read once."""
+        part, _, name = sinfo.relative_path.partition("/")
+        file.seek(sinfo.offset)
+        data = file.read(sinfo.length)
+        self._stage.part(part).check(name, sinfo.offset, data)
+        return io.BytesIO(data)

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 import ldt
-from ldt.errors import CheckpointError
+from ldt.errors import CheckpointError, TopologyError
 from ldt.topology import Topology
+from ldt.train.checkpoint.checksums import sealed, unsealed
+from ldt.train.checkpoint.files import MOST_BYTES, damaged, parse_json, read_json
 from ldt.train.checkpoint.layout import write_synced
 
-__all__ = ["StageRecord", "read_json"]
+__all__ = ["GroupRecord", "OptimizerRecord", "StageRecord"]
 
 FILE = "stage.json"
-FORMAT = 2
+FORMAT = 3  # 2 had no checksums
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A group of an optimizer: names of its parameters, and its hyperparameters."""
+
+    params: list[str]
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """What an optimizer has beside its tensors: ``state`` by name of the parameter, where a tensor's value is None."""
+
+    groups: list[GroupRecord]
+    state: dict[str, dict[str, list[Any] | None]]
 
 
 @dataclass(frozen=True)
@@ -25,7 +42,8 @@ class StageRecord:
     """Of one stage in one save, whose stages all have its ``save_id``.
 
     ``aliases`` are further names of tensors, by which they are not stored again. ``optimizer`` is what ``capture``
-    gives, None without one. ``position`` is the edge's place in its data. Values are types of JSON.
+    gives, None without one. ``position`` is the edge's place in its data. Values are types of JSON. ``has_checksums``
+    is False for what an earlier version wrote.
     """
 
     topology: Topology
@@ -33,54 +51,70 @@ class StageRecord:
     step: int
     save_id: str
     aliases: dict[str, str] = field(default_factory=dict)
-    optimizer: dict[str, Any] | None = None
+    optimizer: OptimizerRecord | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     position: Any = None
+    has_checksums: bool = True
+
+    def to_bytes(self) -> bytes:
+        """Raises CheckpointError for what could not be read again, as it is nested too deeply or too large."""
+        content = {"format": FORMAT, "ldt": ldt.__version__, "torch": torch.__version__, **asdict(self)}
+        del content["has_checksums"]
+        data = sealed({**content, "topology": self.topology.to_text()})
+        if len(data) > MOST_BYTES:
+            raise CheckpointError(
+                f"a stage's {FILE} would have {len(data)} bytes: at most {MOST_BYTES} are kept there"
+            )
+        parse_json(Path(FILE), data, _File)
+        return data
 
     def write(self, folder: Path) -> None:
-        content = {
-            "format": FORMAT,
-            "ldt": ldt.__version__,
-            "torch": torch.__version__,
-            **vars(self),
-            "topology": self.topology.to_text(),
-        }
-        write_synced(folder / FILE, json.dumps(content, indent=1).encode())
+        write_synced(folder / FILE, self.to_bytes())
 
     @classmethod
     def read(cls, folder: Path) -> StageRecord:
         """Raises CheckpointError naming the file if it is none of these, or of a later version; OSError."""
         file = folder / FILE
-        content = read_json(file)
-        if content.get("format") != FORMAT:
+        data, anything = read_json(file, dict[str, Any])
+        if anything.get("format") not in (2, FORMAT):
             raise CheckpointError(
-                f"{file} has format {content.get('format')!r}, this version of ldt reads format {FORMAT}: it was "
-                f"written by ldt {content.get('ldt')!r}, use that one"
+                f"{file} has format {str(anything.get('format'))[:20]}, this version of ldt reads formats 2 and "
+                f"{FORMAT}: it was written by ldt {str(anything.get('ldt'))[:20]!r}, use that one"
             )
-        match content:
-            case {
-                "topology": str(topology),
-                "stage": int(stage),
-                "step": int(step),
-                "save_id": str(save_id),
-                "aliases": dict(aliases),
-                "optimizer": dict() | None as optimizer,
-                "extra": dict(extra),
-                "position": position,
-            }:
-                shape = Topology.from_text(topology)
-                if not 0 <= stage < shape.num_stages:
-                    raise CheckpointError(f"{file} is damaged: {topology} has no stage {stage}")
-                return cls(shape, stage, step, save_id, aliases, optimizer, extra, position)
-        raise CheckpointError(f"{file} is damaged: it lacks what every stage writes")
+        found = parse_json(file, data, _File)
+        unsealed(data, file, always=found.format == FORMAT)
+        try:
+            topology = Topology.from_text(found.topology)
+        except TopologyError as error:
+            raise damaged(file, str(error)) from error
+        if found.stage >= topology.num_stages:
+            raise damaged(file, f"{found.topology} has no stage {found.stage}")
+        return cls(
+            topology,
+            found.stage,
+            found.step,
+            found.save_id,
+            found.aliases,
+            found.optimizer,
+            found.extra,
+            found.position,
+            has_checksums=found.format == FORMAT,
+        )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``. Raises CheckpointError if there is none in it; OSError."""
-    try:
-        content = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged: it is not JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} is damaged: expected a JSON object, got {type(content).__name__}")
-    return content
+@dataclass(frozen=True)
+class _File:
+    """The schema of the file."""
+
+    format: Literal[2, 3]
+    ldt: str
+    torch: str
+    topology: str
+    stage: int
+    step: int
+    save_id: str
+    aliases: dict[str, str]
+    optimizer: OptimizerRecord | None
+    extra: dict[str, Any]
+    position: Any
+    crc32: str = ""

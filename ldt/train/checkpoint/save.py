@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +22,13 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kept_saves, next_save
+from ldt.train.checkpoint.checksums import Checksums
 from ldt.train.checkpoint.layout import Save
+from ldt.train.checkpoint.metadata import places_in
 from ldt.train.checkpoint.names import Names, model_key, named_tensors
 from ldt.train.checkpoint.parts import part_of, write_tensors
 from ldt.train.checkpoint.reader import StageReader
-from ldt.train.checkpoint.record import StageRecord
+from ldt.train.checkpoint.record import OptimizerRecord, StageRecord
 from ldt.train.checkpoint.tensor_parallel import as_shard
 from ldt.train.checkpoint.together import together
 from ldt.train.checkpoint.values import to_json
@@ -35,6 +38,7 @@ __all__ = ["HasState", "save_checkpoint"]
 logger = logging.getLogger(__name__)
 
 _CALL = "save_checkpoint()"
+_SAVE_ID = 16  # characters
 _LIMIT = 10**18  # of numbers in names of folders
 
 
@@ -79,7 +83,7 @@ def save_checkpoint(
         _check_numbers(step, keep)
         draft = _Draft(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
-            own = [secrets.token_hex(8), catalog([draft.path], mesh.tell), draft.names]
+            own = [secrets.token_hex(_SAVE_ID // 2), catalog([draft.path], mesh.tell), draft.names]
     except Exception as caught:
         error = caught
     same = {"steps": str(step), "values of keep": str(keep)}
@@ -160,7 +164,7 @@ class _Draft:
             model_key(name): as_shard(tensor.detach(), tensor, self.mesh, name)
             for name, tensor in named.tensors.items()
         }
-        of_optimizer: dict[str, Any] | None = None
+        of_optimizer: OptimizerRecord | None = None
         if given is not None:
             tensors, of_optimizer = optimizer_state.capture(
                 given,
@@ -171,17 +175,17 @@ class _Draft:
         self._tensors = part_of(self.mesh, stored)
         others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
         place = to_json(position, "position") if self.mesh.is_edge else None
-        json.dumps([others, place])  # now, as nothing may be wrong later
-        self._record = functools.partial(
-            StageRecord,
+        self._record = StageRecord(
             self.mesh.topology,
             self.mesh.stage,
             step,
+            save_id="0" * _SAVE_ID,
             aliases=named.aliases,
             optimizer=of_optimizer,
             extra=others,
             position=place,
         )
+        self._record.to_bytes()  # now, as nothing may be wrong later
 
     def write(self, save: Save, save_id: str) -> None:
         """This rank's part of its stage. The other ranks do theirs, and none waits for another."""
@@ -192,9 +196,10 @@ class _Draft:
         ):
             part.mkdir(parents=True)
             if self.is_first:
-                self._record(save_id=save_id).write(folder)
+                replace(self._record, save_id=save_id).write(folder)
             layout.write_synced(part / layout.RANDOM_STATES, json.dumps(self._random_states).encode())
             write_tensors(part, self._tensors)
+            Checksums.write(part, save_id, places_in(part))
             layout.sync(part)
 
     def publish(self, save: Save) -> None:

@@ -12,7 +12,7 @@ from ldt.errors import CheckpointError
 from ldt.train.checkpoint.names import model_key
 from ldt.train.checkpoint.optimizer_state import tensor_key
 from ldt.train.checkpoint.reader import StageReader
-from ldt.train.checkpoint.record import StageRecord
+from ldt.train.checkpoint.record import OptimizerRecord
 
 __all__ = ["Shelf", "some"]
 
@@ -36,14 +36,11 @@ class Shelf:
                 self._opened[stage] = StageReader(folder)
             yield self._opened[stage]
 
-    def folder(self, stage: int) -> Path:
-        return self._folders[stage]
-
-    def record(self, stage: int) -> StageRecord | None:
+    def reader(self, stage: int) -> StageReader | None:
         """None where the stage is not seen."""
         if stage not in self._folders:
             return None
-        return next(reader.record for reader in self.readers() if reader.folder == self._folders[stage])
+        return next(reader for reader in self.readers() if reader.folder == self._folders[stage])
 
     # -- the model -------------------------------------------------------------------------------------------
 
@@ -95,10 +92,10 @@ class Shelf:
 
     # -- the optimizer, and whatever else there is ------------------------------------------------------------
 
-    def optimizer_of(self, stored: str) -> Mapping[str, Any] | None:
+    def optimizer_of(self, stored: str) -> OptimizerRecord | None:
         """What the optimizer of ``stored``, a parameter's stored name, left beside its tensors; None if it had none."""
         record = self._reader_of(stored).record.optimizer
-        if record is None or not any(stored in group["params"] for group in record["groups"]):
+        if record is None or not any(stored in group.params for group in record.groups):
             return None
         return record
 

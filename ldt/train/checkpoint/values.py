@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
+from ldt.errors import CheckpointError
 from ldt.runtime.disclosure import QuotingError
 
 __all__ = ["ValueTypeError", "from_json", "to_json"]
 
 _TUPLE, _PAIRS = "$tuple", "$pairs"
+
+
+class DamagedValueError(CheckpointError, QuotingError):
+    """For what ``to_json`` does not write; it may be of the edge's data."""
 
 
 class ValueTypeError(QuotingError, TypeError):
@@ -51,7 +56,7 @@ def _mapping(value: Mapping[Any, Any], what: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """What ``to_json`` was given. Raises LdtError for what it does not write."""
+    """What ``to_json`` was given. Raises CheckpointError for what it does not write."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -60,13 +65,21 @@ def from_json(value: Any) -> Any:
         case {"$tuple": list(items)}:
             return tuple(from_json(item) for item in items)
         case {"$pairs": list(pairs)}:
-            return dict(_pair(pair) for pair in pairs)
+            return _from_pairs(pairs)
     return {key: from_json(item) for key, item in value.items()}
+
+
+def _from_pairs(pairs: list[Any]) -> dict[Any, Any]:
+    try:
+        return dict(_pair(pair) for pair in pairs)
+    except TypeError as error:  # a tuple of lists is no key
+        text = "a file of this checkpoint is damaged: expected keys"
+        raise DamagedValueError(f"{text}, got {str(pairs)[:80]}", text) from error
 
 
 def _pair(pair: Any) -> tuple[Any, Any]:
     match pair:
-        case [key, item]:
+        case [key, item] if not isinstance(key, (list, dict)) or _TUPLE in key:
             return from_json(key), from_json(item)
     text = "a file of this checkpoint is damaged: expected a key and its value"
-    raise QuotingError(f"{text}, got {str(pair)[:80]}", text)
+    raise DamagedValueError(f"{text}, got {str(pair)[:80]}", text)

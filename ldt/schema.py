@@ -1,0 +1,151 @@
+"""Values of JSON against types: a dataclass and its annotations are the schema of a file or a message.
+
+Known are None, bool, int, float, str, Any, Literal, list[T], tuple[T, ...], tuple[T, U], dict[str, T], unions of
+these, and dataclasses of these, whose objects have the fields without a default and no others than theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+__all__ = ["fit", "fit_fields"]
+
+_LARGEST = 1 << 63  # of whole numbers, which are not negative
+_DEEPEST = 100  # levels of lists and objects, so that a function may call itself on each
+_T = TypeVar("_T")
+
+
+def fit(value: Any, kind: Callable[..., _T] | Any, where: str = "it") -> Any:
+    """``value`` as a ``kind``: lists become tuples, and objects dataclasses, where it says so.
+
+    Whole numbers are those from 0 to 2**63; floats are finite, and may be whole numbers. ``where`` is the name of the
+    value in errors. Raises ValueError for anything else, also for an Any of more than a hundred levels, and quotes
+    nothing of the value.
+    """
+    if kind is Any:
+        _check_depth(value, where)
+        return value
+    if dataclasses.is_dataclass(kind):
+        made: Any = kind
+        return made(**fit_fields(value, made, where))
+    origin, arguments = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _fit_union(value, arguments, where)
+    if origin is Literal and any(type(value) is type(one) and value == one for one in arguments):
+        return value
+    if origin in _PLAIN and _PLAIN[origin](value):
+        return value
+    if origin in _NESTED and isinstance(value, dict if origin is dict else list):
+        return _NESTED[origin](value, arguments, where)
+    raise ValueError(f"{where} is {_named(value)}, expected {_name_of(kind)}")
+
+
+def fit_fields(value: Any, kind: Callable[..., Any], where: str = "it") -> dict[str, Any]:
+    """The fields of the dataclass ``kind`` that the object ``value`` has. Raises ValueError as ``fit`` does."""
+    hints = _hints(kind)
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_named(value)}, expected an object with the fields {', '.join(hints)}")
+    needed = [name for name, (_, needed) in hints.items() if needed and name not in value]
+    others = sorted(value.keys() - hints.keys())
+    if needed or others:
+        problem = f"lacks {needed[0]!r}" if needed else f"has a field {others[0][:40]!r}"
+        raise ValueError(f"{where} {problem}: expected an object with the fields {', '.join(hints)}")
+    return {name: fit(item, hints[name][0], name) for name, item in value.items()}
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """The type of each field, and whether an object must have it."""
+    hints = get_type_hints(kind)
+    return {
+        field.name: (hints[field.name], field.default is field.default_factory is dataclasses.MISSING)
+        for field in dataclasses.fields(kind)
+    }
+
+
+def _fit_union(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
+    for kind in kinds:
+        try:
+            return fit(value, kind, where)
+        except ValueError as error:
+            if (get_origin(kind) or kind) is type(value):
+                raise error from None  # of a part of it
+    raise ValueError(f"{where} is {_named(value)}, expected {' or '.join(map(_name_of, kinds))}")
+
+
+def _fit_list(value: list[Any], kinds: tuple[Any, ...], where: str) -> list[Any]:
+    kind = kinds[0]
+    return [fit(item, kind, f"an item of {where}") for item in value]
+
+
+def _fit_tuple(value: list[Any], kinds: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    if kinds[1:] == (...,):
+        return tuple(_fit_list(value, kinds, where))
+    if len(value) != len(kinds):
+        raise ValueError(f"{where} has {len(value)} items, expected {len(kinds)}")
+    return tuple(fit(item, kind, f"an item of {where}") for item, kind in zip(value, kinds, strict=True))
+
+
+def _fit_dict(value: dict[str, Any], kinds: tuple[Any, ...], where: str) -> dict[str, Any]:
+    kind = kinds[1]
+    return {key: fit(item, kind, f"a value of {where}") for key, item in value.items()}
+
+
+def _check_depth(value: Any, where: str) -> None:
+    level: Iterable[Any] = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            return
+    raise ValueError(f"{where} is nested too deeply")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_real(value: Any) -> bool:
+    if type(value) is int:
+        return abs(value) <= _LARGEST
+    return type(value) is float and math.isfinite(value)
+
+
+_PLAIN: dict[Any, Callable[[Any], bool]] = {
+    types.NoneType: lambda value: value is None,
+    bool: lambda value: type(value) is bool,
+    int: _is_whole,
+    float: _is_real,
+    str: lambda value: isinstance(value, str),
+}
+_NESTED: dict[Any, Callable[[Any, Any, str], Any]] = {list: _fit_list, tuple: _fit_tuple, dict: _fit_dict}
+_NAMES = {
+    dict: "an object",
+    list: "a list",
+    tuple: "a list",
+    str: "a text",
+    bool: "true or false",
+    types.NoneType: "null",
+}
+_NUMBERS = {int: "a whole number of at least 0", float: "a finite number"}
+
+
+def _named(value: Any) -> str:
+    return _NAMES.get(type(value), "another number")
+
+
+def _name_of(kind: Any) -> str:
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    return _NAMES.get(origin) or _NUMBERS.get(origin) or "an object"
