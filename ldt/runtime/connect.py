@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,7 +19,7 @@ from ldt.runtime.calibrate import calibrate
 from ldt.runtime.carriers import TransportChoice, check_transport
 from ldt.runtime.device import choose_device
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.rendezvous import check_in, mesh_key
+from ldt.runtime.rendezvous import check_in, mesh_key, refuse
 from ldt.runtime.strands import TransferChoice, Transfers
 from ldt.runtime.terms import Limits, Terms
 from ldt.runtime.vigil import Patience
@@ -27,6 +29,8 @@ from ldt.topology import lanes as lanes_of
 __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
+
+_connecting: dict[int, int] = {}  # by process, which a fork may copy: the thread that connects
 
 
 def connect(
@@ -63,6 +67,9 @@ def connect(
     stream; "c10d" goes through process groups, of any backend; "auto" takes the first of them that each lane can use
     and says in the log why. ``mesh.transport_of(channel)`` tells. On the CPU all is "c10d".
 
+    A process connects one mesh at a time: while one of its threads does, connect raises LdtError on the others, and on
+    the ranks that come to meet those. Different threads may use a mesh each.
+
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
     (on a device with streams: from when it was launched; through c10d by the backend's own means).
 
@@ -91,10 +98,26 @@ def connect(
 
 
 def _connect(terms: Terms) -> Mesh:
-    seconds = terms.limits.timeout.total_seconds()
-    deadline = time.monotonic() + seconds
     me = terms.ranks[terms.rank]
     store, key = _meeting_place(me, terms.ranks)
+    process, thread = os.getpid(), threading.get_ident()
+    if _connecting.setdefault(process, thread) != thread:
+        # To wait would be for ever where another rank has them in another order.
+        refuse(
+            store,
+            key,
+            f"rank {me} is connecting another mesh in another thread: connect meshes one after the other, in one order "
+            "on all ranks; then each thread may use one",
+        )
+    try:
+        return _meet(terms, store, key, me)
+    finally:
+        _connecting.pop(process, None)
+
+
+def _meet(terms: Terms, store: Any, key: str, me: int) -> Mesh:
+    seconds = terms.limits.timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     check_in(store, key, me, terms.ranks, terms.settings, seconds)
     mesh = Mesh(terms, store, key, partial(_connect, terms))
     try:

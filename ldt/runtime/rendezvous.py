@@ -8,13 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from ldt.errors import LdtError
 from ldt.runtime.failure import FailureWatch
 from ldt.runtime.received import parse, plain, quoted, texts_by_name, understood
 
-__all__ = ["check_in", "mesh_key", "share"]
+__all__ = ["check_in", "mesh_key", "refuse", "share"]
 
 _POLL_SECONDS = 0.02
 _COMPLETE = "complete"
@@ -52,6 +52,12 @@ def check_in(
             raise LdtError(
                 f"connect: {name} must be the same on all ranks: rank {rank} has {mine!r}, {theirs}"
             )
+
+
+def refuse(store: Any, key: str, why: str) -> NoReturn:
+    """Instead of checking in: raise LdtError, on every rank that comes."""
+    store.compare_set(f"{key}/verdict", "", why)
+    raise LdtError(f"connect: {why}")
 
 
 def share(

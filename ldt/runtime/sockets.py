@@ -6,7 +6,6 @@ import os
 import socket
 import stat
 import struct
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,7 +14,6 @@ from typing import Any
 
 __all__ = ["Connections"]
 
-_recording = threading.Lock()
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
@@ -27,7 +25,8 @@ class Connections:
 
     gloo's collectives know no abort: who is in one, waits until its peers' sockets say that they are gone. So after a
     failure each rank ends its own connections, which frees its peers; for who waits in one here, see ``GroupSet``.
-    What other threads of the job open meanwhile is ended as well; recording lasts for as long as a group is made.
+    What other threads of the job open meanwhile is ended as well; recording lasts for as long as a group is made, and
+    ``connect`` makes one mesh at a time.
     """
 
     def __init__(self) -> None:
@@ -37,10 +36,9 @@ class Connections:
     @contextmanager
     def recording(self, store: Any) -> Iterator[None]:
         """Where this process keeps ``store``, not what others open to it meanwhile."""
-        with _recording:  # of meshes that are connected by several threads
-            before = _sockets()
-            yield
-            opened = dict(_sockets().items() - before.items())
+        before = _sockets()
+        yield
+        opened = dict(_sockets().items() - before.items())
         port = _port_of(store)
         self._opened = {
             descriptor: identity for descriptor, identity in opened.items() if _own_port(descriptor) != port

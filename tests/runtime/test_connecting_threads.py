@@ -1,0 +1,120 @@
+"""Several threads of a rank that connect, or use, a mesh each."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_jobs import build, step_and_compare
+
+import ldt
+from ldt.testing import RankPool, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+PAIR = Topology([1, 1])
+BATCH = toy_microbatches(2)
+WORDS = "is connecting another mesh in another thread: connect meshes one after the other"
+
+
+def in_threads(*acts: Callable[[], Any]) -> list[Any]:
+    """What each returns, or the exception that it raises."""
+    found: list[Any] = [None] * len(acts)
+
+    def run(place: int) -> None:
+        try:
+            found[place] = acts[place]()
+        except ldt.LdtError as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(acts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def connect_and_step(ranks: list[int]) -> str:
+    torch.manual_seed(0)
+    chunks = toy_chunks(PAIR)
+    with ldt.connect(PAIR, ranks=ranks) as mesh:
+        step_and_compare(mesh, build(mesh, chunks), chunks, BATCH)
+    return "stepped"
+
+
+def connect_in_turn(meshes: list[list[int]]) -> list[str]:
+    """A thread for each of ``meshes``, by its ranks; each begins when the one before it waits for others."""
+
+    def act(place: int) -> str:
+        time.sleep(0.2 * place)
+        return connect_and_step(meshes[place])
+
+    return [str(answer) for answer in in_threads(*(partial(act, place) for place in range(len(meshes))))]
+
+
+def at_once(orders: list[list[list[int]]]) -> tuple[list[str], float]:
+    start = time.monotonic()
+    found = connect_in_turn(orders[dist.get_rank()])
+    return found, time.monotonic() - start
+
+
+def test_threads_connect_over_the_same_ranks(pool: RankPool) -> None:
+    for found, _ in pool.run(at_once, [[[0, 1], [0, 1]]] * 2, ranks=[0, 1]):
+        assert found[0] == "stepped"
+        assert found[1] == "stepped" or WORDS in found[1]
+
+
+def test_threads_connect_in_another_order_on_each_rank(pool: RankPool) -> None:
+    """Each mesh is connected on both ranks, or refused on both long before its timeout."""
+    for found, seconds in pool.run(at_once, [[[0, 1], [1, 0]], [[1, 0], [0, 1]]], ranks=[0, 1]):
+        assert all(answer == "stepped" or WORDS in answer for answer in found), found
+        assert seconds < 20.0
+
+
+def test_who_comes_to_meet_a_rank_that_is_refused_is_told(pool: RankPool) -> None:
+    (first, second), one, other = (
+        found for found, _ in pool.run(at_once, [[[0, 1], [0, 2]], [[0, 1]], [[0, 2]]])
+    )
+    assert [first] == one == ["stepped"]
+    assert [second] == other
+    assert second == "stepped" or f"rank 0 {WORDS}" in second
+
+
+def steps_in_two_threads() -> list[str]:
+    """Connected one after the other, used at once; and one that fails is connected again while the other steps."""
+    one = ldt.connect(PAIR, ranks=[0, 1])
+    two = ldt.connect(PAIR, ranks=[0, 1], lanes="paired")
+    failed = threading.Event()
+
+    def keep_stepping() -> str:
+        torch.manual_seed(0)
+        chunks = toy_chunks(PAIR)
+        with one:
+            pipeline = build(one, chunks)
+            for _ in range(20):
+                step_and_compare(one, pipeline, chunks, BATCH)
+        return "stepped"
+
+    def fail_and_reconnect() -> str:
+        if two.rank == 1:
+            two.vigil.publish(ValueError("no more"))
+        assert two.failures.wait(10.0) is not None
+        failed.set()
+        with two.reconnect() as again:
+            torch.manual_seed(0)
+            chunks = toy_chunks(PAIR)
+            step_and_compare(again, build(again, chunks), chunks, BATCH)
+        return "stepped"
+
+    return [str(answer) for answer in in_threads(keep_stepping, fail_and_reconnect)]
+
+
+def test_meshes_of_two_threads(pool: RankPool) -> None:
+    for found in pool.run(steps_in_two_threads, ranks=[0, 1]):
+        assert found == ["stepped", "stepped"]
