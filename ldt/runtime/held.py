@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -13,7 +13,23 @@ from torch.nn.parameter import is_lazy
 
 from ldt.runtime.place import Place
 
-__all__ = ["Held", "is_part", "spread", "tensors_held"]
+__all__ = ["Held", "NamesItself", "is_part", "spread", "tensors_held", "unwrapped_name"]
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpoints
+
+
+@runtime_checkable
+class NamesItself(Protocol):
+    """A chunk that knows what a tensor of its ``state_dict`` is called in the whole model."""
+
+    def whole_model_name(self, name: str) -> str: ...
+
+
+def unwrapped_name(name: str) -> str:
+    """What a tensor is called without the wrappers around modules."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
 
 
 class Held(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
 from ldt.runtime.audit import Audit, Guard
-from ldt.runtime.building import Own
+from ldt.runtime.building import Own, WeightAgreement, WeightOptions
 from ldt.runtime.calls import Call, Mode, Refusal, agree
 from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, sharding_of, unwrapped
 from ldt.runtime.disclosure import InputTypeError, InputValueError
@@ -37,7 +37,6 @@ from ldt.runtime.specs import HopSpecs
 from ldt.runtime.stats import StatsTaker
 from ldt.runtime.stream_timer import StreamTimer
 from ldt.runtime.validation import validate_chunks
-from ldt.runtime.weights import Weights
 from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]
@@ -64,7 +63,9 @@ class Pipeline:
 
     Ranks that hold the same weights, those of a stage and its replicas, must begin with equal parameters and buffers:
     LdtError on every rank names one that differs, and where. ``sync_weights`` gives them those of the first of these
-    ranks instead. ``check_weights=False`` is for weights that are loaded later.
+    ranks instead. A trainable parameter on two stages, or two tensors of what was one on a stage, are an LdtError that
+    names both: known by the name in the whole model, and by equal values, as those of one seed are, too; these may be
+    with ``allow_equal_weights``. ``check_weights=False`` leaves all of this out, for weights that are loaded later.
 
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
     """
@@ -84,6 +85,7 @@ class Pipeline:
         check_finite: bool = False,
         check_weights: bool = True,
         sync_weights: bool = False,
+        allow_equal_weights: bool = False,
     ) -> None:
         self._mesh = mesh
         self._loss_fn = loss_fn
@@ -93,8 +95,7 @@ class Pipeline:
         self._audit: Audit | None = None
         self._loss_module: nn.Module | None = None
         error: Exception | None = None
-        own = Own()
-        weights: Weights | None = None
+        own, options = Own(), WeightOptions(check_weights, sync_weights, allow_equal_weights)
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
@@ -104,16 +105,14 @@ class Pipeline:
             same = {
                 "plans": self._plans.digest_of_all(),
                 "values of loss_reduction": loss_reduction,
-                "values of check_weights": str(bool(check_weights)),
-                "values of sync_weights": str(bool(sync_weights)),
+                **options.same(),
             }
             own.sharding = sharding_of(modules)
             own.metadata = [] if mesh.is_edge else metadata_taken(modules)
             own.reads = read_by_shapes(modules)
             own.scaled = grad_scaler is not None
-            if check_weights or sync_weights:
-                weights = Weights(mesh, _by_place(modules, self._loss_module), values=not sync_weights)
-                own.weights = weights.tell()
+            weights = WeightAgreement(mesh, modules, self._loss_module, options)
+            weights.tell(own)
             if audit is not None and mesh.is_edge:
                 self._audit = Audit(audit)
         except Exception as caught:
@@ -121,10 +120,7 @@ class Pipeline:
         try:
             answers: list[Own] = agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
             self._plans.keep_lockstep(check_sharded_alike(mesh, [answer.sharding for answer in answers]))
-            if weights is not None:
-                weights.compare([answer.weights for answer in answers])
-                if sync_weights:
-                    weights.send()
+            weights.settle(answers)
         except BaseException:
             if self._audit is not None:
                 self._audit.discard()
@@ -357,11 +353,6 @@ class Pipeline:
     def _clean_up(self) -> None:
         for runner in self._runners.values():
             runner.drop()
-
-
-def _by_place(modules: Mapping[int, nn.Module], of_loss: nn.Module | None) -> dict[str, nn.Module]:
-    chunks = {f"chunk {index}": module for index, module in modules.items()}
-    return chunks if of_loss is None else {**chunks, "loss_fn": of_loss}
 
 
 def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.held import NamesItself, unwrapped_name
 from ldt.runtime.pipeline import Pipeline
 
-__all__ = ["NamedTensors", "Names", "NamesItself", "model_key", "named_tensors"]
+__all__ = ["NamedTensors", "Names", "model_key", "named_tensors"]
 
 Names = Callable[[int, str], str]
-
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpoints
 
 
 def model_key(name: str) -> str:
     """What a parameter or buffer is called among a stage's tensors."""
     return f"model.{name}"
-
-
-@runtime_checkable
-class NamesItself(Protocol):
-    """A chunk that knows what a tensor of its ``state_dict`` is called in the whole model."""
-
-    def whole_model_name(self, name: str) -> str: ...
 
 
 class NamedTensors(NamedTuple):
@@ -63,7 +55,7 @@ def named_tensors(pipeline: Pipeline, names: Names | None = None) -> NamedTensor
         holders.append((pipeline.mesh.topology.tail, pipeline.loss_module, _name_in_loss))
     for index, chunk, name_of in holders:
         for name, value in chunk.state_dict(keep_vars=True).items():
-            whole = name_of(index, _unwrapped(name))
+            whole = name_of(index, unwrapped_name(name))
             _check(whole, value, index, name)
             if firsts.setdefault(id(value), whole) != whole:
                 found.aliases[whole] = firsts[id(value)]
@@ -83,12 +75,6 @@ def _own_names(chunk: torch.nn.Module) -> Names:
 
 def _name_in_loss(_: int, name: str) -> str:
     return f"loss.{name}"
-
-
-def _unwrapped(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _check(whole: object, value: object, index: int, name: str) -> None:

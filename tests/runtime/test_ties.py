@@ -1,0 +1,188 @@
+"""One weight in two places that would train apart: on two stages, or made two after it was tied."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from pipeline_jobs import build
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import ldt
+from ldt.runtime import TensorSpec
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+
+
+class Named(nn.Module):
+    """A chunk that knows its names in the whole model."""
+
+    def __init__(self, inner: nn.Module, first: int) -> None:
+        super().__init__()
+        self.inner, self.first = inner, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+    def whole_model_name(self, name: str) -> str:
+        return f"layers.{self.first}.{name.removeprefix('inner.')}"
+
+
+class Scaled(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.linear = weight, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x * self.weight)  # type: ignore[no-any-return]
+
+
+class Frozen(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = copy.deepcopy(inner).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+class Repeating(nn.Module):
+    """Begins as others of its kind do, but for its matrix, and has twice a layer that a chunk before it has, too."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.arange(1.0, 17).repeat(4, 1))
+        self.matrix, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        if layer is not None:
+            self.copies = nn.ModuleList([copy.deepcopy(layer), copy.deepcopy(layer)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matrix(self.norm(x))  # type: ignore[no-any-return]
+
+
+def shared(case: str) -> list[nn.Module]:
+    """All chunks of three stages, of which chunks 0 and 1 or 1 and 2 are to share; made alike on every rank."""
+    torch.manual_seed(0)
+    layer, weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+    chunks: dict[str, list[nn.Module]] = {
+        "a module": [layer, layer, ToyChunk(16), ToyChunk(16)],
+        "inside": [nn.Sequential(nn.Tanh(), layer), nn.Sequential(layer, ToyChunk(16)), nn.Tanh(), nn.Tanh()],
+        "a vector": [Scaled(weight), Scaled(weight), ToyChunk(16), ToyChunk(16)],
+        "on the cloud": [ToyChunk(16), layer, nn.Sequential(layer), ToyChunk(16)],
+        "with the tail": [ToyChunk(16), layer, ToyChunk(16), layer],
+        "a name": [Named(nn.Linear(16, 16), 0), Named(nn.Linear(16, 16), 0), nn.Tanh(), nn.Tanh()],
+        "frozen": [Frozen(layer), Frozen(layer), ToyChunk(16), ToyChunk(16)],
+        "repeating": [Repeating(), Repeating(), Repeating(), Repeating()],
+        "copies": [nn.Linear(16, 16), Repeating(layer), nn.Sequential(layer), ToyChunk(16)],
+        "names": [Named(nn.Linear(16, 16), index) for index in range(4)],
+    }
+    return chunks[case]
+
+
+def building(case: str, **options: Any) -> str:
+    """What ``Pipeline`` says of three stages; the mesh can then still be used."""
+    topology = Topology([1, 1, 1])
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        try:
+            build(mesh, shared(case), **options)
+        except ldt.LdtError as error:
+            same = toy_chunks(topology)
+            build(mesh, same).step(toy_microbatches(2) if mesh.is_edge else None)
+            return str(error)
+    return ""
+
+
+def building_allowed(case: str) -> str:
+    return building(case, allow_equal_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("a module", "weight of chunk 0 (float32[16, 16]", "weight of chunk 1 (float32[16, 16]"),
+        ("inside", "1.weight of chunk 0", "0.weight of chunk 1"),
+        ("a vector", "weight of chunk 0 (float32[16]", "weight of chunk 1 (float32[16]"),
+        ("on the cloud", "weight of chunk 1", "0.weight of chunk 2"),
+        ("with the tail", "weight of chunk 3", "weight of chunk 1"),
+    ],
+)
+def test_a_parameter_on_two_stages(pool: RankPool, case: str, first: str, second: str) -> None:
+    texts = pool.run(building, case, ranks=range(3))
+    assert len(set(texts)) == 1
+    for part in (first, second, "two stages hold it", "allow_equal_weights=True"):
+        assert part in texts[0]
+    assert pool.run(building_allowed, case, ranks=range(3)) == [""] * 3
+
+
+def test_a_name_on_two_stages(pool: RankPool) -> None:
+    """Is refused whatever the values are."""
+    for text in pool.run(building_allowed, "a name", ranks=range(3)):
+        assert (
+            "inner.weight of chunk 0 (float32[16, 16], requires a gradient) on stage 0 and inner.weight"
+            in text
+        )
+        assert "are one weight of the model: two stages hold it" in text
+
+
+@pytest.mark.parametrize("case", ["frozen", "repeating", "copies", "names"])
+def test_what_may_begin_equal(pool: RankPool, case: str) -> None:
+    """What does not train, what many layers begin with, and copies of a layer that are beside each other."""
+    assert pool.run(building, case, ranks=range(3)) == [""] * 3
+
+
+class Tied(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.linear = weight, nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(nn.functional.linear(x, self.weight)))  # type: ignore[no-any-return]
+
+    def output_spec(self, inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec(inputs.shape, inputs.dtype, requires_grad=True)
+
+
+def broken(how: str) -> str:
+    """The edge's two chunks share a weight, until something makes two of it."""
+    topology = Topology([2, 1]) if how == "parallelize_module" else Topology([1, 1], dp=2)
+    torch.manual_seed(0)
+    embedding = nn.Embedding(16, 16, padding_idx=0)
+    head, tail = Tied(embedding.weight), Tied(embedding.weight)
+    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+        chunks: list[nn.Module] = [head, ToyChunk(16), tail]
+        if how == "both" and mesh.is_edge:
+            fully_shard(head, mesh=mesh.dp_mesh)
+        if how in ("both", "one") and mesh.is_edge:
+            fully_shard(tail, mesh=mesh.dp_mesh)
+        if how == "a copy":
+            chunks[2] = copy.deepcopy(tail)
+        if how == "parallelize_module" and mesh.is_edge:
+            tail.head = nn.Linear(16, 16, bias=False)
+            tail.head.weight = embedding.weight
+            del tail.weight
+            parallelize_module(tail, mesh.tp_mesh, {"head": ColwiseParallel()})
+        try:
+            build(mesh, chunks)
+        except ldt.LdtError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize("how", ["both", "one", "a copy", "parallelize_module"])
+def test_a_tie_that_was_broken(pool: RankPool, how: str) -> None:
+    size = 3 if how == "parallelize_module" else 4
+    for text in pool.run(broken, how, ranks=range(size)):
+        name = "head.weight" if how == "parallelize_module" else "weight"
+        assert "weight of chunk 0 (float32[16, 16]" in text
+        assert f"{name} of chunk 2 (float32[16, 16]" in text
+        assert "it was made two, by fully_shard, parallelize_module or a copy" in text
+
+
+def test_a_tie_may_stay(pool: RankPool) -> None:
+    assert pool.run(broken, "no") == [""] * 4
