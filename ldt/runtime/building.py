@@ -55,6 +55,7 @@ class WeightOptions:
     check_weights: bool = True
     sync_weights: bool = False
     allow_equal_weights: bool = False
+    sync_buffers: bool = True
 
     def same(self) -> dict[str, str]:
         """For ``agree``."""
@@ -72,7 +73,7 @@ class WeightAgreement:
         if of_loss is not None:
             places["loss_fn"] = of_loss
         if not (options.check_weights or options.sync_weights):
-            modules = places = {}
+            modules, places = {}, {}
         self._weights = Weights(mesh, places, values=not options.sync_weights)
         self._ties = Ties(mesh, modules)
 

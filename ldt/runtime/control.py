@@ -66,6 +66,10 @@ class ControlPlane:
             )
         return sums
 
+    def numbers_in_node(self, numbers: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """``numbers`` of each rank of this node; a collective call of these alone, which have as many."""
+        return self._relay.all_in_node(numbers, what)
+
     def close(self) -> None:
         self._relay.close()
 

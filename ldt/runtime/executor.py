@@ -167,7 +167,9 @@ class Executor:
         )
         outputs = self._checked(tensors, chunk, microbatch)
         plain = [place for place, output in enumerate(outputs) if output.grad_fn is None]
-        return runner.leave(microbatch, outputs), plain
+        leaving = runner.leave(microbatch, outputs)
+        self._compare(chunk, "F", microbatch, leaving)
+        return leaving, plain
 
     def _run_backward(self, action: Action, entry: Entry, run: BackwardOf) -> None:
         self._hand_over(action, self._input_grads(action, entry, run))
@@ -185,7 +187,21 @@ class Executor:
                 )
             pairs = zip(found, self._carried(chunk - 1, "B", microbatch), strict=True)
             found = [self._zeros(spec) if grad is None else grad for grad, spec in pairs]
+        self._compare(chunk - 1, "B", microbatch, found)
         return [None if grad is None else grad.detach() for grad in found]
+
+    def _compare(self, hop: int, direction: Direction, microbatch: int, tensors: list[Any]) -> None:
+        """Raise LdtError on all ranks of the node where they are about to send different tensors as the same."""
+        if self._work.likeness is not None and self._topology.crosses(hop):
+            chunk = hop if direction == "F" else hop + 1
+            what = "output" if direction == "F" else "gradient of the input"
+            self._work.likeness.check(
+                hop,
+                direction,
+                self._carried(hop, direction, microbatch),
+                tensors,
+                f"{what} of chunk {chunk} for microbatch {microbatch}",
+            )
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
         """The gradient of an input that a chunk did not use: its sender waits for one."""

@@ -13,6 +13,7 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
 from ldt.runtime.audit import Audit, Guard
+from ldt.runtime.buffers import BufferSync
 from ldt.runtime.building import Own, WeightAgreement, WeightOptions
 from ldt.runtime.calls import Call, Mode, Refusal, agree
 from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, sharding_of, unwrapped
@@ -21,6 +22,7 @@ from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
 from ldt.runtime.keywords import metadata_taken, read_by_shapes
+from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
 from ldt.runtime.loss_state import loss_module
 from ldt.runtime.measure import measure_costs
@@ -67,6 +69,9 @@ class Pipeline:
     names both: known by the name in the whole model, and by equal values, as those of one seed are, too; these may be
     with ``allow_equal_weights``. ``check_weights=False`` leaves all of this out, for weights that are loaded later.
 
+    Before each call replicas get the buffers of the first, but with ``sync_buffers=False``: those in a ``state_dict``,
+    such as running statistics. Chunks in DistributedDataParallel do as its ``broadcast_buffers`` says, with all.
+
     Building one is a collective call: if the arguments are wrong on one rank, every rank raises.
     """
 
@@ -86,6 +91,7 @@ class Pipeline:
         check_weights: bool = True,
         sync_weights: bool = False,
         allow_equal_weights: bool = False,
+        sync_buffers: bool = True,
     ) -> None:
         self._mesh = mesh
         self._loss_fn = loss_fn
@@ -95,7 +101,7 @@ class Pipeline:
         self._audit: Audit | None = None
         self._loss_module: nn.Module | None = None
         error: Exception | None = None
-        own, options = Own(), WeightOptions(check_weights, sync_weights, allow_equal_weights)
+        own, options = Own(), WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
         try:
             modules = _by_index(chunks, mesh)
             check_reduction(loss_reduction)
@@ -129,6 +135,9 @@ class Pipeline:
         all_reads = {chunk: found for answer in answers for chunk, found in answer.reads.items()}
         scaled = any(answer.scaled for answer in answers)  # the edge's scaler is in the gradients of all
         self._finite = FiniteCheck(activations=check_finite, gradients=check_finite and not scaled)
+        holders = [*chunks, *filter(None, [self._loss_module])]
+        self._buffers = BufferSync(mesh, holders, plain=sync_buffers)
+        self._likeness = Likeness(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
         self._number = mesh.count_pipeline()
         self._runners = {
             index: make_runner(mesh, index, module, free_outputs, self._loss_module)
@@ -269,6 +278,7 @@ class Pipeline:
             work = StepWork(
                 agreement.plan, agreement.hops, agreement.keywords, call.serial, finite=self._finite
             )
+            work.likeness = self._likeness
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
@@ -335,6 +345,7 @@ class Pipeline:
                 if self._mesh.is_edge and self._mesh.is_leader:
                     work.announced = scale
             try:
+                self._buffers.run()
                 executor.run()
                 if scale is not None:
                     scale.finish(self._mesh.topology.edge_dp)

@@ -92,6 +92,14 @@ class Relay:
             raise LdtError(f"{len(messages)} messages came of {self._place.topology.world_size} ranks")
         return messages
 
+    def all_in_node(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """``tensor`` of each rank of this node, on all of these alone, which have it in one shape."""
+        if self._node is None:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._node))]
+        self._finish(dist.all_gather(parts, tensor, group=self._node, async_op=True), what, patient=True)
+        return parts
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, on every rank."""
         if self._node is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from ldt.plan import Plan
 from ldt.runtime.audit import Guard
 from ldt.runtime.finite import FiniteCheck
+from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import StepLoss, TokenScale
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.specs import HopSpecs
@@ -29,5 +30,6 @@ class StepWork:
     announced: TokenScale | None = None  # where the number of tokens is told to all: on the edge's leader
     guard: Guard | None = None  # on the edge: what must not leave it
     finite: FiniteCheck = field(default_factory=FiniteCheck)
+    likeness: Likeness | None = None  # where a stage has several ranks
     outputs: dict[int, Any] = field(default_factory=dict)  # of the tail, where they are kept
     keep_outputs: bool = False

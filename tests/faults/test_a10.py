@@ -62,6 +62,7 @@ dist.init_process_group("gloo")
 topology = ldt.Topology([1, 1, 1])
 with ldt.connect(topology) as mesh:
     kinds = [Middle if mesh.stage == 1 else ToyChunk] * len(topology.chunks_of(mesh.stage))
+    torch.manual_seed(mesh.stage)
     pipeline = ldt.Pipeline([kind(16) for kind in kinds], mesh, loss_fn=toy_loss if mesh.is_edge else None)
     batch = toy_microbatches(4) if mesh.is_edge else None
     pipeline.step(batch)

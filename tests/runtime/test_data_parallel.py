@@ -118,6 +118,7 @@ def test_a_tied_weight_is_reduced_once(pool: RankPool, edge_dp: int) -> None:
 def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
     """fully_shard where it cannot be; every rank hears of it."""
     topology = Topology(tp, dp=dp, edge_dp=edge_dp)
+    torch.manual_seed(0)
     chunks = [Declared(16) for _ in range(topology.num_chunks)]
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
@@ -151,6 +152,7 @@ def test_where_fully_shard_cannot_be(
 def undeclared() -> str:
     topology = Topology([1, 1], dp=2)
     with ldt.connect(topology) as mesh:
+        torch.manual_seed(mesh.stage)
         mine: list[nn.Module] = [ToyChunk(16) for _ in topology.chunks_of(mesh.stage)]
         for module in mine:
             fully_shard(module, mesh=mesh.dp_mesh)

@@ -41,6 +41,7 @@ class Late(ToyChunk):
 
 try:
     with ldt.connect(topology) as mesh:
+        torch.manual_seed(mesh.stage)
         mine = [Late(16) for _ in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
         if where == "the next step" and rank < 2:

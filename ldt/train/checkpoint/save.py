@@ -67,7 +67,8 @@ def save_checkpoint(
     ``optimizer`` is this rank's, None where all is frozen. ``position``, the place in the data, is kept as the first
     rank of the edge gives it, in the edge's folder alone. ``extra`` are further things with a state, by name, such as
     a scheduler. ``names(chunk index, name in the chunk)`` gives a tensor's name in the whole model, by which another
-    split finds it; chunks of ``ldt.integrations.hf`` know theirs.
+    split finds it; chunks of ``ldt.integrations.hf`` know theirs. Buffers, which replicas may have changed each for
+    itself, are those of the first, with which all begin the next call.
 
     A kill at any moment leaves the last save that was complete: one is complete when all its stages are. Then those
     before the last ``keep`` are removed, also what earlier kills have left. One that is damaged counts as another does.

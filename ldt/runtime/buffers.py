@@ -1,0 +1,74 @@
+"""Buffers of replicas: before each call all have those of the first, as in DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ldt.errors import LdtError
+from ldt.runtime.data_parallel import unwrapped
+from ldt.runtime.held import spread
+from ldt.runtime.mesh import Mesh
+from ldt.runtime.weights import broadcast
+
+__all__ = ["BufferSync"]
+
+
+class BufferSync:
+    """Sends the buffers of ``modules`` from the first replica to the others.
+
+    Of a module in DistributedDataParallel all, unless that has ``broadcast_buffers=False``; of ``plain`` ones those
+    that are in their ``state_dict``, such as the running statistics of BatchNorm, but not constants that were computed.
+    """
+
+    def __init__(self, mesh: Mesh, modules: Iterable[nn.Module], plain: bool) -> None:
+        self._mesh = mesh
+        modules = [module for module in modules if plain or isinstance(module, DistributedDataParallel)]
+        found = (
+            [owned for module in modules for owned in _buffers_of(module)]
+            if mesh.dp_group is not None
+            else []
+        )
+        self._owned = dict.fromkeys(found)
+        self._sizes = {id(owner): dict(_shapes(owner)) for owner, _ in self._owned}
+
+    def run(self) -> None:
+        """One message of all of them. A collective call of the replicas; for each call of the pipeline, before it."""
+        tensors: dict[int, torch.Tensor] = {}
+        for owner, name in self._owned:
+            buffer = owner._buffers.get(name)
+            known = self._sizes[id(owner)].get(name)
+            if (None if buffer is None else buffer.shape) != known:
+                raise LdtError(
+                    f"buffer {name} of a {type(owner).__name__} had the shape {known and list(known)} and has another "
+                    "now, so it cannot be sent from one replica to others: give Pipeline(sync_buffers=False), or keep "
+                    "it out of the state_dict (persistent=False)"
+                )
+            if buffer is not None and not spread(buffer, self._mesh)[1]:
+                tensors[id(buffer)] = buffer
+        if tensors:
+            broadcast(
+                list(tensors.values()), self._mesh.dp_group, self._mesh, "the buffers of the first replica"
+            )
+
+
+def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    ignored: Collection[Any] = ()
+    wrapped = isinstance(module, DistributedDataParallel)
+    if isinstance(module, DistributedDataParallel):
+        if not module.broadcast_buffers:
+            return
+        ignored = module.parameters_to_ignore
+    for path, owner in unwrapped(module).named_modules():
+        for name in owner._buffers:
+            kept = wrapped or name not in owner._non_persistent_buffers_set
+            if kept and f"{path}.{name}".removeprefix(".") not in ignored:
+                yield owner, name
+
+
+def _shapes(owner: nn.Module) -> Iterator[tuple[str, torch.Size]]:
+    return ((name, buffer.shape) for name, buffer in owner._buffers.items() if buffer is not None)

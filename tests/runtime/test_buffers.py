@@ -1,0 +1,143 @@
+"""Buffers of replicas: each call begins with those of the first, in DistributedDataParallel and in plain chunks."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ldt
+from ldt.testing import RankPool, toy_loss, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 4
+STEPS = 3
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.register_buffer("flags", torch.tensor([False, False]))
+        self.register_buffer("cache", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor and self.training:
+            self.flags[0] = True
+            self.cache += x.detach().flatten()[:3]
+        return self.norm(self.linear(x))  # type: ignore[no-any-return]
+
+
+def model(topology: Topology) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Normed() for _ in range(topology.num_chunks)]
+
+
+def batches(step: int, replica: int) -> list[Any]:
+    return toy_microbatches(2, batch=6, seed=10 * step + replica)
+
+
+def expected(chunks: list[nn.Module], synced: bool, own: int) -> list[nn.Module]:
+    """The chunks of replica ``own`` after all steps; weights stay as they are."""
+    replicas = [copy.deepcopy(chunks) for _ in range(2)]
+    for step in range(STEPS):
+        if synced:
+            pairs = (nn.ModuleList(replicas[index]).buffers() for index in (1, 0))
+            for mine, first in zip(*pairs, strict=True):
+                mine.copy_(first)
+        for replica, made in enumerate(replicas):
+            for inputs, _ in batches(step, replica):
+                nn.Sequential(*made)(inputs)
+    return replicas[own]
+
+
+def trained(way: str, path: Path) -> list[list[float]]:
+    topology = Topology([1, 1], dp=2)
+    chunks = model(topology)
+    with ldt.connect(topology) as mesh:
+        mine = copy.deepcopy([chunks[index] for index in topology.chunks_of(mesh.stage)])
+        given: list[nn.Module] = list(mine)
+        if way.startswith("ddp"):
+            group = mesh.dp_mesh.get_group()
+            given = [
+                DistributedDataParallel(chunk, process_group=group, broadcast_buffers=way != "ddp without")
+                for chunk in mine
+            ]
+        pipeline = ldt.Pipeline(
+            given, mesh, loss_fn=toy_loss, sync_buffers=way not in ("off", "ddp, others off")
+        )
+        for step in range(STEPS):
+            pipeline.step(batches(step, mesh.replica) if mesh.is_edge else None)
+        reference = expected(chunks, way not in ("off", "ddp without"), mesh.replica)
+        for index, chunk in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+            for name, buffer in chunk.named_buffers():
+                if name != "cache":  # of plain chunks it is not sent
+                    torch.testing.assert_close(buffer, reference[index].get_buffer(name), msg=name)
+        cache = mine[0].cache.clone()
+        ldt.save_checkpoint(path, pipeline, step=1)
+        assert ldt.load_checkpoint(path, pipeline) is not None
+        first = expected(chunks, way not in ("off", "ddp without"), 0)
+        for index, chunk in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+            torch.testing.assert_close(chunk.norm.running_mean, first[index].norm.running_mean)
+        return [cache.tolist(), reference[topology.chunks_of(mesh.stage)[0]].cache.tolist()]
+
+
+@pytest.mark.parametrize("way", ["plain", "off", "ddp", "ddp without", "ddp, others off"])
+def test_running_statistics_of_replicas(pool: RankPool, tmp_path: Path, way: str) -> None:
+    for cache, of_ddp in pool.run(trained, way, tmp_path):
+        assert (cache == pytest.approx(of_ddp, rel=1e-4)) or way == "plain"
+
+
+def evaluated() -> list[float]:
+    """Replicas of the cloud compute one function in eval."""
+    topology = Topology([1, 1], dp=2, edge_dp=1)
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        mine = [model(topology)[index] for index in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        pipeline.step(toy_microbatches(4, batch=6) if mesh.is_edge else None)
+        for chunk in mine:
+            chunk.eval()
+        batch = toy_microbatches(1, batch=6) * 2  # one for each replica
+        losses = pipeline.eval(batch if mesh.is_edge else None).losses or []
+        return [loss.item() for loss in losses]
+
+
+def test_replicas_evaluate_alike(pool: RankPool) -> None:
+    first, second = pool.run(evaluated, ranks=range(3))[0]
+    assert first == second
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if type(x) is Tensor:
+            self.seen = torch.cat([self.seen, torch.ones(1)])
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def growing() -> str:
+    topology = Topology([1, 1], dp=2)
+    with ldt.connect(topology) as mesh:
+        torch.manual_seed(mesh.stage)
+        mine = [Growing() for _ in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        batch = toy_microbatches(2) if mesh.is_edge else None
+        pipeline.step(batch)
+        with pytest.raises(ldt.LdtError) as caught:
+            pipeline.step(batch)
+        return str(caught.value)
+
+
+def test_a_buffer_that_grows(pool: RankPool) -> None:
+    for text in pool.run(growing):
+        assert "buffer seen of a Growing had the shape [0] and has another now" in text
+        assert "sync_buffers=False" in text
