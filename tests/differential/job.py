@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 import ldt
+from differential.known import crosses_stages
 from differential.model import (
     Loss,
     Microbatches,
@@ -139,6 +140,7 @@ class _Rank:
             loss_fn=loss,
             loss_reduction=job.reduction,
             sync_weights=job.begin == "synced",
+            allow_equal_weights=not crosses_stages(job),  # layers of one number begin alike
             plan_factory=None if job.plan == "ushape" else _Planner(job),
         )
         self.optimizer = make_optimizer(job, self.pipeline.parameters())

@@ -40,9 +40,12 @@ def _numbers(job: Job, kind: str) -> list[int]:
 
 
 def crosses_stages(job: Job) -> bool:
-    """Whether a layer is shared by chunks of two stages."""
+    """Whether a layer that trains is shared by chunks of two stages."""
     stages = job.topology.num_stages
-    return any(first % stages != second % stages for first, second in job.ties)
+    return any(
+        first % stages != second % stages and not {first, second} & set(job.frozen)
+        for first, second in job.ties
+    )
 
 
 def _begins_unequal(job: Job) -> bool:
@@ -87,7 +90,7 @@ REFUSALS: tuple[Refusal, ...] = (
 
 # Jobs that cannot be right: whatever they end with but a refusal is a finding.
 MUST_REFUSE: tuple[Refusal, ...] = (
-    Refusal("a layer on two stages", "(?!)", crosses_stages),
+    Refusal("a layer on two stages", "two stages hold it, and each would train its own", crosses_stages),
     Refusal(
         "ranks that hold the same begin unequal", "train one model and must begin equal", _begins_unequal
     ),
@@ -116,8 +119,11 @@ OFF: tuple[Off, ...] = (
     Off("functions and hooks run twice", lambda job: _splits(job) and job.has(*_RUN_TWICE)),
     Off("aliases are cut", lambda job: job.has("Alias") and job.has("InPlace")),
     Off("hooks before sums are divided", lambda job: _reduces(job) and job.has("GradHook", "PostHook")),
+    Off(
+        "a layer on two stages that begins otherwise",
+        lambda job: crosses_stages(job) and job.begin != "equal",
+    ),
     Off("gradients that share memory, changed in place", _changes_shared_gradients),
-    Off("a layer on two stages", crosses_stages),
     Off(
         "memory that is still to be sent",
         lambda job: job.has("StaticOutput") or (job.has("Position") and (job.slow or len(job.tp) == 1)),
