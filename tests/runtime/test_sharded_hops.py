@@ -161,6 +161,7 @@ class Replicating(Block):
 def other_dtensors() -> str:
     topology = Topology([1, 2])
     with ldt.connect(topology, transfer="direct", ranks=range(3)) as mesh:
+        torch.manual_seed(mesh.stage)
         mine = [Replicating() for _ in topology.chunks_of(mesh.stage)]
         for module in mine:
             module.mesh = mesh
