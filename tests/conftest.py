@@ -1,7 +1,8 @@
-"""Fixtures for tests on several ranks. torch is imported only where one is used: the pure tier runs without it."""
+"""Fixtures for tests on several ranks, and why tests were skipped. torch is imported only where a fixture is used."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,8 @@ import pytest
 
 if TYPE_CHECKING:
     from ldt.testing import RankPool
+
+MOST_REASONS = 9  # and one line for the others
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +21,23 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
     with RankPool(getattr(request.module, "WORLD_SIZE", 4)) as made:
         yield made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why tests were skipped, a line for each reason."""
+    lines = skip_lines([report.longrepr for report in terminalreporter.stats.get("skipped", [])])
+    if lines:
+        terminalreporter.section("skipped")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def skip_lines(skips: list[tuple[str, int, str]]) -> list[str]:
+    """At most ten lines from (file, line, reason): how many tests, and why; the most frequent reasons first."""
+    tests = Counter(text.removeprefix("Skipped: ") for _, _, text in skips).most_common()
+    lines = [f"{count:4d} tests: {reason}" for reason, count in tests[:MOST_REASONS]]
+    others = tests[MOST_REASONS:]
+    if others:
+        count = sum(count for _, count in others)
+        lines.append(f"{count:4d} tests for {len(others)} other reasons (pytest -rs)")
+    return lines

@@ -8,6 +8,7 @@ from ldt.testing.models import (
     toy_microbatches,
     unsplit_step,
 )
+from ldt.testing.patience import allowed, in_time, paced
 from ldt.testing.pool import RankError, RankPool
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "RankPool",
     "SleepingChunk",
     "ToyChunk",
+    "allowed",
+    "in_time",
+    "paced",
     "toy_chunks",
     "toy_loss",
     "toy_microbatches",

@@ -63,7 +63,7 @@ def run(*arguments: object, ranks: int = 3) -> subprocess.CompletedProcess[str]:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
     )
 

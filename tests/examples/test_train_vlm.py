@@ -34,7 +34,7 @@ def test_three_stages_learn_to_name_digits() -> None:
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

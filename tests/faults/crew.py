@@ -16,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from ldt.testing import paced
+
 __all__ = ["Crew", "Ending", "Injected", "Seat"]
 
-_EXIT_SECONDS = 10.0
+_EXIT_SECONDS = paced(10.0).total_seconds()
 
 
 class Injected(NamedTuple):
@@ -46,7 +47,7 @@ class Seat:
 
     def store(self, world: str) -> PrefixStore:
         """A store for the world of that name, over a connection of its own."""
-        limit = timedelta(seconds=30)
+        limit = paced(30)
         return PrefixStore(world, TCPStore("127.0.0.1", self.port, None, False, timeout=limit))
 
 
@@ -103,7 +104,7 @@ class Crew:
             self._members[rank].pipe.send_bytes(pickle.dumps((function, order)))
         endings = {rank: Ending() for rank in range(len(orders))}
         waiting = {self._members[rank].pipe: rank for rank in endings}
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + paced(timeout).total_seconds()
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:

@@ -22,10 +22,11 @@ from faults.crew import Injected, Seat
 from faults.fault import Fault, FaultKind, Point
 from faults.holdings import Connection, borrowed_socket, tcp_connections
 from ldt.runtime import executor
+from ldt.testing import paced
 
 __all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
 
-SILENCE_SECONDS = 2.0  # what the job gives connect as heartbeat_timeout
+SILENCE_SECONDS = paced(2.0).total_seconds()  # what the job gives connect as heartbeat_timeout
 PAUSE_SECONDS = 1.2
 STOP_SECONDS = SILENCE_SECONDS + 3.0
 EXIT_CODE = 3

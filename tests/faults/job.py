@@ -21,7 +21,7 @@ from faults.crew import Seat
 from faults.fault import MICROBATCHES, SAVE_EVERY, STEPS, Fault
 from faults.holdings import Holdings
 from faults.injection import SILENCE_SECONDS, Trap
-from ldt.testing import ToyChunk, toy_loss, toy_microbatches
+from ldt.testing import ToyChunk, paced, toy_loss, toy_microbatches
 from ldt.testing.models import on_backward
 from ldt.topology import Topology
 
@@ -87,7 +87,7 @@ def train(seat: Seat, order: Order) -> Report:
     before = Holdings.now()
     report = Report()
     world = order.topology.world_size
-    limit = timedelta(seconds=30)
+    limit = paced(30)
     dist.init_process_group(
         "gloo", store=seat.store(order.world), rank=seat.rank, world_size=world, timeout=limit
     )
@@ -159,7 +159,7 @@ def _microbatches(step: int, mesh: ldt.Mesh, trap: Trap) -> Microbatches | None:
 def _connect(topology: Topology) -> ldt.Mesh:
     return ldt.connect(
         topology,
-        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        timeout=paced(_CONNECT_SECONDS),
         heartbeat_timeout=timedelta(seconds=SILENCE_SECONDS),
     )
 

@@ -8,6 +8,7 @@ from faults.crew import Ending, Injected
 from faults.fault import QUIET, SAVE_EVERY, STEPS, Fault
 from faults.injection import EXIT_CODE, SILENCE_SECONDS
 from faults.job import Raised, Report
+from ldt.testing import in_time
 
 __all__ = ["complaints", "repeated_steps", "resumption_complaints", "seconds_until_raised"]
 
@@ -28,7 +29,7 @@ def complaints(
             yield f"rank {rank}: {text}"
     seconds = seconds_until_raised(fault, injected, endings)
     limit = RAISE_SECONDS + (SILENCE_SECONDS if fault.kind == "stop" else 0.0)
-    if seconds is not None and seconds > limit:
+    if seconds is not None and not in_time(seconds, limit):
         yield f"the last rank raised after {seconds:.2f} s, expected at most {limit:g} s"
 
 
@@ -117,7 +118,7 @@ def _failed(fault: Fault, rank: int, report: Report) -> Iterator[str]:
         yield f"should have raised; did {report.done} steps"
         return
     yield from _wrong_error(fault, rank, report.failure)
-    if report.closed - report.failure.time > CLOSE_SECONDS:
+    if not in_time(report.closed - report.failure.time, CLOSE_SECONDS):
         yield f"closing took {report.closed - report.failure.time:.1f} s, expected at most {CLOSE_SECONDS:g} s"
 
 

@@ -15,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from faults import judgement
 from faults.__main__ import table
 from faults.crew import Crew, Ending, Injected, Seat
 from faults.fault import SAVE_EVERY, STEPS, Fault, FaultKind, draw
@@ -158,8 +159,11 @@ REMOTE = raised(rank=1, cause="InjectedError")
         ("disk_full", Ending(GOOD), Ending(GOOD), "rank 1: the save to a full disk should have raised"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told(kind: FaultKind, first: Ending, second: Ending, words: str) -> None:
-    """And nothing else."""
+def test_what_is_wrong_is_told(
+    kind: FaultKind, first: Ending, second: Ending, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else. The times are those of an idle machine."""
+    monkeypatch.setattr(judgement, "in_time", lambda took, limit: took < limit)
     found = found_in(kind, [first, second])
     assert words in found
     assert bool(found) == bool(words), found

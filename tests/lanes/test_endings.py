@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lane_world import MEMBER, SENDER, error_of, fused_lane, launch
 
 from ldt._C import Lane
-from ldt.testing import RankPool
+from ldt.testing import RankPool, allowed, in_time
 
 WORLD_SIZE = 3
 
@@ -31,7 +31,7 @@ def _abort() -> None:
         assert error_of(work.wait) == "stage 2 has failed"
     assert "stage 2 has failed" in error_of(lambda: launch(lane, [torch.ones(1)]))
     lane.close()
-    assert time.monotonic() - start < 2
+    assert in_time(time.monotonic() - start, 2)
 
 
 def test_an_abort_ends_pending_and_later_messages(pool: RankPool) -> None:
@@ -125,7 +125,7 @@ def _lose_the_sender() -> str:
         )
     start = time.monotonic()
     text = error_of(launch(lane, [torch.ones(10)], "F0 microbatch 3")[0].wait)
-    assert time.monotonic() - start < 5
+    assert in_time(time.monotonic() - start, 5)
     return text
 
 
@@ -162,8 +162,8 @@ def _script(body: str) -> subprocess.Popen[str]:
 
 def test_ctrl_c_ends_a_wait() -> None:
     process = _script("""
-        print("waiting", flush=True)
         try:
+            print("waiting", flush=True)
             work.wait()
         except KeyboardInterrupt:
             print("interrupted", flush=True)
@@ -171,8 +171,10 @@ def test_ctrl_c_ends_a_wait() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     time.sleep(0.2)
+    start = time.monotonic()
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=5)
+    output, errors = process.communicate(timeout=allowed(60))
+    assert in_time(time.monotonic() - start, 5)
     assert output == "interrupted\n", errors
     assert process.returncode == 0, errors
 
@@ -182,5 +184,5 @@ def test_ctrl_c_ends_a_wait() -> None:
 )
 def test_the_interpreter_exits_with_a_message_in_flight(end: str) -> None:
     process = _script(f"send = lane.send([torch.ones(100)], 1)\n{end}")
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=allowed(60))
     assert process.returncode == 0, errors

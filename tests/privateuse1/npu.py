@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ldt.testing.patience import slowness_at_start
+
 ROOT = Path(__file__).parents[2]
 # Where `LDT_BUILD_TESTS=ON pip install --editable .` builds, unless the variable names another build folder.
 BUILD = Path(os.environ.get("LDT_BUILD_DIR", ROOT / "build" / "latest"))
@@ -61,9 +63,9 @@ def late(seed: int, most_microseconds: int = 2000) -> Iterator[torch.device]:
 
 
 def sleep(milliseconds: float, stream: torch.Stream | None = None) -> None:
-    """Keep a stream, the current one by default, busy: what torch.cuda._sleep is there for."""
+    """Keep a stream, the current one by default, busy, as torch.cuda._sleep does. Longer on a slow machine."""
     stream = torch.accelerator.current_stream() if stream is None else stream
-    start().sleep(stream, int(milliseconds * 1000))
+    start().sleep(stream, int(1000 * milliseconds * slowness_at_start()))
 
 
 def hccl_group(*ranks: int) -> dist.ProcessGroup:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from npu_lanes import SENDER, fused_lane, is_sender, launch
 
 from ldt._C import LaneError
-from ldt.testing import RankPool
+from ldt.testing import RankPool, in_time
 
 WORLD_SIZE = 3
 
@@ -48,7 +48,7 @@ def _host_does_not_block() -> tuple[float, bool]:
 def test_neither_launch_nor_wait_blocks_the_host(pool: RankPool) -> None:
     results = pool.run(_host_does_not_block)
     for seconds, _ in results:
-        assert seconds < 1.0
+        assert in_time(seconds, 1.0)
     assert not results[SENDER][1]
 
 
@@ -124,4 +124,4 @@ def _abort_of_a_receive() -> float:
 
 
 def test_an_abort_frees_the_device(pool: RankPool) -> None:
-    assert max(pool.run(_abort_of_a_receive)) < 10
+    assert in_time(max(pool.run(_abort_of_a_receive)), 10)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import ldt
-from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
+from ldt.testing import RankPool, in_time, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
@@ -186,7 +186,7 @@ def _failing() -> tuple[str, float]:
 def test_a_failure_ends_the_step_on_all_ranks_and_frees_their_streams(pool: RankPool) -> None:
     for text, seconds in pool.run(_failing):
         assert "a chunk that fails" in text
-        assert seconds < 15
+        assert in_time(seconds, 15)
 
 
 def _failing_without_abort() -> tuple[str, float]:
@@ -198,4 +198,4 @@ def test_a_failure_is_told_and_the_mesh_closes_where_the_device_cannot_be_freed(
     with RankPool(WORLD_SIZE) as pool:  # of its own: its streams stay stuck
         for text, seconds in pool.run(_failing_without_abort):
             assert "a chunk that fails" in text
-            assert seconds < 25
+            assert in_time(seconds, 25)

@@ -12,7 +12,7 @@ from pipeline_jobs import build, step_and_compare
 import ldt
 from ldt.runtime import attendance
 from ldt.runtime.attendance import Attendance
-from ldt.testing import RankPool, toy_chunks, toy_microbatches
+from ldt.testing import RankPool, in_time, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
@@ -32,7 +32,7 @@ def clipping(who: list[int]) -> str:
             if mesh.rank in who:
                 ldt.clip_grad_norm_(pipeline.parameters(), 1.0, mesh)
             pipeline.step(BATCH if mesh.is_edge else None)
-        assert time.monotonic() - start < SECONDS
+        assert in_time(time.monotonic() - start, SECONDS)
         return str(caught.value)
 
 
@@ -57,7 +57,7 @@ def other_call(edge: str) -> tuple[str, bool]:
             elif mesh.is_edge:
                 build(mesh, chunks)
             pipeline.step(BATCH if mesh.is_edge else None)
-        assert time.monotonic() - start < SECONDS
+        assert in_time(time.monotonic() - start, SECONDS)
         return str(caught.value), mesh.failed
 
 
@@ -91,7 +91,7 @@ def failing_call() -> str:
             mesh.collective("clip_grad_norm_()"),
         ):
             mesh.control.sum([1 / (mesh.rank - 1)])
-        assert time.monotonic() - start < SECONDS
+        assert in_time(time.monotonic() - start, SECONDS)
         return str(caught.value)
 
 
@@ -115,7 +115,7 @@ def stopping_early(who: int, late: float) -> str | None:
         start = time.monotonic()
         with pytest.raises(ldt.RemoteStageError) as caught:
             pipeline.step(BATCH if mesh.is_edge else None)
-        assert time.monotonic() - start < SECONDS
+        assert in_time(time.monotonic() - start, SECONDS)
         return str(caught.value)
 
 
@@ -144,7 +144,7 @@ def test_ranks_that_close_late_are_fine(pool: RankPool) -> None:
 def lonely_sum() -> str:
     with ldt.connect(TOPOLOGY, transfer_timeout=timedelta(seconds=0.5)) as mesh:
         if mesh.rank > 0:
-            mesh.failures.wait(10.0)
+            mesh.failures.wait(60.0)
             return ""
         with pytest.raises(ldt.LdtError) as caught, mesh:
             mesh.control.sum([1.0])

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import logging
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -16,11 +17,12 @@ from acting_jobs import caught_in_a_step, chunks_doing
 from pipeline_jobs import build
 
 import ldt
-from ldt.testing import RankError, RankPool, toy_chunks, toy_microbatches
+from ldt.testing import RankError, RankPool, in_time, paced, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 4
-LIMIT = timedelta(seconds=1.5)
+LIMIT = paced(1.5)
+LONG = paced(5.0).total_seconds()  # in which a rank that hangs is found
 
 
 # -- stopped and hung ------------------------------------------------------------------------------------------------
@@ -45,12 +47,12 @@ def killed_meanwhile() -> None:
         if mesh.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        report = mesh.failures.wait(20.0)
+        report = mesh.failures.wait(60.0)
         assert report is not None
         assert report.rank == 2
         assert "no sign of life for 1.5 s" in report.error
         assert "noticed that connections to it were closed" in report.error
-        assert time.monotonic() - start < 5.0
+        assert in_time(time.monotonic() - start, 5.0)
 
 
 def test_a_rank_that_nobody_waits_for_is_missed(pool: RankPool) -> None:
@@ -64,7 +66,7 @@ def test_a_stopped_rank_is_named_and_learns_of_it(pool: RankPool) -> None:
     for rank, (named, text, seconds) in enumerate(answers):
         assert "rank 1 (stage 1, replica 0) failed first" in text
         assert "no sign of life" in text
-        assert seconds < 8.0
+        assert in_time(seconds, 8.0)
         assert rank == 1 or named == 1
 
 
@@ -76,7 +78,7 @@ def hung(chunk: int, share: bool) -> tuple[int | None, str, float, list[str]]:
     handler.emit = records.append  # type: ignore[method-assign]
     logging.getLogger("ldt").addHandler(handler)
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT, share_edge_errors=share) as mesh:
-        found = caught_in_a_step(mesh, chunks_doing(topology, chunk, lambda: time.sleep(5.0)))
+        found = caught_in_a_step(mesh, chunks_doing(topology, chunk, lambda: time.sleep(LONG)))
     logging.getLogger("ldt").removeHandler(handler)
     return *found, [r.getMessage() for r in records if r.levelno == logging.WARNING]
 
@@ -88,13 +90,13 @@ def test_a_hung_rank_says_where_it_stands(pool: RankPool, chunk: int, share: boo
     for rank, (named, text, seconds, warnings) in enumerate(answers):
         assert rank == chunk or named == chunk, text
         assert f"failed first in action {chunk}F0" in text
-        assert "no progress for 3 s: it stands at" in text
+        assert re.search(r"no progress for \d+ s: it stands at", text)
         assert "test_lost_ranks.py" in text
-        stack = "time.sleep(5.0)" in text
+        stack = "time.sleep(LONG)" in text
         assert stack == (share or chunk > 0), "the edge shows lines of its code only if it may"
-        assert rank == chunk or seconds < 4.9
+        assert rank == chunk or in_time(seconds, LONG - 0.1)
         [picture] = warnings
-        assert "has not got on for 1 s in step() (call 2)" in picture
+        assert re.search(r"has not got on for \d+ s in step\(\) \(call 2\)", picture)
         assert f"rank {chunk} (stage {chunk}, replica 0): in step() (call 2), action {chunk}F0" in picture
         assert f">{chunk}F0<" in picture
         if chunk == 1:
@@ -108,7 +110,7 @@ def away(who: int) -> tuple[int | None, str]:
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
         pipeline = build(mesh, toy_chunks(topology))
         if mesh.rank == who:
-            mesh.failures.wait(10.0)
+            mesh.failures.wait(60.0)
         with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
@@ -128,8 +130,8 @@ def test_a_rank_outside_of_any_call_is_named(pool: RankPool, who: int) -> None:
 
 def late_transfer() -> tuple[str, str]:
     topology = Topology([1, 1, 1])
-    with ldt.connect(topology, ranks=range(3), transfer_timeout=timedelta(seconds=1)) as mesh:
-        chunks = chunks_doing(topology, 1, lambda: time.sleep(3.0))
+    with ldt.connect(topology, ranks=range(3), transfer_timeout=paced(1)) as mesh:
+        chunks = chunks_doing(topology, 1, lambda: time.sleep(paced(3).total_seconds()))
         pipeline = build(mesh, chunks)
         with pytest.raises(ldt.LdtError) as caught:
             pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
@@ -144,7 +146,7 @@ def test_a_transfer_that_takes_too_long_is_told_in_full(pool: RankPool) -> None:
     for words in (
         "failed first in action ",
         "microbatch 0 from rank ",
-        " of float32[4, 16] (256 bytes) failed after 1.0",
+        " of float32[4, 16] (256 bytes) failed after ",
         "What ranks were last seen doing:",
         "rank 1 (stage 1, replica 0): in step() (call 2), action 1F0",
         "chunk 1, microbatch 0, for ",
@@ -187,7 +189,7 @@ def forked_child() -> None:
     with ldt.connect(Topology([1, 1, 1]), ranks=range(3)) as mesh:
         if mesh.rank == 1:
             if os.fork() == 0:
-                time.sleep(8.0)
+                time.sleep(paced(8).total_seconds())
                 os._exit(0)
             if os.fork() == 0:
                 atexit._run_exitfuncs()
@@ -195,11 +197,13 @@ def forked_child() -> None:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        report = mesh.failures.wait(7.0)
+        report = mesh.failures.wait(60.0)
         assert report is not None
         assert report.rank == 1
         assert "no sign of life" in report.error
-        assert 1.0 < time.monotonic() - start < 6.0
+        seconds = time.monotonic() - start
+        assert seconds > 1.0
+        assert in_time(seconds, 6.0)
 
 
 def test_children_of_a_rank_do_not_speak_for_it(pool: RankPool) -> None:
@@ -215,4 +219,6 @@ def test_waits_have_a_length() -> None:
         with mesh.calling("step()"), mesh.vigil.progress.waiting("a tea"):
             time.sleep(0.3)
             seen: Any = mesh.vigil.progress.sighting()
-        assert "in step() (call 1), waiting for a tea, for 0.3 s" in seen.describe()
+        waited = re.search(r"in step\(\) \(call 1\), waiting for a tea, for (\d+\.\d) s", seen.describe())
+        assert waited is not None
+        assert float(waited[1]) >= 0.3

@@ -13,7 +13,7 @@ import ldt
 from ldt.plan import Costs
 from ldt.runtime import probe
 from ldt.runtime.probe import LEAST_BYTES
-from ldt.testing import RankPool, SleepingChunk, ToyChunk, toy_microbatches
+from ldt.testing import RankPool, SleepingChunk, ToyChunk, in_time, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
@@ -47,7 +47,7 @@ def failing_probe() -> str:
         start = time.monotonic()
         with pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught:
             pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None)
-        assert time.monotonic() - start < 5
+        assert in_time(time.monotonic() - start, 5)
         assert mesh.failed
         return str(caught.value)
 
@@ -90,7 +90,7 @@ def test_mistakes_are_told_to_all(pool: RankPool, steps: list[Any], sentence: st
     ("tp", "dp", "laps"), [([1, 1, 1], 1, 1), ([1, 2], 1, 2), ([1], 1, 1), ([1, 1], 2, 1)]
 )
 def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], dp: int, laps: int) -> None:
-    """Sleeps are a lower bound whatever the machine does meanwhile; the upper one leaves it much room."""
+    """Sleeps are a lower bound whatever the machine does meanwhile; the upper one is that of an idle machine."""
     size = Topology(tp, dp=dp, edge_dp=1).world_size
     answers = pool.run(measured, tp, dp, laps, ranks=range(size))
     assert all(answer == answers[0] for answer in answers), (
@@ -99,10 +99,12 @@ def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], 
     costs, topology = answers[0], Topology(tp, dp=dp, edge_dp=1, laps=laps)
     for chunk in range(topology.num_chunks):
         least = SLEEPS[chunk % 4]
-        assert least <= costs.forward[chunk] < least + 0.2
-        assert 2 * least <= costs.backward[chunk] < 2 * least + 0.2
+        for times, cost in ((1, costs.forward[chunk]), (2, costs.backward[chunk])):
+            assert times * least <= cost
+            assert in_time(cost - times * least, 0.2)
     for hop in range(topology.tail):
         crosses = topology.crosses(hop)
         assert costs.bytes[hop] == (2 * 16 * 4 if crosses else 0)
-        assert (0 < costs.latency[hop] < 0.1) == crosses
+        assert (costs.latency[hop] > 0) == crosses
+        assert in_time(costs.latency[hop], 0.1)
         assert costs.bandwidth[hop] > LEAST_BYTES

@@ -80,7 +80,7 @@ def missing_message() -> str:
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=[3, 1], transfer_timeout=timedelta(seconds=0.5)) as mesh:
         if mesh.rank == 0:
-            mesh.failures.wait(10.0)
+            mesh.failures.wait(60.0)
             return ""
         with pytest.raises(ldt.LdtError) as caught, mesh:
             mesh.control.broadcast(None, ldt.Node(0, 0))
@@ -170,7 +170,7 @@ def failing_in_the_script(at: int, share: bool) -> str:
             with pytest.raises(BoomError), mesh:
                 boom(SECRET)
             return ""
-        report = mesh.failures.wait(5.0)
+        report = mesh.failures.wait(60.0)
         assert report is not None
         return report.to_text()
 
@@ -192,7 +192,7 @@ class BrokenStore:
 
 def test_a_lost_store_names_no_rank() -> None:
     watch = FailureWatch(BrokenStore(), "failure", lambda report: None)
-    report = watch.wait(5.0)
+    report = watch.wait(60.0)
     watch.close()
     assert report is not None
     text = report.describe()
@@ -222,7 +222,7 @@ def test_an_error_of_the_handler_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     watch = FailureWatch(store, "failure", broken)
     store.set("failure", FailureReport(1, 1, 0, "x", "y").to_text())
-    first = watch.wait(5.0)
+    first = watch.wait(60.0)
     watch.close()
     assert first is not None
     assert first.rank == 1

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ldt
 from ldt.runtime.strands import TransferChoice
-from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
+from ldt.testing import RankPool, paced, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 
 WORLD_SIZE = 3
@@ -40,7 +40,7 @@ def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
         pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
         assert listeners() == connected, "a step opens nothing"
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + paced(5.0).total_seconds()
     while len(listeners()) > gloo_groups() and time.monotonic() < deadline:
         time.sleep(0.05)  # what still holds a group lets go of it
     seen.append((len(listeners()), gloo_groups()))

@@ -96,7 +96,7 @@ def test_garbage_where_failures_are_reported_fails_the_mesh() -> None:
     failed: list[FailureReport] = []
     watch = FailureWatch(store, "failure", failed.append)
     store.set("failure", DEEP)
-    found = watch.wait(5.0)
+    found = watch.wait(60.0)
     watch.close()
     assert found is not None
     assert "unreadable failure report" in found.error
@@ -227,7 +227,7 @@ def answers_to(wrong: str) -> str:
         if mesh.rank == 1:
             with suppress(LdtError), mesh.calling("test"):
                 WRONG[wrong](mesh.control)
-            assert mesh.failures.wait(5.0) is not None
+            assert mesh.failures.wait(60.0) is not None
             return ""
         try:
             agree(mesh, "test", None, {"numbers": "1"})

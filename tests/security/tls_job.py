@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 import ldt
-from ldt.testing import toy_chunks, toy_loss, toy_microbatches, unsplit_step
+from ldt.testing import paced, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
-PATIENCE = timedelta(seconds=15)
+PATIENCE = paced(15)
 
 
 def main(rank: int, port: int) -> None:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from checkpoint_jobs import Job
 from safetensors.torch import load_file
 
 import ldt
-from ldt.testing import RankError, RankPool
+from ldt.testing import RankError, RankPool, paced
 from ldt.topology import Topology
 from ldt.train.checkpoint.catalog import catalog, complete_saves
 
@@ -167,15 +166,16 @@ def test_ranks_of_a_stage_that_see_different_folders(pool: RankPool, tmp_path: P
 
 def slow_disk(path: Path) -> set[float]:
     """Rank 1 takes longer to write than a transfer may."""
-    with Job(SHAPE, transfer_timeout=timedelta(seconds=1.5)) as job:
+    with Job(SHAPE, transfer_timeout=paced(1.5)) as job:
         if job.mesh.rank == 1:
+            pause = paced(0.8).total_seconds()
             sys.addaudithook(
-                lambda event, arguments: time.sleep(0.8 * (event == "open" and arguments[1] == "w"))
+                lambda event, arguments: time.sleep(pause * (event == "open" and arguments[1] == "w"))
             )
         fill(job, 1)
         start = time.monotonic()
         job.save(path, 1)
-        assert time.monotonic() - start > 1.5
+        assert time.monotonic() - start > paced(1.5).total_seconds()
         fill(job, 2)
         assert job.load(path) == ldt.LoadedCheckpoint(1)
         return filled_with(job)
