@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import SIZES, padded, text_config, tokens, vision_config
+from hf_models import SIZES, padded, text_config, tokens, unsplit, vision_config, walk
 from transformers import AutoConfig
-from transformers.models.llama import LlamaConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama import LlamaConfig, LlamaModel
 
 from ldt.integrations import hf
 from ldt.integrations.hf.skeleton import model_class
@@ -230,3 +231,130 @@ def test_numbers_of_layers_are_whole(layers: Any) -> None:
 def test_numbers_of_chunks_are_whole(chunks: Any) -> None:
     with pytest.raises(ValueError, match="chunks must be whole numbers, such as"):
         hf.split(text_config("llama"), [2, 3]).build(chunks)
+
+
+@pytest.mark.parametrize("flag", ["output_router_logits", "output_hidden_states", "output_attentions"])
+def test_more_outputs_than_chunks_have_are_refused(flag: str) -> None:
+    config = text_config("mixtral", **{flag: True})
+    with pytest.raises(ValueError, match=f"MixtralConfig has {flag}=True, but chunks return hidden states"):
+        hf.split(config, [1, 3, 1])
+
+
+def test_models_without_named_outputs_are_refused() -> None:
+    with pytest.raises(ValueError, match="LlamaConfig has return_dict=False"):
+        hf.split(text_config("llama", return_dict=False), [1, 3, 1])
+
+
+@pytest.mark.parametrize("changes", [{"use_cache": True}, {"num_labels": 7}, {"problem_type": "regression"}])
+def test_settings_that_chunks_do_without(changes: dict[str, Any]) -> None:
+    assert equal_to_the_whole(text_config("llama", **changes))
+
+
+# -- what is proven of a cut ---------------------------------------------------------------------------------------
+
+EQUAL = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "mistral",
+    "mixtral",
+    "gemma",
+    "gemma2",
+    "olmo",
+    "olmo2",
+    "granite",
+]
+REFUSED = {
+    "nanochat": "it runs the final norm 2 times, expected once",
+    "granite": "changes hidden states outside of its layers",
+    "gpt2": "no attribute 'model'",
+    "opt": "",
+}
+
+
+def equal_to_the_whole(config: Any) -> bool:
+    parts = hf.split(config, [1, config.num_hidden_layers - 2, 1])
+    chunks = parts.build(range(3), attn_implementation="eager")
+    hf.init_weights(chunks, seed=0)
+    model = unsplit(config, chunks, 1, "eager").eval()
+    inputs = {"input_ids": tokens(2, 5)}
+    with torch.no_grad():
+        whole = model(**inputs, use_cache=False)[0]
+        return torch.equal(whole, walk([chunk.eval() for chunk in chunks], {0, 2}, inputs))
+
+
+@pytest.mark.parametrize("family", EQUAL)
+def test_a_family_equals_the_whole_model(family: str) -> None:
+    assert equal_to_the_whole(text_config(family))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_family_is_refused_by_name(family: str) -> None:
+    sizes = {} if family in ("gpt2", "opt") else SIZES | {"embedding_multiplier": 12.0}
+    with pytest.raises(
+        ValueError, match=rf"\(model type '{family}'\) cannot be run in chunks: .*{REFUSED[family]}"
+    ):
+        hf.split(AutoConfig.for_model(family, **sizes), [1, 3, 1])
+
+
+def twice(self: Any, hidden: Any, layers: Any) -> Any:
+    for layer in (layers[0], *layers):
+        hidden = layer(hidden)
+    return hidden
+
+
+def backwards(self: Any, hidden: Any, layers: Any) -> Any:
+    for layer in reversed(layers):
+        hidden = layer(hidden)
+    return hidden
+
+
+def one_left_out(self: Any, hidden: Any, layers: Any) -> Any:
+    for layer in layers[1:]:
+        hidden = layer(hidden)
+    return hidden
+
+
+def a_skip(self: Any, hidden: Any, layers: Any) -> Any:
+    first = hidden
+    for layer in layers:
+        hidden = layer((hidden + first) / 2)  # which is nothing where all are taken out
+    return hidden
+
+
+def all_in_the_end(self: Any, hidden: Any, layers: Any) -> Any:
+    found = [hidden := layer(hidden) for layer in layers]
+    return sum(found) / len(found)
+
+
+def something_beside(self: Any, hidden: Any, layers: Any) -> Any:
+    first = hidden
+    for layer in layers:
+        hidden = layer(hidden, value=first)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (twice, "it runs layer 0 2 times, expected once"),
+        (backwards, "it runs layer 4 where layer 0 was expected"),
+        (one_left_out, "it runs layer 0 0 times, expected once"),
+        (a_skip, "what layer 1 gets is not what layer 0 returns"),
+        (all_in_the_end, "what the final norm gets is not what layer 4 returns"),
+        (something_beside, "layer 0 gets more of the tokens or of other parts than hidden states"),
+    ],
+)
+def test_another_walk_through_the_layers_is_refused(
+    monkeypatch: pytest.MonkeyPatch, loop: Any, sentence: str
+) -> None:
+    """Each is the identity where every part is taken out."""
+
+    def forward(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(loop(self, hidden, self.layers)))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    with pytest.raises(ValueError, match=sentence):
+        hf.split(text_config("llama"), [1, 3, 1])

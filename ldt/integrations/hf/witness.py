@@ -1,0 +1,105 @@
+"""Proof that a model does nothing but run its parts in order: the whole forward, with witnesses in their places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from ldt.integrations.hf.skeleton import PassOn, decoder_of
+
+__all__ = ["prove_text", "prove_vision"]
+
+_TOKENS = 3
+
+
+class _Call(NamedTuple):
+    """Of a part: its first argument, the tensors in the others, what it returned."""
+
+    part: str
+    given: torch.Tensor
+    others: list[torch.Tensor]
+    returned: torch.Tensor
+
+
+class _Witness(PassOn):
+    """Notes that it is called, and returns numbers that no other call does, by which they are known again."""
+
+    def __init__(self, absent: nn.Module, part: str, width: int | None, calls: list[_Call]) -> None:
+        super().__init__(absent)
+        self._part, self._width, self._calls = part, width, calls
+
+    def forward(self, hidden: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        shape = hidden.shape if self._width is None else (*hidden.shape, self._width)
+        first = 1000.0 * (1 + len(self._calls))
+        returned = (first + torch.arange(math.prod(shape))).reshape(shape).requires_grad_()
+        leaves = [leaf for leaf in tree_leaves((others, named)) if isinstance(leaf, torch.Tensor)]
+        self._calls.append(_Call(self._part, hidden, leaves, returned))
+        return returned
+
+
+def prove_text(model: PreTrainedModel) -> None:
+    """Raise ValueError unless ``model``, whose parts are taken out, runs each once and in order, and nothing between.
+
+    Embedding, layers, norm and head: each must get what the one before returned, and beside it nothing that is
+    computed from tokens or weights, which another chunk would not have.
+    """
+    decoder, tokens = _any(decoder_of(model)), torch.arange(_TOKENS)[None]
+    calls: list[_Call] = []
+    width = model.config.get_text_config().hidden_size
+    parts = ["the embedding", *_numbered("layer", decoder.layers), "the final norm", "the head"]
+    decoder.embed_tokens = _Witness(decoder.embed_tokens, parts[0], width, calls)
+    for index, layer in enumerate(decoder.layers):
+        decoder.layers[index] = _Witness(layer, parts[1 + index], None, calls)
+    decoder.norm = _Witness(decoder.norm, parts[-2], None, calls)
+    _any(model).lm_head = _Witness(_any(model).lm_head, parts[-1], None, calls)
+    model(input_ids=tokens, use_cache=False)
+    _refuse_other_order(parts, calls)
+    for before, after in pairwise(calls):
+        if not torch.equal(before.returned, after.given):
+            raise ValueError(f"what {after.part} gets is not what {before.part} returns")
+    for call in calls:
+        if any(other.requires_grad or _shares(other, tokens) for other in call.others):
+            raise ValueError(f"{call.part} gets more of the tokens or of other parts than hidden states")
+
+
+def prove_vision(model: PreTrainedModel, run: Callable[[], object]) -> None:
+    """The same for the blocks of the vision tower, which ``run`` runs; patches come there in the order of windows."""
+    tower = _any(model).model.visual
+    calls: list[_Call] = []
+    parts = _numbered("block", tower.blocks)
+    for index, block in enumerate(tower.blocks):
+        tower.blocks[index] = _Witness(block, parts[index], None, calls)
+    run()
+    _refuse_other_order(parts, calls)
+
+
+def _numbered(kind: str, modules: nn.ModuleList) -> list[str]:
+    return [f"{kind} {index}" for index in range(len(modules))]
+
+
+def _refuse_other_order(parts: list[str], calls: list[_Call]) -> None:
+    called = [call.part for call in calls]
+    for part in parts:
+        if called.count(part) != 1:
+            raise ValueError(f"it runs {part} {called.count(part)} times, expected once")
+    for part, other in _differences(parts, called):
+        raise ValueError(f"it runs {other} where {part} was expected")
+
+
+def _differences(parts: list[str], called: list[str]) -> Iterator[tuple[str, str]]:
+    return ((part, other) for part, other in zip(parts, called, strict=True) if part != other)
+
+
+def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _any(module: Any) -> Any:
+    return module
