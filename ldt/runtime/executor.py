@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
+from ldt.runtime.absences import Absences, with_absent
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.in_flight import Departures, own_memory
@@ -21,7 +22,7 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging
-from ldt.runtime.specs import HopSpecs, TensorSpec, first_difference, specs_of
+from ldt.runtime.specs import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
 from ldt.runtime.strands import AllOf
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
@@ -62,6 +63,7 @@ class Executor:
         self._progress = mesh.vigil.progress
         self._index = 0
         self._averagings: list[Averaging] = []
+        self._absences = Absences({})
         self._last: dict[int, Action] = {}  # the last whole backward of each chunk
 
     def run(self) -> None:
@@ -69,6 +71,7 @@ class Executor:
         row = self._work.plan.rows[self._mesh.node]
         self._progress.begin(self._work.plan)
         self._last = {action.chunk: action for action in row if action.kind is Kind.B}
+        self._absences = Absences(Counter(action.chunk for action in row if action.kind in (Kind.B, Kind.I)))
         try:
             for self._index, action in enumerate(row):
                 self._stand(f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}")
@@ -176,8 +179,8 @@ class Executor:
 
     def _input_grads(self, action: Action, entry: Entry, run: BackwardOf) -> list[torch.Tensor | None]:
         chunk, microbatch = action.chunk, _microbatch(action)
-        arrived = iter(self._arrived(Slot(chunk, "B", microbatch), entry))
-        grads = [next(arrived) if spec.requires_grad else None for spec in self._hop(chunk, microbatch)]
+        specs = self._hop(chunk, microbatch)
+        grads = with_absent(specs, self._arrived(Slot(chunk, "B", microbatch), entry))
         found: list[Any] = run(self._work, microbatch, grads)
         if self._topology.crosses(chunk - 1):
             if self._work.guard is not None:
@@ -185,8 +188,7 @@ class Executor:
                 self._work.guard.check(
                     given, f"gradient of the input of chunk {chunk} for microbatch {microbatch}"
                 )
-            pairs = zip(found, self._carried(chunk - 1, "B", microbatch), strict=True)
-            found = [self._zeros(spec) if grad is None else grad for grad, spec in pairs]
+            found = self._leaving(found, chunk, microbatch)
         self._compare(chunk - 1, "B", microbatch, found)
         return [None if grad is None else grad.detach() for grad in found]
 
@@ -203,8 +205,24 @@ class Executor:
                 f"{what} of chunk {chunk} for microbatch {microbatch}",
             )
 
+    def _leaving(
+        self, found: Sequence[torch.Tensor | None], chunk: int, microbatch: int
+    ) -> list[torch.Tensor]:
+        """The message with the gradients of a chunk's inputs, as its receiver expects it."""
+        wanted = [spec for spec in self._hop(chunk - 1, microbatch) if spec.requires_grad]
+        self._absences.note(chunk, microbatch, wanted, found)
+        leaving = [
+            self._zeros(spec) if grad is None else grad
+            for spec, grad in zip(wanted, found, strict=True)
+            if spec.used is not False
+        ]
+        flags = [grad is not None for spec, grad in zip(wanted, found, strict=True) if spec.used is None]
+        if flags:
+            leaving.append(torch.tensor(flags, dtype=torch.uint8, device=self._mesh.device))
+        return leaving
+
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
-        """The gradient of an input that a chunk did not use: its sender waits for one."""
+        """In place of the gradient of an input that a chunk did not use for once: its sender waits for one."""
         shape = self._mesh.shards.local_shape(spec)
         return spec.from_wire(torch.zeros(shape, dtype=spec.dtype, device=self._mesh.device))
 
@@ -246,9 +264,9 @@ class Executor:
         return arrival.tensors
 
     def _carried(self, hop: int, direction: Direction, microbatch: int) -> HopSpecs:
-        """What a message holds: all tensors forward, backward the gradients of those that require one."""
+        """What a message holds: all tensors forward, backward the gradients of those that get one."""
         specs = self._hop(hop, microbatch)
-        return specs if direction == "F" else tuple(spec for spec in specs if spec.requires_grad)
+        return specs if direction == "F" else coming_back(specs)
 
     def _hop(self, hop: int, microbatch: int) -> HopSpecs:
         """What a hop carries; nothing before the first and after the last chunk."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,10 +22,13 @@ from ldt.runtime.disclosure import InputTypeError, InputValueError, QuotingError
 from ldt.runtime.error_text import text_of
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
+from ldt.runtime.reach import Answer, DryRun, Reach, of_loss, unknown
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
+from ldt.runtime.stand_in import StandIn, has_hooks
+from ldt.runtime.unseen import host_random_states, unseen
 
-__all__ = ["dry_run", "infer_specs", "needs_values", "warm_up"]
+__all__ = ["dry_run", "infer", "infer_reach", "infer_specs", "needs_values", "warm_up"]
 
 # What a right forward may raise for want of values: it reads them, or runs an operator that is not known for fakes.
 _NEEDS_VALUES = (
@@ -35,7 +38,7 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
 )
 _SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
-_SWAPPED_BY_NAME = ("_parameters", "_buffers")
+_Read = TypeVar("_Read")
 _Arguments = tuple[Sequence[Any], dict[str, Any]]  # positional, by keyword
 _DECLARE = (
     "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec "
@@ -49,7 +52,12 @@ def needs_values(error: Exception) -> bool:
     return isinstance(error, _NEEDS_VALUES) or any(sign in text_of(error) for sign in _SIGNS)
 
 
-def infer_specs(
+def infer_specs(*arguments: Any, **options: Any) -> HopSpecs:
+    """The specs alone of what ``infer`` tells."""
+    return infer(*arguments, **options).specs
+
+
+def infer(
     chunk: int,
     module: nn.Module,
     args: Sequence[Any],
@@ -57,40 +65,74 @@ def infer_specs(
     device: torch.device,
     training: bool,
     shards: NodeShards | None = None,
-) -> HopSpecs:
-    """The specs of what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
+) -> Answer:
+    """What ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
 
     Calls ``module.output_spec`` if there is one, with specs of all and of the keywords that it takes, but metadata as
     they are. Otherwise by a dry run. Raises LdtError naming the chunk if that does not work.
     """
     declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
+    shards = shards or NodeShards()
+
+    def read(run: DryRun) -> Answer:
+        tensors = as_tensors(run.output, chunk)
+        specs = shards.specs_of(tensors, f"output of chunk {chunk}")
+        if not training:
+            return Answer(specs)
+        may = run.may_require_grad(tensors)
+        specs = tuple(replace(spec, requires_grad=flag) for spec, flag in zip(specs, may, strict=True))
+        return Answer(specs, run.reaches(tensors))
+
     try:
         if declared is not None:
-            of_args, of_kwargs = _with_specs((args, kwargs))
-            takes = keywords_of(declared)
-            of_kwargs |= {name: kwargs[name] for name in takes.metadata if name in kwargs}
-            outputs = declared(*of_args, **takes.pick(of_kwargs, len(of_args)))
-            specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
-            if not all(isinstance(spec, TensorSpec) for spec in specs):
-                kinds = ", ".join(type(spec).__name__ for spec in specs)
-                raise InputTypeError(f"output_spec must return TensorSpecs, got {kinds}")
-            specs = tuple(map(_with_split_dim, specs))
+            specs = _declared(declared, args, kwargs)
+            answer = Answer(specs, (unknown(_specs_in(args)),) * len(specs))
         elif is_fully_sharded(module):
             raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
         else:
-            shards = shards or NodeShards()
-            output = dry_run(module, args, kwargs, device, training, shards)
-            specs = shards.specs_of(as_tensors(output, chunk), f"output of chunk {chunk}")
+            answer = dry_run(module, args, kwargs, device, training, shards, read)
     except Exception as error:
-        leaves = pytree.tree_leaves(_with_specs((args, kwargs)))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
+        tensors = _specs_in((*args, *kwargs.values()))
         what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
         advice = _ADVICE if declared is None and needs_values(error) else ""
         raise QuotingError(
             f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
             plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
         ) from error
-    return specs if training else tuple(spec.without_grad() for spec in specs)
+    return answer if training else Answer(tuple(spec.without_grad() for spec in answer.specs))
+
+
+def infer_reach(
+    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, shards: NodeShards
+) -> Reach:
+    """How far back the gradient of a loss goes through the last chunk: whatever it returns, and if it can be run."""
+
+    def read(run: DryRun) -> Reach:
+        leaves = pytree.tree_leaves(run.output)
+        return of_loss(run, [leaf for leaf in leaves if _needs_grad(leaf)])
+
+    if not is_fully_sharded(module):
+        with suppress(Exception):  # if it is not right, its forward will say so
+            return dry_run(module, args, kwargs, device, True, shards, read)
+    return unknown(_specs_in(args))
+
+
+def _declared(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> HopSpecs:
+    """What an ``output_spec`` says."""
+    of_args, of_kwargs = _with_specs((args, kwargs))
+    takes = keywords_of(method)
+    of_kwargs |= {name: kwargs[name] for name in takes.metadata if name in kwargs}
+    outputs = method(*of_args, **takes.pick(of_kwargs, len(of_args)))
+    specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
+    if not all(isinstance(spec, TensorSpec) for spec in specs):
+        kinds = ", ".join(type(spec).__name__ for spec in specs)
+        raise InputTypeError(f"output_spec must return TensorSpecs, got {kinds}")
+    return tuple(map(_with_split_dim, specs))
+
+
+def _specs_in(values: Any) -> HopSpecs:
+    leaves = pytree.tree_leaves(_with_specs((values, {})))
+    return tuple(leaf for leaf in leaves if isinstance(leaf, TensorSpec))
 
 
 def _with_split_dim(spec: TensorSpec) -> TensorSpec:
@@ -119,12 +161,38 @@ def dry_run(
     device: torch.device,
     training: bool,
     shards: NodeShards,
-) -> Any:
-    """What the module returns for fake tensors in place of tensors and TensorSpecs: no data, no random numbers.
+    read: Callable[[DryRun], _Read],
+) -> _Read:
+    """What ``read`` makes of a run of a stand-in for the module on fake tensors, for tensors and TensorSpecs.
 
-    The attributes of the module and its parts are put back, with the entries of those that are lists, dicts or sets,
-    but not what objects in them hold. Its hooks run, too.
+    There are no data, no random numbers and no hooks but those by which layers work, and nothing of it is left in the
+    module, in what its attributes hold, or in what its functions can reach. Raises LdtError where a fake tensor is kept
+    all the same.
     """
+    answer, made = _dry_run(module, args, kwargs, device, training, shards, read)
+    if _any_alive(made):
+        gc.collect()
+    if _any_alive(made):
+        raise LdtError(
+            "its forward keeps tensors where they are found again in the next one, but cannot be put back (a cache of "
+            f"functools, an object of a compiled class): they were tensors without values. Keep them elsewhere, or "
+            f"{_DECLARE}"
+        )
+    return answer
+
+
+def _dry_run(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    training: bool,
+    shards: NodeShards,
+    read: Callable[[DryRun], _Read],
+) -> tuple[_Read, list[weakref.ref[torch.Tensor]]]:
+    """Also what is left of its tensors."""
+    mode = _FakeTensors()
+    copies = StandIn(mode)
 
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
@@ -133,13 +201,40 @@ def dry_run(
             return _fake_of(TensorSpec.of(leaf), leaf.device, shards)
         return _fake_of(leaf, device, shards) if isinstance(leaf, TensorSpec) else leaf
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _restored(module), torch.set_grad_enabled(training), mode:
-        named = [*module.named_parameters(), *module.named_buffers()]
-        state: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in named}
-        _fake_attributes(module, mode)
-        fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
-        return torch.func.functional_call(module, state, fake_args, fake_kwargs)
+    with unseen(module, device), torch.set_grad_enabled(training), mode:
+        try:
+            drawn = host_random_states()
+            stand_in = copies.of(module)
+            fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
+            nodes = enumerate(getattr(arg, "grad_fn", None) for arg in fake_args)
+            inputs = {i: node for i, node in nodes if node is not None}
+            output = stand_in(*fake_args, **fake_kwargs)
+            drew = copies.drew() or host_random_states() != drawn
+            trained = [parameter for parameter in stand_in.parameters() if parameter.requires_grad]
+            answer = read(DryRun(output, inputs, trained, drew, has_hooks(module)))
+        finally:
+            copies.release()
+    return answer, mode.made
+
+
+class _FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Remembers, weakly, what it made."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def from_tensor(self, *args: Any, **kwargs: Any) -> Any:
+        return self._remembered(super().from_tensor(*args, **kwargs))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._remembered(super().__torch_dispatch__(func, types, args, kwargs or {}))
+
+    def _remembered(self, result: Any) -> Any:
+        self.made += [
+            weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
+        ]
+        return result
 
 
 def _fake_of(spec: TensorSpec, device: torch.device, shards: NodeShards) -> torch.Tensor:
@@ -150,49 +245,12 @@ def _fake_of(spec: TensorSpec, device: torch.device, shards: NodeShards) -> torc
     return shards.whole(part, spec)
 
 
-def _fake_attributes(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Swap tensors that are attributes, or entries of such lists and dicts: changes in place must not reach them."""
-
-    def fake(value: Any) -> Any:
-        return mode.from_tensor(value) if type(value) is torch.Tensor else value
-
-    for part in module.modules():
-        for name, value in part.__dict__.items():
-            if isinstance(value, list):
-                value[:] = map(fake, value)
-            elif isinstance(value, dict) and name not in _SWAPPED_BY_NAME:
-                for key, entry in value.items():
-                    value[key] = fake(entry)
-            else:
-                part.__dict__[name] = fake(value)
+def _any_alive(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
+    return any(tensor() is not None for tensor in tensors)
 
 
-@contextmanager
-def _restored(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward leaves behind: attributes of all submodules, and the states of random generators.
-
-    Of attributes that are lists, dicts (such as the registries of parameters, buffers and modules) or sets also the
-    entries.
-    """
-    attributes = [(part, dict(part.__dict__)) for part in module.modules()]
-    containers = [
-        (value, copy.copy(value))
-        for _, values in attributes
-        for value in values.values()
-        if isinstance(value, (list, dict, set))
-    ]
-    python_random = random.getstate()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python_random)
-        for part, values in attributes:
-            part.__dict__.clear()
-            part.__dict__.update(values)
-        for container, entries in containers:
-            container.clear()
-            container.extend(entries) if isinstance(container, list) else container.update(entries)
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def warm_up() -> None:

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
-from ldt.runtime.inference import infer_specs, warm_up
+from ldt.runtime.inference import infer, infer_reach, warm_up
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.reach import Answer, Reach, used
 from ldt.runtime.recent import Recent
 from ldt.runtime.relay import as_bytes
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
@@ -39,8 +40,9 @@ class ShapeBook:
     """The specs of hops c -> c+1 for every microbatch of a step, the same on all ranks.
 
     The edge says what hop 0 carries, and in which setting; what was not met before in that one, each chunk's leader
-    infers and tells all, for all microbatches at once. Answers are kept until ``forget``, the most recent 4096
-    of the head and of the other chunks. Hops within a node are found by the way and have no specs here.
+    infers and tells all, for all microbatches at once, and with it which of its inputs get a gradient. Answers are kept
+    until ``forget``, the most recent 4096 of the head and of the other chunks. Hops within a node are found by the way
+    and have no specs here.
     ``reads`` has by chunk the metadata whose values its answer may depend on, for chunks of all nodes.
     """
 
@@ -55,7 +57,7 @@ class ShapeBook:
         if mesh.topology.channels:
             warm_up()
         self._heads: Recent[HopSpecs] = Recent(KEPT_ANSWERS)
-        self._outputs: Recent[HopSpecs] = Recent(KEPT_ANSWERS)
+        self._outputs: Recent[Answer] = Recent(KEPT_ANSWERS)
 
     def autocast(self) -> str | None:
         """The dtype that autocast casts to on this rank's device, None where it is off."""
@@ -80,7 +82,9 @@ class ShapeBook:
         if not self._topology.crosses(0):
             return ()
         key = (microbatch.signature, self._given(0, microbatch.kwargs), training, setting)
-        return self._heads.get(key, lambda: self._infer(0, microbatch.args, microbatch.kwargs, training))
+        return self._heads.get(
+            key, lambda: self._infer(0, microbatch.args, microbatch.kwargs, training).specs
+        )
 
     def hops(
         self, message: StepMessage, replica: int, training: bool, samples: Sequence[Mapping[str, Any]]
@@ -89,31 +93,35 @@ class ShapeBook:
 
         ``samples`` are, on that replica, its inputs by name. A collective call of all ranks.
         """
+        if not self._topology.channels:
+            return [[()] * self._topology.tail for _ in message.microbatches]
         hops = [list(microbatch.hops[:1]) for microbatch in message.microbatches]
-        for chunk in range(1, self._topology.tail):
-            if not self._topology.crosses(chunk):
-                for carried in hops:
-                    carried.append(())
-                continue
+        answers: list[list[Answer]] = [[] for _ in hops]
+        for chunk in range(1, self._topology.num_chunks if training else self._topology.tail):
             # The edge may have inputs that metadata do not tell of: the number of their signature stands for them.
             local = self._topology.stage_of(chunk) == 0
-            given = [(self._given(chunk, m.tensors), m.id if local else None) for m in message.microbatches]
+            numbered = local and chunk < self._topology.tail
+            given = [
+                (self._given(chunk, m.tensors), m.id if numbered else None) for m in message.microbatches
+            ]
             questions = [
                 _Question(chunk, carried[-1], names, training, message.setting)
                 for carried, names in zip(hops, given, strict=True)
             ]
             offered = samples if local else [microbatch.tensors for microbatch in message.microbatches]
-            answers = self._ask(questions, replica, offered)
-            for carried, question in zip(hops, questions, strict=True):
-                carried.append(answers[question])
+            found = self._ask(questions, replica, offered)
+            for carried, known, question in zip(hops, answers, questions, strict=True):
+                known.append(found[question])
+                if chunk < self._topology.tail:
+                    carried.append(found[question].specs)
         for hop in range(self._topology.tail):
             for specs in {carried[hop] for carried in hops}:
                 self._check_split(hop, specs, replica)
-        return hops
+        return [_with_use(*pair) for pair in zip(hops, answers, strict=True)] if training else hops
 
     def _ask(
         self, questions: Sequence[_Question], replica: int, offered: Sequence[Mapping[str, Any]]
-    ) -> dict[_Question, HopSpecs]:
+    ) -> dict[_Question, Answer]:
         """The answers. New ones the chunk's ranks infer, and one leader's word goes to all, in one message.
 
         All replicas of a cloud stage compare; on the edge only the one that has these microbatches can.
@@ -125,15 +133,15 @@ class ShapeBook:
             mine = None
             if node == self._mesh.node or (node.stage == self._mesh.stage and not self._mesh.is_edge):
                 mine = [self._infer(q.chunk, q.inputs, offered[at], q.training) for q, at in new.items()]
-            message = None if mine is None else [[spec.to_json() for spec in specs] for specs in mine]
-            agreed = self._mesh.control.broadcast(message, node, partial(_answers, len(new)))
+            message = None if mine is None else [answer.to_json() for answer in mine]
+            agreed = self._mesh.control.broadcast(message, node, partial(_answers, list(new)))
             self._compare(questions[0].chunk, agreed, mine)
             for question, answer in zip(new, agreed, strict=True):
                 known[question] = self._outputs.get(question, lambda answer=answer: answer)  # type: ignore[misc]
         return known  # type: ignore[return-value]
 
-    def _compare(self, chunk: int, agreed: Sequence[HopSpecs], mine: Sequence[HopSpecs] | None) -> None:
-        for leaders, own in zip(agreed, mine or agreed, strict=True):
+    def _compare(self, chunk: int, agreed: Sequence[Answer], mine: Sequence[Answer] | None) -> None:
+        for (leaders, _), (own, _) in zip(agreed, mine or agreed, strict=True):
             if own != leaders:
                 raise LdtError(
                     f"the ranks of stage {self._mesh.stage} disagree on what chunk {chunk} returns: its leader says "
@@ -161,11 +169,13 @@ class ShapeBook:
             for name, tensor in metadata.items()
         )
 
-    def _infer(self, chunk: int, args: Sequence[Any], offered: Mapping[str, Any], training: bool) -> HopSpecs:
-        """For ``args`` that are tensors or specs."""
+    def _infer(self, chunk: int, args: Sequence[Any], offered: Mapping[str, Any], training: bool) -> Answer:
+        """For ``args`` that are tensors or specs. The last chunk's only output is the loss."""
         mesh, module = self._mesh, self.chunks[chunk]
         kwargs = self.keywords_for(chunk, offered, len(args))
-        return infer_specs(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
+        if chunk == self._topology.tail:
+            return Answer((), (infer_reach(module, args, kwargs, mesh.device, mesh.shards),))
+        return infer(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
 
     def keywords_for(self, chunk: int, offered: Mapping[str, Any], given: int) -> dict[str, Any]:
         """What ``chunk`` takes by name of what is ``offered``, behind ``given`` tensors of a hop."""
@@ -176,11 +186,34 @@ class ShapeBook:
         return {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
 
 
-def _answers(number: int, value: Any) -> list[HopSpecs]:
-    answers = [tuple(map(TensorSpec.from_json, answer)) for answer in value]
-    if len(answers) != number:
-        raise ValueError(f"expected the specs of {number} microbatches, got {len(answers)}")
+def _with_use(hops: Sequence[HopSpecs], answers: Sequence[Answer]) -> list[HopSpecs]:
+    """The hops of a microbatch with what is known of their tensors' use, from the loss back to the first chunk."""
+    found: list[HopSpecs] = []
+    outputs: list[bool | None] = [True]  # the loss
+    for inputs, answer in zip(reversed(hops[: len(answers)]), reversed(answers), strict=True):
+        found.append(used(inputs, outputs, answer.reaches))
+        outputs = [spec.used if spec.requires_grad else False for spec in found[-1]]
+    return [*reversed(found), *hops[len(answers) :]]
+
+
+def _answers(questions: Sequence[_Question], value: Any) -> list[Answer]:
+    """Read what another rank says. Raises ValueError where that is no answer to the questions."""
+    answers = [Answer(tuple(map(TensorSpec.from_json, specs)), _reaches(told)) for specs, told in value]
+    if len(answers) != len(questions):
+        raise ValueError(f"expected the specs of {len(questions)} microbatches, got {len(answers)}")
+    for question, answer in zip(questions, answers, strict=True):
+        numbers = {i for reach in answer.reaches for i in (*reach.sure, *reach.maybe)}
+        outputs = len(answer.specs) or len(answer.reaches)  # those of the last chunk have no specs
+        if (
+            not numbers <= set(range(len(question.inputs)))
+            or len(answer.reaches) != question.training * outputs
+        ):
+            raise ValueError("expected for each output the numbers of inputs that it reaches, got others")
     return answers
+
+
+def _reaches(told: Any) -> tuple[Reach, ...]:
+    return tuple(Reach(tuple(map(int, sure)), tuple(map(int, maybe))) for sure, maybe in told)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

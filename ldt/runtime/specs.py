@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["HopSpecs", "TensorSpec", "describe", "first_difference", "specs_of"]
+__all__ = ["HopSpecs", "TensorSpec", "coming_back", "describe", "first_difference", "specs_of"]
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a hop. ``requires_grad`` means that the receiver sends a gradient of it back.
+    """One tensor of a hop. ``requires_grad`` means that it may require a gradient, which the receiver then sends back.
 
     ``order`` is its layout in memory: the dimensions from the outermost to the innermost, empty for the usual order.
     It travels in that order, and arrives in it, gradients too: kernels may sum in the order of memory. A tensor whose
     elements do not fill its memory (a slice, an expanded tensor) has the usual order and arrives contiguous.
     ``shard`` is the dimension that is split over the ranks of each stage (see ``ldt.runtime.shards``), None where each
     has all; ``shape`` is that of the whole.
+    ``used`` says whether the next chunk uses it where gradients are concerned: False if it does not, and sends none
+    back, None if that shows in each microbatch. It is found by all ranks alike and not told.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +30,7 @@ class TensorSpec:
     requires_grad: bool = False
     order: tuple[int, ...] = ()
     shard: int | None = None
+    used: bool | None = True
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -108,6 +111,16 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> HopSpecs:
     return tuple(TensorSpec.of(tensor) for tensor in tensors)
 
 
+def coming_back(specs: Sequence[TensorSpec]) -> HopSpecs:
+    """What a message backward holds for a hop of ``specs``: gradients, and which of those in doubt there really are.
+
+    The latter as one byte each, 1 or 0, in a last tensor; a gradient that there is not is sent as zeros then.
+    """
+    grads = tuple(spec for spec in specs if spec.requires_grad and spec.used is not False)
+    in_doubt = sum(spec.used is None for spec in grads)
+    return (*grads, TensorSpec((in_doubt,), torch.uint8)) if in_doubt else grads
+
+
 def describe(specs: Sequence[TensorSpec]) -> str:
     """``float32[4, 8] with grad, int64[3]``; ``nothing`` for an empty hop."""
     return ", ".join(map(str, specs)) or "nothing"
@@ -115,7 +128,8 @@ def describe(specs: Sequence[TensorSpec]) -> str:
 
 _CAUSES = (
     "autocast and the mode of modules (train or eval) must be the same on all ranks, and if a layer was changed since "
-    "the last step, call pipeline.forget_shapes() on every rank"
+    "the last step, call pipeline.forget_shapes() on every rank; what hooks make of it, or a state, is to be declared: "
+    "give the module a method output_spec"
 )
 
 
@@ -133,6 +147,7 @@ def first_difference(expected: Sequence[TensorSpec], got: Sequence[TensorSpec]) 
         if have.requires_grad and not want.requires_grad:
             return (
                 f"tensor {index} requires a gradient, but was agreed as {want}; if layers were unfrozen since "
-                "the last step, call pipeline.forget_shapes() on every rank"
+                "the last step, call pipeline.forget_shapes() on every rank; if it depends on the state of the chunk, "
+                "give the module a method output_spec"
             )
     return None

@@ -22,7 +22,7 @@ from torch.utils import checkpoint
 
 from ldt.errors import LdtError
 
-__all__ = ["Start", "WeightPart", "backward_input"]
+__all__ = ["Start", "WeightPart", "backward_input", "reachable"]
 
 Start = tuple[torch.Tensor | GradientEdge, torch.Tensor]  # where a backward starts, and with which gradient
 # Nodes, by the beginning of their names, whose backward is one piece that does not run under autograd.grad.
@@ -129,7 +129,7 @@ class _Cut:
     ) -> None:
         self._ends = {edge.node for edge in inputs}
         users: dict[Node, list[Node]] = {}
-        for node in _reachable((root.node for root, _ in roots), self._ends):
+        for node in reachable((root.node for root, _ in roots), self._ends):
             for name, what in _WHOLE.items():
                 if node.name().startswith(name):
                     raise LdtError(
@@ -163,10 +163,10 @@ def _children(node: Node) -> list[Node]:
 
 
 def _leaves(nodes: Iterable[Node]) -> Iterator[Node]:
-    return (node for node in _reachable(nodes, set()) if node.name().endswith("AccumulateGrad"))
+    return (node for node in reachable(nodes, set()) if node.name().endswith("AccumulateGrad"))
 
 
-def _reachable(starts: Iterable[Node], ends: set[Node]) -> Iterator[Node]:
+def reachable(starts: Iterable[Node], ends: set[Node]) -> Iterator[Node]:
     """What backward comes through from ``starts``, not going on beyond ``ends``."""
     return _reached(starts, lambda node: () if node in ends else _children(node))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.opening import Agreement
 from ldt.runtime.outputs import as_tensors
+from ldt.runtime.reach import DryRun
 from ldt.runtime.shapes import ShapeBook
-from ldt.runtime.specs import TensorSpec, describe, first_difference
+from ldt.runtime.specs import HopSpecs, TensorSpec, describe, first_difference
 
 __all__ = ["validate_chunks"]
 
@@ -81,7 +83,8 @@ def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) 
     chunk, microbatch, args, offered, training = case
     kwargs = shapes.keywords_for(chunk, offered, len(args))
     try:
-        output = dry_run(shapes.chunks[chunk], args, kwargs, mesh.device, training, mesh.shards)
+        read = partial(_specs_of, mesh, case)
+        found = dry_run(shapes.chunks[chunk], args, kwargs, mesh.device, training, mesh.shards, read)
     except Exception as error:
         if needs_values(error):
             logger.info("chunk %d cannot run without values and is not checked: %s", chunk, reveal(error)[0])
@@ -91,13 +94,27 @@ def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) 
         )
         what = f"chunk {chunk} does not take what comes for microbatch {microbatch}, {comes}"
         raise QuotingError(f"{what}: {reveal(error)[0]}", plain=f"{what}: {disclose(error)}") from error
+    if isinstance(found, Exception):
+        raise found
     if mesh.topology.crosses(chunk):
-        what = f"output of chunk {chunk} for microbatch {microbatch}"
-        found = mesh.shards.specs_of(as_tensors(output, chunk), what)
-        found = found if training else tuple(spec.without_grad() for spec in found)
         difference = first_difference(agreement.hops[microbatch][chunk], found)
         if difference is not None:
-            raise LdtError(f"{what} is not what it declares (output_spec): {difference}")
+            raise LdtError(
+                f"output of chunk {chunk} for microbatch {microbatch} is not what it declares (output_spec): "
+                f"{difference}"
+            )
+
+
+def _specs_of(mesh: Mesh, case: _Case, run: DryRun) -> HopSpecs | Exception:
+    """Those of the chunk's output, or why there are none."""
+    if not mesh.topology.crosses(case.chunk):
+        return ()
+    what = f"output of chunk {case.chunk} for microbatch {case.microbatch}"
+    try:
+        found = mesh.shards.specs_of(as_tensors(run.output, case.chunk), what)
+    except Exception as error:
+        return error.with_traceback(None)
+    return found if case.training else tuple(spec.without_grad() for spec in found)
 
 
 def _has_spec(arg: object) -> bool:

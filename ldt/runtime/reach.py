@@ -1,0 +1,105 @@
+"""Which gradients come back over a hop: what a chunk does with each tensor that it gets, asked of a dry run's graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+from ldt.runtime.specs import HopSpecs
+from ldt.runtime.split_backward import reachable
+
+__all__ = ["Answer", "DryRun", "Reach", "of_loss", "unknown", "used"]
+
+
+class Reach(NamedTuple):
+    """The inputs of a chunk, by number, that the gradient of one output gives one: surely, and perhaps."""
+
+    sure: tuple[int, ...] = ()
+    maybe: tuple[int, ...] = ()
+
+
+class Answer(NamedTuple):
+    """What a chunk returns for some inputs, and for each of its outputs how far back the gradient goes."""
+
+    specs: HopSpecs
+    reaches: tuple[Reach, ...] = ()
+
+    def to_json(self) -> list[Any]:
+        return [[spec.to_json() for spec in self.specs], self.reaches]
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The graph of a run on fake tensors. ``inputs`` has the nodes by which those that need a gradient entered it.
+
+    ``drew`` says that the code asked a random generator of the host, so that another run may go other ways.
+    ``hooked`` that hooks were left out, which may change what requires a gradient.
+    """
+
+    output: Any
+    inputs: Mapping[int, Node]
+    parameters: Sequence[torch.Tensor]  # those that are trained
+    drew: bool
+    hooked: bool
+
+    def may_require_grad(self, outputs: Sequence[torch.Tensor]) -> list[bool]:
+        """Which of ``outputs`` may require a gradient, in this run or in one that goes other ways."""
+        trains = bool(self.parameters or self.inputs) and not self._is_whole(outputs)
+        possible = [(self.hooked or trains) and (o.is_floating_point() or o.is_complex()) for o in outputs]
+        return [o.requires_grad or also for o, also in zip(outputs, possible, strict=True)]
+
+    def reaches(self, outputs: Sequence[torch.Tensor]) -> tuple[Reach, ...]:
+        """How far back the gradient of each of ``outputs`` goes."""
+        whole = self._is_whole(outputs)
+        found = []
+        for output in outputs:
+            nodes = _behind([output])
+            sure = tuple(i for i, node in self.inputs.items() if node in nodes and not self.drew)
+            found.append(Reach(sure, () if whole else tuple(i for i in self.inputs if i not in sure)))
+        return tuple(found)
+
+    def _is_whole(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the run took all ways that there are, as far as one can tell: all parameters were used."""
+        leaves = [getattr(node, "variable", None) for node in _behind(outputs)]
+        variables = {id(variable) for variable in (*leaves, *outputs)}
+        return not self.drew and all(id(parameter) in variables for parameter in self.parameters)
+
+
+def of_loss(run: DryRun, outputs: Sequence[torch.Tensor]) -> Reach:
+    """How far back the gradient of a loss goes that uses at least one of ``outputs``."""
+    reaches = run.reaches(outputs)
+    every = [i for i in run.inputs if reaches and all(i in reach.sure for reach in reaches)]
+    some = [i for i in run.inputs if any(i in (*reach.sure, *reach.maybe) for reach in reaches)]
+    return Reach(tuple(every), tuple(i for i in some if i not in every))
+
+
+def unknown(inputs: HopSpecs) -> Reach:
+    """Of an output of a chunk that cannot be run on fake tensors: of one input it is taken for granted."""
+    numbers = tuple(i for i, spec in enumerate(inputs) if spec.requires_grad)
+    return Reach(sure=numbers) if len(numbers) == 1 else Reach(maybe=numbers)
+
+
+def used(inputs: HopSpecs, outputs: Sequence[bool | None], reaches: Sequence[Reach]) -> HopSpecs:
+    """``inputs`` of a chunk with what is known of their use, given that of its ``outputs``."""
+    sure = {i for reach, out in zip(reaches, outputs, strict=True) if out is True for i in reach.sure}
+    maybe = {
+        i
+        for reach, out in zip(reaches, outputs, strict=True)
+        if out is not False
+        for i in (*reach.sure, *reach.maybe)
+    }
+    answers = [
+        True if i in sure or not spec.requires_grad else None if i in maybe else False
+        for i, spec in enumerate(inputs)
+    ]
+    if all(answer is True for answer in answers):
+        return inputs
+    return tuple(replace(spec, used=answer) for spec, answer in zip(inputs, answers, strict=True))
+
+
+def _behind(outputs: Sequence[torch.Tensor]) -> set[Node]:
+    return set(reachable([output.grad_fn for output in outputs if output.grad_fn is not None], set()))

@@ -1,0 +1,257 @@
+"""Runs code of a module so that nothing outside of the module sees it: modes, random generators, globals, closures."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from types import CellType, CodeType, FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ldt.runtime.stand_in import is_plain, slots_of
+
+__all__ = ["host_random_states", "unseen"]
+
+_MAX_OBJECTS = 10_000  # that are looked at for one module
+_ABSENT = object()
+_LIBRARIES = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
+
+
+@contextmanager
+def unseen(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """What runs in here leaves no trace in modes, random generators, nor in what the code of ``module`` can reach.
+
+    That is: global variables, variables of enclosing functions and attributes of classes that its functions name, with
+    the entries of containers and the attributes of plain objects in them. Code of installed libraries is not searched.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(_without_function_modes())
+        stack.enter_context(_without_saved_tensors_hooks())
+        stack.enter_context(_without_autocast_cache())
+        stack.enter_context(_uncompiled())
+        stack.enter_context(_random_states(device))
+        surroundings = _Surroundings()
+        for part in module.modules():
+            surroundings.of_class(type(part))
+        stack.callback(surroundings.put_back)
+        yield
+
+
+@contextmanager
+def _without_function_modes() -> Iterator[None]:
+    """But for those of ``torch.device`` and ``torch.set_default_device``, which say where tensors are made."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
+    _exchange(modes, kept)
+    try:
+        yield
+    finally:
+        _exchange(kept, modes)
+
+
+def _exchange(old: list[Any], new: list[Any]) -> None:
+    for _ in old:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in new:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _without_saved_tensors_hooks() -> Iterator[None]:
+    engine = torch._C._autograd
+    found = []
+    while (pair := engine._top_saved_tensors_default_hooks(False)) is not None:
+        found.append(pair)
+        engine._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(found):
+            engine._push_saved_tensors_default_hooks(*pair)
+
+
+@contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Compiled functions run as they were written."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def _random_states(device: torch.device) -> Iterator[None]:
+    of_device = getattr(torch, device.type, None)
+    devices = [device] if device.type != "cpu" and hasattr(of_device, "get_rng_state") else []
+    options = {"device_type": device.type} if devices else {}
+    python, arrays = random.getstate(), sys.modules.get("numpy")
+    numpy = None if arrays is None else arrays.random.get_state()
+    with torch.random.fork_rng(devices, **options):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if arrays is not None:
+                arrays.random.set_state(numpy)
+
+
+def host_random_states() -> tuple[object, ...]:
+    """Where the random generators of Python and NumPy stand, to be compared."""
+    numpy = sys.modules.get("numpy")
+    name, keys, *rest = ("", b"") if numpy is None else numpy.random.get_state()
+    return random.getstate(), name, bytes(keys), *rest
+
+
+class _Surroundings:
+    """Remembers what functions of a module can reach besides the module, to put it back."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+        self._seen: dict[int, object] = {}
+
+    def put_back(self) -> None:
+        for undo in self._undo:
+            undo()
+
+    def of_class(self, kind: type) -> None:
+        """The attributes of ``kind`` and its bases, and what their methods reach."""
+        for base in kind.__mro__:
+            if self._is_new(base) and not _is_of_library(sys.modules.get(base.__module__)):
+                own = {name: value for name, value in vars(base).items() if not name.startswith("__")}
+                self._undo.append(partial(_reset_class, base, own))
+                for value in vars(base).values():
+                    self.of(value)
+
+    def of(self, value: Any) -> None:
+        """What can be reached from ``value``."""
+        if isinstance(value, (staticmethod, classmethod, MethodType)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, partial):
+            value = value.func
+        if isinstance(value, FunctionType):
+            self._of_function(value)
+        elif isinstance(value, (list, collections.deque, dict, set, bytearray)):
+            self._of_container(value)
+        elif isinstance(value, (random.Random, torch.Generator)):
+            self._of_generator(value)
+        elif isinstance(value, (nn.Module, SimpleNamespace)) or is_plain(type(value)):
+            self._of_object(value)
+
+    def _is_new(self, value: Any) -> bool:
+        if id(value) in self._seen or len(self._seen) >= _MAX_OBJECTS:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _of_function(self, function: FunctionType) -> None:
+        if not self._is_new(function) or any(path in function.__code__.co_filename for path in _LIBRARIES):
+            return
+        for cell in function.__closure__ or ():
+            content = _content(cell)
+            self._undo.append(partial(_refill, cell, content))
+            self.of(content)
+        space = function.__globals__
+        for name in _names(function.__code__):
+            value = space.get(name, _ABSENT)
+            self._undo.append(partial(_reset, space, name, value))
+            if isinstance(value, type) and value.__module__ == function.__module__:
+                self.of_class(value)
+            self.of(value)
+
+    def _of_container(self, value: Any) -> None:
+        if self._is_new(value):
+            self._undo.append(partial(_replace, value, value.copy()))
+            for entry in value.values() if isinstance(value, dict) else value:
+                self.of(entry)
+
+    def _of_generator(self, value: Any) -> None:
+        if self._is_new(value):
+            python = isinstance(value, random.Random)
+            get, put = (value.getstate, value.setstate) if python else (value.get_state, value.set_state)
+            self._undo.append(partial(put, get()))
+
+    def _of_object(self, value: Any) -> None:
+        if not self._is_new(value):
+            return
+        for name, entry in slots_of(value):
+            self._undo.append(partial(object.__setattr__, value, name, entry))
+            self.of(entry)
+        if hasattr(value, "__dict__"):
+            self._of_container(vars(value))
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Those of global variables in ``code`` and in the functions within; of attributes, too."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names(inner)
+
+
+def _is_of_library(found: Any) -> bool:
+    path = getattr(found, "__file__", None) or ""
+    return found is None or inspect.isbuiltin(found) or any(part in path for part in _LIBRARIES)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _refill(cell: CellType, content: Any) -> None:
+    if _content(cell) is content:
+        return
+    if content is _ABSENT:
+        del cell.cell_contents
+    else:
+        cell.cell_contents = content
+
+
+def _reset(space: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        space.pop(name, None)
+    elif space.get(name, _ABSENT) is not value:
+        space[name] = value
+
+
+def _reset_class(kind: type, own: dict[str, Any]) -> None:
+    for name, value in own.items():
+        if vars(kind).get(name, _ABSENT) is not value:
+            setattr(kind, name, value)
+    for name in [name for name in vars(kind) if name not in own and not name.startswith("__")]:
+        delattr(kind, name)
+
+
+def _replace(value: Any, entries: Any) -> None:
+    """Put the entries of a container back where they are others now."""
+    if _identities(value) == _identities(entries):
+        return
+    value.clear()
+    value.update(entries) if isinstance(value, (dict, set)) else value.extend(entries)
+
+
+def _identities(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [(key if isinstance(key, str) else id(key), id(entry)) for key, entry in container.items()]
+    return sorted(map(id, container)) if isinstance(container, set) else list(map(id, container))
