@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Union
 
 import torch
@@ -16,6 +17,7 @@ from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
+from ldt.runtime.side_effects import FunctionWatch
 from ldt.runtime.specs import HopSpecs
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.work import StepWork
@@ -92,6 +94,7 @@ class ChunkRunner:
         self._shards = shards or NodeShards()
         self._keywords = keywords_of(module)
         self._graphs: dict[int, _InFlight] = {}
+        self._watch = FunctionWatch(lambda: chain(module.named_parameters(), module.named_buffers()))
         self._anchor = torch.empty(0, requires_grad=True)
 
     def forward(
@@ -130,7 +133,7 @@ class ChunkRunner:
         graph = self._graphs[microbatch]
         starts = self.starts(work, microbatch, grads)
         try:
-            found, graph.weight_part = backward_input(starts, graph.input_edges)
+            found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
         except LdtError as error:
             raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
         graph.roots = []

@@ -5,8 +5,10 @@ the gradients of the inputs alone. Nodes between the roots and the inputs run in
 to parameters as well are the *branches*: what flows into them is kept, and the second part starts there.
 
 So branches run twice, and with them their tensors' hooks and whatever a custom function of theirs does besides; what a
-hook returns the second time is not taken. The graph lives until the second part has run. The engine looks at all nodes
-behind each branch when it starts there, which makes long chunks of small layers slow (0.02 s for 100 layers on a CPU).
+hook returns the second time is not taken. A custom function that changes gradients of its parameters itself runs once,
+and one that changes other parameters or buffers is refused (``ldt.runtime.side_effects``); what else it does it does
+twice. The graph lives until the second part has run. The engine looks at all nodes behind each branch when it starts
+there, which makes long chunks of small layers slow (0.02 s for 100 layers on a CPU).
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 from ldt.errors import LdtError
+from ldt.runtime.side_effects import FunctionWatch
 
 __all__ = ["Start", "WeightPart", "backward_input", "reachable"]
 
@@ -35,20 +39,27 @@ _Grads = tuple[torch.Tensor | None, ...]  # what flows into a node, one for each
 
 
 def backward_input(
-    starts: Sequence[Start], inputs: Sequence[GradientEdge]
+    starts: Sequence[Start], inputs: Sequence[GradientEdge], watch: FunctionWatch | None = None
 ) -> tuple[list[torch.Tensor | None], WeightPart]:
     """The gradients of ``inputs`` (None: not used), and what is left to do for the parameters.
 
-    Raises LdtError if the graph holds a node that computes both at once and cannot run twice.
+    Raises LdtError if the graph holds a node that computes both at once and cannot run twice, also as ``watch`` sees
+    it: custom functions that accumulate gradients of their parameters themselves run in the first part alone, others
+    must change nothing.
     """
     roots = [
         (root if isinstance(root, GradientEdge) else get_gradient_edge(root), grad) for root, grad in starts
     ]
     cut = _Cut(roots, inputs)
     flows: dict[Node, _Grads] = {}
+    custom = [node for node in cut.branches if isinstance(node, BackwardCFunction)]
+    watched = watch.begin() if watch is not None and custom else None
     with ExitStack() as hooks:
         for branch in cut.branches:
             hooks.enter_context(branch.register_prehook(partial(flows.__setitem__, branch)))
+        for node in () if watched is None else custom:
+            for hook in watched.around(node, cut.branches[node], cut.between):
+                hooks.enter_context(hook)
         through = [(root, grad) for root, grad in roots if root.node in cut.between]
         grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if through:
@@ -56,9 +67,11 @@ def backward_input(
             grads = torch.autograd.grad(
                 edges, inputs, [grad for _, grad in through], retain_graph=True, allow_unused=True
             )
+    if watched is not None:
+        watched.check(node.name() for node in custom)
     beside = [(root, grad) for root, grad in roots if root.node not in cut.between]
     groups = cut.groups([root.node for root, _ in beside])
-    return list(grads), WeightPart(groups, flows, beside)
+    return list(grads), WeightPart(groups, flows, beside, {} if watched is None else watched.kept)
 
 
 class WeightPart:
@@ -69,10 +82,12 @@ class WeightPart:
         groups: Sequence[_Group],
         flows: dict[Node, _Grads],
         beside: Sequence[tuple[GradientEdge, torch.Tensor]],
+        kept: dict[Node, list[tuple[GradientEdge, torch.Tensor]]],
     ) -> None:
         self._groups = list(groups)
         self._flows = flows
         self._beside = list(beside)
+        self._kept = kept  # of nodes that are not run again: what they returned
 
     def run(self) -> None:
         """Once. Bit-equal to an unsplit backward: each parameter gets one sum, added up in the same order."""
@@ -86,13 +101,15 @@ class WeightPart:
         self._groups.clear()
         self._beside.clear()
         self._flows.clear()
+        self._kept.clear()
 
     def _accumulate(self, group: _Group) -> None:
-        nodes = [node for node in self._flows if node in group.sources]
+        nodes = [node for node in self._flows if node in group.sources and node not in self._kept]
         starts = [(root, grad) for root, grad in self._beside if root.node in group.sources]
         for node in nodes:
             flow = enumerate(self._flows[node])
             starts += [(GradientEdge(node, index), grad) for index, grad in flow if grad is not None]
+        starts += [start for node in self._kept if node in group.sources for start in self._kept[node]]
         if not starts:
             return
         with ExitStack() as hooks:
