@@ -21,6 +21,7 @@ from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
+from ldt.runtime.gradient_hooks import refuse_hooks
 from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
@@ -107,6 +108,7 @@ class Pipeline:
             check_reduction(loss_reduction)
             check_scaler(grad_scaler)
             self._loss_module = loss_module(loss_fn) if mesh.is_edge else None
+            refuse_hooks(modules, self._loss_module, mesh, loss_reduction == "token")
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
             same = {
                 "plans": self._plans.digest_of_all(),
@@ -307,6 +309,9 @@ class Pipeline:
                 raise LdtError(
                     "step() computes gradients and cannot run under torch.inference_mode(): leave it"
                 )
+            if mode == "step":
+                modules = {index: runner.module for index, runner in self._runners.items()}
+                refuse_hooks(modules, self._loss_module, self._mesh, self._reduction == "token")
             if self._mesh.is_edge:
                 if mode == "step" and self._loss_fn is None:
                     raise InputValueError(

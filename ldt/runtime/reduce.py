@@ -12,7 +12,7 @@ from ldt.errors import LdtError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.relay import wait_or_fail
 
-__all__ = ["Averaging", "EarlierGradients"]
+__all__ = ["Averaging", "EarlierGradients", "is_reduced_elsewhere"]
 
 
 class Averaging:
@@ -31,7 +31,7 @@ class Averaging:
         self._what = what
         buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            if parameter.requires_grad and not _is_reduced_elsewhere(parameter, mesh):
+            if parameter.requires_grad and not is_reduced_elsewhere(parameter, mesh):
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self._started = [(bucket, *self._start(bucket)) for bucket in buckets.values()]
 
@@ -99,7 +99,7 @@ class EarlierGradients:
         self._grads.clear()
 
 
-def _is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
+def is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
     """True for one that is spread over the replicas (``fully_shard``): whoever did that reduces its gradient."""
     return isinstance(parameter, DTensor) and mesh.spans_replicas(parameter.device_mesh)
 

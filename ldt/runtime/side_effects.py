@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ class PartWatch:
         self._all = _Look(named, contents)
         self.kept: dict[Node, list[Start]] = {}
 
-    def around(self, node: Node, leaves: Iterable[Node], between: set[Node]) -> list[Any]:
-        """Hooks that look at the parameters ``leaves`` before and after ``node`` runs."""
+    def around(self, node: Node, leaves: Iterable[Node], between: set[Node], hooks: ExitStack) -> None:
+        """Look at the parameters ``leaves`` before and after ``node`` runs, until ``hooks`` end."""
         own = [(str(index), leaf.variable) for index, leaf in enumerate(leaves)]  # type: ignore[attr-defined]
         looks: list[_Look] = []
 
@@ -65,7 +66,8 @@ class PartWatch:
                 if child is not None and child not in between and grad is not None
             ]
 
-        return [node.register_prehook(before), node.register_hook(after)]
+        hooks.enter_context(node.register_prehook(before))
+        hooks.enter_context(node.register_hook(after))
 
     def check(self, names: Iterable[str]) -> None:
         """Raise LdtError if something else was changed, ``names`` being those of the functions."""

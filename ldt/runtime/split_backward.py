@@ -57,9 +57,9 @@ def backward_input(
     with ExitStack() as hooks:
         for branch in cut.branches:
             hooks.enter_context(branch.register_prehook(partial(flows.__setitem__, branch)))
-        for node in () if watched is None else custom:
-            for hook in watched.around(node, cut.branches[node], cut.between):
-                hooks.enter_context(hook)
+        if watched is not None:
+            for node in custom:
+                watched.around(node, cut.branches[node], cut.between, hooks)
         through = [(root, grad) for root, grad in roots if root.node in cut.between]
         grads: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if through:

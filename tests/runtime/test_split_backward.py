@@ -275,8 +275,8 @@ def test_functions_that_accumulate_run_once(how: str) -> None:
     for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)
         assert mine.grad is None or torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
-    for mine, theirs in zip(module, twin, strict=True):
-        assert torch.equal(mine.weight.main_grad, theirs.weight.main_grad)
+    for one_of, other_of in zip(module, twin, strict=True):
+        assert torch.equal(one_of.weight.main_grad, other_of.weight.main_grad)  # type: ignore[union-attr,arg-type]
 
 
 @pytest.mark.parametrize(
