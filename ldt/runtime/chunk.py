@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ldt.errors import LdtError
+from ldt.runtime.aliasing import Aliasing, passed_on
 from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
@@ -24,22 +25,21 @@ from ldt.runtime.work import StepWork
 
 __all__ = ["ChunkRunner"]
 
-Root = Union[torch.Tensor, GradientEdge]  # noqa: UP007 (evaluated): where a backward starts
-
 
 @dataclass
 class _InFlight:
     """What a forward leaves for its backward: the roots, and the gradients of what came in, once they are there."""
 
-    roots: list[Root | None]
+    roots: list[GradientEdge | None]
     input_specs: HopSpecs = ()
     input_edges: list[GradientEdge] = field(default_factory=list)  # of those that require a gradient
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
     weight_part: WeightPart | None = None  # of a backward that is split, once its first part was run
+    outputs: list[torch.Tensor] = field(default_factory=list)  # where they are not freed
 
     def let_go(self) -> None:
         """Of the graph: it and its entrance hold each other until one lets go."""
-        self.roots, self.input_edges, self.weight_part = [], [], None
+        self.roots, self.input_edges, self.weight_part, self.outputs = [], [], None, []
 
 
 class _Entrance(torch.autograd.Function):
@@ -86,8 +86,10 @@ class ChunkRunner:
         free_outputs: bool,
         shards: NodeShards | None = None,
         sync: GradientSync | None = None,
+        aliasing: Aliasing | None = None,
     ) -> None:
         self.index = index
+        self.aliasing = aliasing
         self.sync = sync or GradientSync(module)
         self.module = module
         self._free_outputs = free_outputs
@@ -104,7 +106,7 @@ class ChunkRunner:
 
         Returns what goes on to the next chunk, to be given to ``leave``.
         """
-        return as_tensors(self.call(work, microbatch, self.enter(microbatch, arrived, specs)), self.index)
+        return as_tensors(self.run(work, microbatch, arrived, specs), self.index)
 
     def backward(
         self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
@@ -136,7 +138,7 @@ class ChunkRunner:
             found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
         except LdtError as error:
             raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
-        graph.roots = []
+        graph.roots, graph.outputs = [], []
         given = list(map(_finished, found))
         work.finite.gradients(self.index, microbatch, given)
         return given
@@ -156,6 +158,19 @@ class ChunkRunner:
         return self.module.named_parameters()
 
     # -- parts of these ----------------------------------------------------------------------------------------
+
+    def run(self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs) -> Any:
+        """The module on what ``arrived``. Raises LdtError if it changes in place what is more than that elsewhere."""
+        inputs = self.enter(microbatch, arrived, specs)
+        del arrived
+        versions = [tensor._version for tensor in inputs]
+        output = self.call(work, microbatch, inputs)
+        if self.aliasing is not None:
+            pairs = enumerate(zip(inputs, versions, strict=True))
+            changed = [place for place, (tensor, version) in pairs if tensor._version != version]
+            self.aliasing.changes(self.index - 1, changed)
+            self.aliasing.passes(self.index - 1, passed_on(inputs, output))
+        return output
 
     def call(self, work: StepWork, microbatch: int, inputs: Sequence[Any]) -> Any:
         """The module on ``inputs``, and on what it takes by name of what there is for this microbatch."""
@@ -178,10 +193,12 @@ class ChunkRunner:
 
         It is in the memory of the outputs: see ``in_flight`` for who else may have that.
         """
+        leaving = [output.detach() for output in outputs]
         if torch.is_grad_enabled():
             graph = self._graphs.setdefault(microbatch, _InFlight([]))
-            graph.roots = [self._root_of(output) for output in outputs]
-        return [output.detach() for output in outputs]
+            graph.roots = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
+            graph.outputs = [] if self._free_outputs else list(leaving)
+        return leaving
 
     def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         """Where the backward begins, and with what."""
@@ -200,11 +217,6 @@ class ChunkRunner:
 
     def _whole(self, parts: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
         return [self._shards.whole(part, spec) for part, spec in zip(parts, specs, strict=True)]
-
-    def _root_of(self, output: torch.Tensor) -> Root | None:
-        if not output.requires_grad:
-            return None
-        return get_gradient_edge(output) if self._free_outputs else output
 
 
 def _backward(starts: Sequence[Start]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.mesh import Mesh
@@ -44,7 +45,7 @@ class TailRunner(ChunkRunner):
     def forward(
         self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        output = self.call(work, microbatch, self.enter(microbatch, arrived, specs))
+        output = self.run(work, microbatch, arrived, specs)
         del arrived  # before the loss: from here on the graph alone decides what is kept of the input
         if work.keep_outputs:
             work.outputs[microbatch] = output
@@ -69,13 +70,18 @@ class TailRunner(ChunkRunner):
 
 
 def make_runner(
-    mesh: Mesh, index: int, module: nn.Module, free_outputs: bool, loss_module: nn.Module | None = None
+    mesh: Mesh,
+    index: int,
+    module: nn.Module,
+    free_outputs: bool,
+    loss_module: nn.Module | None = None,
+    aliasing: Aliasing | None = None,
 ) -> ChunkRunner:
     """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
     kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
     shared = mesh.topology.served > 1 and not mesh.is_edge
     sync = GradientSync(module, divisor=mesh.topology.edge_dp if shared else None)
-    runner = kind(index, module, mesh.device, free_outputs, mesh.shards, sync)
+    runner = kind(index, module, mesh.device, free_outputs, mesh.shards, sync, aliasing)
     if isinstance(runner, TailRunner):
         runner.loss_module = loss_module
     return runner

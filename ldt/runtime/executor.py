@@ -236,7 +236,10 @@ class Executor:
         direction: Direction = "F" if action.kind is Kind.F else "B"
         chunk = action.chunk + (1 if direction == "F" else -1)
         slot = Slot(chunk, direction, _microbatch(action))
-        own_memory(tensors, copied)
+        shared = own_memory(tensors, copied)
+        aliasing = self._runners[action.chunk].aliasing
+        if shared and direction == "F" and aliasing is not None:
+            aliasing.shares(action.chunk, shared)
         self._departures.begin(slot, tensors)
         if self._topology.crosses(min(action.chunk, chunk)):
             self._outbox[slot] = tensors

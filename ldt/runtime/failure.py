@@ -98,6 +98,11 @@ class FailureWatch:
         """Its connection to the store: one that answers in a limited time."""
         return self._store
 
+    @property
+    def key(self) -> str:
+        """Where the first failure is in the store. What is the mesh's own may stand below it."""
+        return self._key
+
     def publish(self, report: FailureReport) -> FailureReport:
         """Report a failure. Returns the one that was first, which may be another rank's."""
         try:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
+from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.buffers import BufferSync
 from ldt.runtime.building import Own, WeightAgreement, WeightOptions
@@ -141,8 +142,9 @@ class Pipeline:
         self._buffers = BufferSync(mesh, holders, plain=sync_buffers)
         self._likeness = Likeness(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
         self._number = mesh.count_pipeline()
+        aliasing = Aliasing(mesh.failures.store, f"{mesh.failures.key}/pipeline-{self._number}")
         self._runners = {
-            index: make_runner(mesh, index, module, free_outputs, self._loss_module)
+            index: make_runner(mesh, index, module, free_outputs, self._loss_module, aliasing)
             for index, module in modules.items()
         }
         self._shapes = ShapeBook(mesh, modules, all_reads)
