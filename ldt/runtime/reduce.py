@@ -23,7 +23,8 @@ class Averaging:
     A parameter that has no gradient on any replica keeps none: a flag per parameter travels with its gradients, and
     is read, which waits for the device, only where a gradient is missing. ``what`` names it all in errors.
 
-    Made when the gradients are complete; until ``finish`` the rank may do other work, and must leave them alone.
+    Made when the gradients are complete; until ``finish``, which raises LdtError otherwise, the rank may do other work
+    and must leave them alone.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
@@ -33,6 +34,8 @@ class Averaging:
         for parameter in parameters:
             if parameter.requires_grad and not is_reduced_elsewhere(parameter, mesh):
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        of_all = [parameter for bucket in buckets.values() for parameter in bucket]
+        self._taken = [(p, p.grad, None if p.grad is None else p.grad._version) for p in of_all]
         self._started = [(bucket, *self._start(bucket)) for bucket in buckets.values()]
 
     @property
@@ -42,13 +45,25 @@ class Averaging:
 
     def finish(self) -> None:
         """Wait, and write the means."""
-        for bucket, flat, work in self._started:
+        for _, flat, work in self._started:
             if flat.device.type == "cpu":
                 wait_or_fail(work, self._mesh.vigil, self._what)
             else:
                 work.wait()
+        self._check_untouched()
+        for bucket, flat, _ in self._started:
             self._write(bucket, flat)
         self._started.clear()
+
+    def _check_untouched(self) -> None:
+        """Raise LdtError if a gradient is not what it was: what was done to it would be lost."""
+        for parameter, grad, version in self._taken:
+            if parameter.grad is not grad or (grad is not None and grad._version != version):
+                raise LdtError(
+                    f"{self._what}: one of shape {list(parameter.shape)} was changed while it was averaged over the "
+                    "replicas, and the change would be lost. Change gradients after step(), not in a hook"
+                )
+        self._taken.clear()
 
     def _start(self, bucket: list[torch.nn.Parameter]) -> tuple[torch.Tensor, dist.Work]:
         group = self._mesh.dp_group

@@ -16,7 +16,7 @@ from under_way import KINDS, Keeping
 import ldt
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
-from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.testing.late_sends import each_kind_at_once, hold_sends
 from ldt.topology import Topology
 
@@ -137,3 +137,39 @@ def written_to(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["F0", "F1", "B1", "B0"])
 def test_what_is_written_to_under_way_is_an_error(pool: RankPool, kind: str) -> None:
     pool.run(written_to, kind, ranks=range(2))
+
+
+# -- gradients that are being averaged over replicas ---------------------------------------------------------------
+
+
+class Meddling(ToyChunk):
+    """The head, whose backward changes a gradient of the tail, which has been given to be averaged."""
+
+    def __init__(self, tail: ToyChunk) -> None:
+        super().__init__(16)
+        self.tails = [tail]  # in a list, so as not to be a submodule
+
+    def forward(self, x: Tensor) -> Tensor:
+        def halve(_: Tensor) -> None:
+            grad = self.tails[0].first.weight.grad
+            if grad is not None:
+                grad.mul_(0.5)
+
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(halve)
+        return y
+
+
+def averaged() -> None:
+    torch.manual_seed(0)
+    topology = Topology([1], dp=2)
+    tail = ToyChunk(16)
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, [Meddling(tail), tail])
+        with pytest.raises(LdtError, match="changed while it was averaged over the replicas"):
+            pipeline.step(toy_microbatches(1))
+
+
+def test_a_gradient_that_is_averaged_must_be_left_alone(pool: RankPool) -> None:
+    pool.run(averaged, ranks=range(2))
