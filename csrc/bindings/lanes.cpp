@@ -5,6 +5,7 @@
 #include "bindings/carriers.h"
 #include "bindings/timeout.h"
 #include "carriers/nccl_carrier.h"
+#include "common/owner.h"
 #include "lanes/lane.h"
 #include "transports/group_transport.h"
 
@@ -44,8 +45,14 @@ class LiveLanes {
   std::vector<std::weak_ptr<Lane>> lanes_;
 };
 
+// Those of this process. Never destroyed: lanes may outlive static destruction.
 LiveLanes& live_lanes() {
-  static auto* lanes = new LiveLanes;  // never destroyed: lanes may outlive static destruction
+  static auto* lanes = new LiveLanes;
+  static Owner owner;
+  if (!owner.is_here()) {
+    lanes = new LiveLanes;
+    owner = Owner();
+  }
   return *lanes;
 }
 
@@ -104,7 +111,10 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
   // The last owner may be Python's garbage collector, and the destructor joins threads.
   Lane* raw = made.get();
   std::shared_ptr<Lane> lane(raw, [made = std::move(made)](Lane*) mutable {
-    if (PyGILState_Check()) {
+    if (!made->is_of_this_process()) {
+      new std::shared_ptr<Lane>(
+          std::move(made));  // left as it is, for ever: its threads are not here
+    } else if (PyGILState_Check()) {
       py::gil_scoped_release no_gil;
       made.reset();
     } else {
@@ -116,6 +126,7 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
 }
 
 py::dict stats_of(const Lane& lane) {
+  lane.check_process();
   const auto& stats = lane.stats();
   py::dict counts;
   counts["sent_bytes"] = stats.sent_bytes.load();
@@ -155,11 +166,24 @@ void bind_lanes(py::module_& module) {
       .def(
           "close",
           [](Lane& lane, Timeout timeout) {
+            lane.check_process();
             lane.close(checked_timeout(timeout.seconds, c10::str("lane ", lane.options().name)));
           },
           py::arg("timeout") = Timeout{10}, py::call_guard<py::gil_scoped_release>())
-      .def("abort", &Lane::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
-      .def("overdue", &Lane::overdue, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "abort",
+          [](Lane& lane, const std::string& reason) {
+            lane.check_process();
+            lane.abort(reason);
+          },
+          py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "overdue",
+          [](Lane& lane) {
+            lane.check_process();
+            return lane.overdue();
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("stats", &stats_of)
       .def_property_readonly("name", [](const Lane& lane) { return lane.options().name; })
       .def_property_readonly("chunk_bytes",

@@ -39,6 +39,7 @@ Lane::Work Lane::guarded(const Title& title, Launch launch) {
 }
 
 Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const std::string& label) {
+  check_process();
   const Title text(label, [&] { return describe_message("send", peer, tensors, label); });
   failure_->throw_if_happened();
   if (!transport_->is_leader()) {
@@ -51,6 +52,7 @@ Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const st
 
 Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
                          const std::string& label) {
+  check_process();
   const Title text(label, [&] { return describe_message("receive", peer, tensors, label); });
   failure_->throw_if_happened();
   if (transport_->is_leader()) {

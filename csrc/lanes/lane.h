@@ -10,6 +10,7 @@
 
 #include "carriers/carrier.h"
 #include "common/failure.h"
+#include "common/owner.h"
 #include "common/stats.h"
 #include "common/title.h"
 #include "lanes/receive_pool.h"
@@ -31,7 +32,8 @@ struct LaneOptions {
 /// shapes.
 ///
 /// send and receive issue everything and return at once; the work they return only waits. A lane is
-/// used by one thread at a time, its works by any. Unless closed, the destructor aborts.
+/// used by one thread at a time, its works by any. Unless closed, the destructor aborts. A forked
+/// child may neither use nor destroy it.
 class Lane {
  public:
   Lane(LaneOptions options, std::shared_ptr<Transport> transport);
@@ -49,6 +51,7 @@ class Lane {
   Work receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
   /// A fresh tensor over memory of the lane's receive pool; see ReceivePool.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
+    check_process();
     return pool_->empty(sizes, dtype);
   }
 
@@ -60,6 +63,10 @@ class Lane {
   /// What has been under way for longer than the timeout, in words; empty if nothing has, and where
   /// something else looks after that.
   virtual std::string overdue() { return {}; }
+
+  bool is_of_this_process() const { return owner_.is_here(); }
+  /// Throws LaneError in a process that was forked from the lane's.
+  void check_process() const { owner_.check(options_.name); }
 
   const LaneOptions& options() const { return options_; }
   const LaneStats& stats() const { return *stats_; }
@@ -80,6 +87,8 @@ class Lane {
   std::shared_ptr<ReceivePool> pool_;
 
  private:
+  const Owner owner_;
+
   std::string describe_message(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
                                const std::string& label) const;
   std::string name_of(int peer) const;

@@ -47,6 +47,7 @@ ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream, 
       events_(std::make_shared<EventPool>(device)) {}
 
 ReceivePool::~ReceivePool() {
+  if (!owner_.is_here()) return;  // the device is the parent's
   try {
     for (const auto& block : idle_) order_before_free(block);
   } catch (const std::exception&) {  // the device is gone, as at interpreter exit
@@ -104,6 +105,7 @@ ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
 }
 
 void ReceivePool::give_back(void* address) noexcept {
+  if (!owner_.is_here()) return;
   std::shared_ptr<const End> last_use;
   if (stream_) {
     try {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "common/event_pool.h"
+#include "common/owner.h"
 
 namespace ldt {
 
@@ -70,6 +71,7 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   void make_room(size_t blocks);
   void order_before_free(const Block& block);
 
+  const Owner owner_;
   const c10::Device device_;
   const std::optional<c10::Stream> stream_;
   const Allocate allocate_;

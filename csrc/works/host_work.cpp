@@ -27,6 +27,7 @@ HostWork::HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneSta
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
+  owner_.check(title_);
   const auto deadline = timeout == kNoTimeout ? Clock::time_point::max()
                                               : Clock::now() + checked_timeout(timeout, title_);
   std::unique_lock<std::mutex> lock(mutex_);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "common/owner.h"
 #include "common/stats.h"
 
 namespace ldt {
@@ -19,7 +20,7 @@ class HostWork final : public c10d::Work {
   HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneStats> stats);
 
   /// `timeout` of zero means: as long as it takes. Throws LaneError when it passes, for a
-  /// negative one, or when the message failed.
+  /// negative one, when the message failed, or in a forked child.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   void abort() override;
@@ -30,6 +31,7 @@ class HostWork final : public c10d::Work {
   void complete(std::exception_ptr error);
 
  private:
+  const Owner owner_;
   std::string title_;
   std::shared_ptr<LaneStats> stats_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_

@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 from ldt.runtime.calibrate import calibrate
 from ldt.runtime.carriers import TransportChoice, check_transport
 from ldt.runtime.device import choose_device
+from ldt.runtime.forked import check_world
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key, refuse
 from ldt.runtime.strands import TransferChoice, Transfers
@@ -82,9 +83,12 @@ def connect(
     sample, cloud ranks learn the type of the exception, what the rank was doing and where it was raised; the text only
     of this package's own exceptions, which name shapes and figures, unless the edge has ``share_edge_errors=True``.
 
+    In a process that a rank has forked, such as a worker of a DataLoader, every call of its mesh raises LdtError.
+
     Raises ValueError or TypeError for arguments that cannot be (the same on every rank), LdtError naming the ranks that
     did not come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
     """
+    check_world()
     lanes_of(topology, lanes)
     ranks = _check_ranks(topology, ranks)
     rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0

@@ -179,9 +179,11 @@ class FailureWatch:
             logger.debug("could not ask the store who knows of a failure: %s", error)
 
     def _run(self) -> None:
-        self._watch()
-        if self._first is not None and not self._closed.wait(_GRACE_SECONDS):
-            self._break_off()
+        try:
+            self._watch()
+        finally:
+            if self._first is not None and not self._closed.wait(_GRACE_SECONDS):
+                self._break_off()
 
     def _watch(self) -> None:
         lost_since: float | None = None

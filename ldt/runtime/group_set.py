@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ldt.runtime.ending import end_all
 from ldt.runtime.groups import GLOO, make_group
 from ldt.runtime.sockets import Connections
 
@@ -86,8 +88,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         who was just sending or receiving, and that one waits until the group's timeout.
         """
         self._broken = True
-        for connections in list(self._connections.values()):
-            connections.cut()
+        end_all((f"break group {name}", one.cut) for name, one in list(self._connections.items()))
         self.abort()
 
     def lost_connections(self) -> int:
@@ -100,13 +101,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         One that gloo has forgotten to free (see ``break_all``) is left to its timeout on a thread, and logged. Python
         may abort a process that ends just when that thread comes back.
         """
-        releases = []
-        while self._groups:
-            name = next(iter(self._groups))
-            last = [self._groups.pop(name)]  # in a list, so that no variable here has it, too
-            _unregister(last[0], abort=self._broken and name not in self._connections)
-            if self._broken:
-                releases.append(_released(name, last))
+        releases: list[threading.Thread] = []
+        first = end_all(
+            ("drop group " + name, partial(self._drop_one, name, releases)) for name in list(self._groups)
+        )
         deadline = time.monotonic() + _DROPPING_SECONDS
         for release in releases:
             release.join(max(0.0, deadline - time.monotonic()))
@@ -117,6 +115,16 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             )
         self._connections.clear()
         self._store = None
+        if first is not None:
+            raise first
+
+    def _drop_one(self, name: str, releases: list[threading.Thread]) -> None:
+        last = [self._groups.pop(name)]  # in a list, so that no variable here has it, too
+        try:
+            _unregister(last[0], abort=self._broken and name not in self._connections)
+        finally:
+            if self._broken:
+                releases.append(_released(name, last))
 
 
 def _unregister(group: dist.ProcessGroup, *, abort: bool) -> None:

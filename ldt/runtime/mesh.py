@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -21,10 +22,13 @@ from ldt.runtime.carriers import Carrier, CarrierChoice
 from ldt.runtime.connecting import await_connected, check_opening, connect_alone, start_connecting
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend, open_libraries
+from ldt.runtime.device_meshes import DeviceMeshes
 from ldt.runtime.disclosure import reveal
+from ldt.runtime.ending import end_all
 from ldt.runtime.endpoints import Endpoint, make_endpoints
 from ldt.runtime.error_text import is_a
 from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.forked import check_process
 from ldt.runtime.group_set import GroupSet
 from ldt.runtime.managed import managed
 from ldt.runtime.place import Place
@@ -35,7 +39,7 @@ from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.terms import Terms
 from ldt.runtime.vigil import Vigil, is_of_transfer
-from ldt.topology import Channel, LanePolicy, Node
+from ldt.topology import Channel, LanePolicy
 from ldt.topology import lanes as lanes_of
 
 __all__ = ["Mesh"]
@@ -73,9 +77,10 @@ class Mesh(Place):
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
         self._watched: tuple[Lane, ...] = ()
-        self._device_meshes: dict[str, DeviceMesh] = {}
+        self._device_meshes = DeviceMeshes(self, self._groups, key, terms.device, terms.backend)
         self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
+        self._process = os.getpid()
         self._pipelines = 0
         self._control: ControlPlane | None = None
         self._post: Post | None = None
@@ -100,16 +105,19 @@ class Mesh(Place):
         Its dimension is "tp", in the second mesh of a process "tp_2" and so on. With ``dp_mesh`` it is a part of one
         mesh of two dimensions, so that layers may be split over both.
         """
-        return self._part_of_stage("tp")
+        self._check_process()
+        return self._device_meshes.part("tp")
 
     @property
     def dp_mesh(self) -> DeviceMesh:
         """The ranks that hold the same weights in other replicas: for DDP or ``fully_shard``. Its dimension is "dp"."""
-        return self._part_of_stage("dp")
+        self._check_process()
+        return self._device_meshes.part("dp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
         """The group of ``dp_mesh``; None when there is one replica."""
+        self._check_process()
         return self._groups.get(naming.dp_name(self.stage, self.tp_rank))
 
     # -- what it talks through -------------------------------------------------------------------------------
@@ -117,11 +125,13 @@ class Mesh(Place):
     @property
     def control(self) -> ControlPlane:
         assert self._control is not None, "the mesh is not connected"
+        self._check_process()
         return self._control
 
     @property
     def post(self) -> Post:
         assert self._post is not None, "the mesh is not connected"
+        self._check_process()
         return self._post
 
     @property
@@ -165,7 +175,8 @@ class Mesh(Place):
         return self.failures.first is not None
 
     def check_usable(self) -> None:
-        """Raise LdtError if this mesh is closed or has failed: RemoteStageError if that was another rank."""
+        """Raise LdtError if this mesh is closed, of another process or has failed: RemoteStageError if elsewhere."""
+        self._check_process()
         first = self.failures.first
         if first is not None:
             refused = "this mesh cannot be used after a failure; connect again. "
@@ -200,6 +211,8 @@ class Mesh(Place):
         That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
         ``detail`` is only logged, where the failure was first.
         """
+        if not self._is_here:
+            raise error  # of a forked child
         first = self.vigil.publish(error, place)
         self._groups.break_all()
         mine = first.rank == self.global_rank
@@ -221,20 +234,21 @@ class Mesh(Place):
         """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
 
         Other ranks are told: one that still makes a collective call gets a RemoteStageError that names this rank.
-
-        After a failure nothing is waited for. Raises LdtError within a call of this mesh that goes on, on any thread.
+        After a failure nothing is waited for. What cannot be ended leaves the rest, and is raised in the end.
+        Raises LdtError within a call of this mesh that goes on, on any thread, and in a forked child.
         """
         if self._closed:
             return
+        self._check_process()
         if not self.failed:
             self.vigil.attendance.check_free("close()")
         self._closed = True
         if self.failed:  # before what may take a while
             self._groups.break_all()
-        with ExitStack() as rest:  # done whatever becomes of what is before it
-            rest.callback(self._drop_groups)
-            rest.callback(self._drop_lanes)
-            self.vigil.leave()
+        steps = (self.vigil.leave, self._drop_lanes, self._drop_groups)
+        first = end_all(("close the mesh in full", step) for step in steps)
+        if first is not None:
+            raise first
 
     def reconnect(self) -> Mesh:
         """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
@@ -252,6 +266,8 @@ class Mesh(Place):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._is_here:
+            return  # a forked child leaves it as it is
         code = error.code if error is not None and is_a(error, SystemExit) else 1  # type: ignore[attr-defined]
         ends = code is None or (type(code) is int and code == 0)  # with nothing wrong
         if error is not None and not ends and not self._closed:
@@ -259,10 +275,9 @@ class Mesh(Place):
         self.close()
 
     def __repr__(self) -> str:
-        return (
-            f"Mesh({self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): stage {self.stage}, "
-            f"replica {self.replica}, tp_rank {self.tp_rank}, {self.lanes} lanes on {self.device})"
-        )
+        place = f"stage {self.stage}, replica {self.replica}, tp_rank {self.tp_rank}"
+        who = f"{self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): {place}"
+        return f"Mesh({who}, {self.lanes} lanes on {self.device})"
 
     # -- internal --------------------------------------------------------------------------------------------
 
@@ -300,21 +315,16 @@ class Mesh(Place):
         )
         self._watched = tuple(self.all_lanes())
         if dist.is_initialized():
-            self._part_of_stage("tp")  # now, as a chunk may first ask for it while its shapes are inferred
+            self._device_meshes.part("tp")  # not first while shapes are inferred
             connect_alone(self._groups, self.device, self.failures, deadline)
         self.failures.check()  # what failed before there was a lane to abort
-        connecting = start_connecting(
-            self._groups,
-            naming.model_groups(self.topology),
-            self._endpoints,
-            self.topology.channels,
-            self.device,
-        )
+        of_model, channels = naming.model_groups(self.topology), self.topology.channels
+        connecting = start_connecting(self._groups, of_model, self._endpoints, channels, self.device)
         for what, work in connecting:
             await_connected(work, what, self.failures, deadline)
-        of_model = {spec.name for spec in naming.model_groups(self.topology)}
+        names_of_model = {spec.name for spec in of_model}
         for name, group in self._groups.items():
-            if dist.get_backend(group) != naming.GLOO or name in of_model:
+            if dist.get_backend(group) != naming.GLOO or name in names_of_model:
                 # Of what goes through it; for what goes by, the watch of failures looks.
                 group.set_timeout(transfer_timeout)
 
@@ -334,40 +344,21 @@ class Mesh(Place):
             share_with_all,
         ).make()
 
-    def _part_of_stage(self, dim: str) -> DeviceMesh:
-        """A dimension of the mesh of this stage: its replicas by the ranks of each."""
-        if dim not in self._device_meshes:
-            names = (naming.dp_name(self.stage, self.tp_rank), naming.tp_name(*self.node))
-            replicas = range(self.topology.replicas(self.stage))
-            nodes = (self.topology.ranks_of(Node(self.stage, replica)) for replica in replicas)
-            stage = DeviceMesh.from_group(
-                [self._group_of(name) for name in names],
-                self.device.type,
-                mesh=[[self.ranks[rank] for rank in node] for node in nodes],
-                mesh_dim_names=naming.unique_dims(),
-            )
-            dims = stage.mesh_dim_names
-            assert dims is not None
-            self._device_meshes = {"dp": stage[dims[0]], "tp": stage[dims[1]]}
-        return self._device_meshes[dim]
+    @property
+    def _is_here(self) -> bool:
+        """Whether this process has connected the mesh, and was not forked from the one that has."""
+        return self._process == os.getpid()
 
-    def _group_of(self, name: str) -> dist.ProcessGroup:
-        """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""
-        if name not in self._groups:
-            if not dist.is_initialized():
-                raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
-            backend = choose_backend(self.device, self._terms.backend)
-            me = [self.global_rank]
-            self._groups.make(name, f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60))
-        return self._groups[name]
+    def _check_process(self) -> None:
+        check_process("this mesh", self._process)
 
     def _on_failure(self, report: FailureReport) -> None:
         logger.info("%s; rank %d aborts its lanes", report.describe(), self.global_rank)
-        for lane in [*self.all_lanes(), *self._post_lanes()]:
-            try:
-                lane.abort(report.describe())
-            except Exception:  # the others must be aborted all the same
-                logger.exception("%s could not abort lane %s", self, lane.name)
+        post = [] if self._post is None else self._post.lanes()
+        end_all(
+            (f"abort lane {lane.name}", partial(lane.abort, report.describe()))
+            for lane in [*self.all_lanes(), *post]
+        )
         self._groups.abort()
 
     def _overdue(self) -> str:
@@ -379,18 +370,18 @@ class Mesh(Place):
     def _drop_lanes(self) -> None:
         """A method of its own, so that no variable outlives it: a lane holds its groups."""
         deadline = time.monotonic() + _CLOSING_SECONDS
-        for lane in self.all_lanes():
-            if not self.failed:
-                lane.close(_left(deadline))
+        lanes = [] if self.failed else self.all_lanes()
+        ends: list[tuple[str, Any]] = [(f"close lane {lane.name}", lane.close) for lane in lanes]
+        if self._post is not None:
+            ends.append(("close the lanes of the edge's letters", self._post.close))
+        first = end_all((what, lambda close=close: close(_left(deadline))) for what, close in ends)  # type: ignore[misc]
         self._endpoints.clear()
         self._carriers.clear()
-        self._watched = ()
-        if self._post is not None:
-            self._post.close(_left(deadline))
-        self._post = None
-
-    def _post_lanes(self) -> list[Lane]:
-        return [] if self._post is None else self._post.lanes()
+        self._watched, self._post = (), None
+        lanes.clear()
+        ends.clear()
+        if first is not None:
+            raise first
 
     def _drop_groups(self) -> None:
         self._device_meshes.clear()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError
+from ldt.runtime.ending import end_all
 from ldt.runtime.groups import post_name
 from ldt.runtime.place import Place
 from ldt.runtime.relay import MAX_BYTES, Relay, as_bytes, as_tensor
@@ -178,10 +180,15 @@ class Post:
 
     def close(self, timeout: timedelta) -> None:
         """See what was told off, for at most so long; nothing is heard any more."""
-        for box in self._boxes.values():
-            box.lane.abort("the mesh is closed")
+        ends = [
+            (f"abort lane {box.lane.name}", partial(box.lane.abort, "the mesh is closed"))
+            for box in self._boxes.values()
+        ]
         if self._mailing is not None:
-            self._mailing.lane.close(timeout)
+            ends.append((f"close lane {self._mailing.lane.name}", partial(self._mailing.lane.close, timeout)))
+        first = end_all(ends)
+        if first is not None:
+            raise first
 
     def _from(self, replica: int, tokens: bool) -> Letter:
         if self._place.node == Node(0, replica):

@@ -68,7 +68,7 @@ class Connections:
         """In a process that was forked: as long as that had them open, nobody would see them end with this one."""
         for descriptor, identity in self._opened.items():
             if _identity(descriptor) == identity:
-                os.close(descriptor)
+                _replace(descriptor)
         self._opened = {}
 
     def _connected(self) -> Iterator[socket.socket]:
@@ -92,6 +92,13 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _replace(descriptor: int) -> None:
+    """By a file that is always empty, so that the number is nobody else's: who opened it may close it yet."""
+    empty = os.open(os.devnull, os.O_RDWR)
+    os.dup2(empty, descriptor, inheritable=False)
+    os.close(empty)
 
 
 def _identity(descriptor: int) -> int | None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from pipeline_jobs import build
 from torch import Tensor, nn
 
 import ldt
+from ldt.runtime import group_set
 from ldt.runtime.disclosure import disclose
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
@@ -229,21 +232,89 @@ def test_an_error_of_the_handler_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [str(error) for error in seen] == ["lanes"]
 
 
-def test_every_lane_is_aborted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    aborted = []
+class Stuck:
+    """A lane or a group of which nothing can be ended."""
 
-    class Lane:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def __init__(self, name: str, ended: list[str], error: type[BaseException] | None) -> None:
+        self.name = name
+        self._ended = ended
+        self._error = error
 
-        def abort(self, reason: str) -> None:
-            aborted.append(self.name)
-            if self.name == "first":
-                raise BoomError("stuck")
+    def abort(self, reason: str = "") -> None:
+        self._ended.append(f"abort {self.name}")
+        if self._error is not None:
+            raise self._error(f"{self.name} is stuck")
 
+    def close(self, timeout: timedelta) -> None:
+        self._ended.append(f"close {self.name}")
+        if self._error is not None:
+            raise self._error(f"{self.name} is stuck")
+
+
+@pytest.mark.parametrize("kind", [BoomError, KeyboardInterrupt])
+def test_every_lane_is_aborted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    ended: list[str] = []
     with ldt.connect(Topology([1])) as mesh:
-        lanes = [Lane("first"), Lane("second")]
+        lanes = [Stuck("first", ended, kind), Stuck("second", ended, kind), Stuck("third", ended, None)]
         monkeypatch.setattr(mesh, "all_lanes", lambda: lanes)
+        monkeypatch.setattr(mesh._groups, "abort", lambda: ended.append("groups"))
         mesh.failures.publish(FailureReport(0, 0, 0, "here", "x"))
-    assert aborted == ["first", "second"]
+    assert ended[:4] == ["abort first", "abort second", "abort third", "groups"]
     assert "could not abort lane first" in caplog.text
+    assert "could not abort lane second" in caplog.text
+
+
+def closing() -> tuple[list[str], str, bool, list[str]]:
+    """Two of three stand-ins for lanes cannot be closed, nor one of the groups: all that is left ends all the same."""
+    ended: list[str] = []
+    mesh = ldt.connect(Topology([1, 1]), ranks=[0, 1])
+    post, groups, control = mesh.post.lanes(), mesh._groups, mesh.control
+    lanes = mesh.all_lanes()
+    stuck: list[Any] = [Stuck("one", ended, BoomError), *lanes, Stuck("two", ended, ValueError)]
+    mesh.all_lanes = lambda: stuck  # type: ignore[method-assign]
+    unregister = group_set._unregister
+
+    def refuse(group: Any, *, abort: bool) -> None:
+        unregister(group, abort=abort)
+        if len(groups) == 3:
+            raise OSError("a group is stuck")
+
+    with (
+        mock.patch.object(group_set, "_unregister", refuse),
+        pytest.raises(BoomError) as caught,
+    ):
+        mesh.close()
+    states = []
+    for lane in [*lanes, *post]:
+        with pytest.raises(ldt.LaneError) as refused:
+            lane.send([torch.zeros(1)], 1 - mesh.rank)
+        states.append(str(refused.value))
+    mesh.close()
+    return ended, str(caught.value), len(groups) == 0 and control is not None, states
+
+
+def test_a_lane_or_group_that_cannot_be_closed_leaves_the_rest(pool: RankPool) -> None:
+    for ended, first, dropped, states in pool.run(closing, ranks=[0, 1]):
+        assert ended == ["close one", "close two"]
+        assert first == "one is stuck"
+        assert dropped
+        assert states
+        assert all("closed" in text for text in states), states
+
+
+def test_what_nothing_else_ends_is_broken_off_whatever_the_handler_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    store = dist.HashStore()
+
+    def handler(report: FailureReport) -> None:
+        raise BoomError("lanes")
+
+    watch = FailureWatch(store, "failure", handler, break_off=broken.set)
+    store.set("failure", FailureReport(1, 1, 0, "x", "y").to_text())
+    assert broken.wait(20.0)
+    watch.close()

@@ -1,0 +1,28 @@
+// Forks are counted in the child: the generation of a process is how many led to it.
+#include "common/owner.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "common/error.h"
+
+namespace ldt {
+namespace {
+
+std::atomic<int> generation{0};
+[[maybe_unused]] const int counting = pthread_atfork(nullptr, nullptr, [] { ++generation; });
+
+}  // namespace
+
+Owner::Owner() : generation_(generation), pid_(getpid()) {}
+
+bool Owner::is_here() const { return generation_ == generation; }
+
+void Owner::refuse(const std::string& what) const {
+  throw_lane_error(what, ": it belongs to process ", pid_, ", this is process ", getpid(),
+                   ", a forked child: use it where it was made");
+}
+
+}  // namespace ldt

@@ -1,0 +1,43 @@
+"""Processes that a rank forks, as a DataLoader does: there, all that is its parent's is left alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from ldt.errors import LdtError
+
+__all__ = ["check_process", "check_world"]
+
+_inherited: dict[Any, int] = {}  # process groups, and the process that made them
+
+
+def check_process(what: str, process: int) -> None:
+    """Raise LdtError if this is another process than ``process``, to which ``what`` belongs."""
+    if process != os.getpid():
+        raise LdtError(
+            f"{what} belongs to process {process}, this is process {os.getpid()}, a forked child: use it where it was "
+            "made, or start processes with the method 'spawn' or 'forkserver'"
+        )
+
+
+def check_world() -> None:
+    """Raise LdtError if the default process group is that of the process from which this one was forked."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    check_process("the default process group", _inherited.get(world, os.getpid()))
+
+
+def _inherit() -> None:
+    """Process groups and their stores join threads when they go, which a child does not have: they stay for ever."""
+    for group, (_, store) in c10d._world.pg_map.items():
+        if group not in _inherited:
+            _inherited[group] = os.getppid()
+            for kept in (group, store):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+os.register_at_fork(after_in_child=_inherit)
