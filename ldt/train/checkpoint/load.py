@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ldt.train.checkpoint.catalog import (
 from ldt.train.checkpoint.files import parse_json
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, named_tensors
-from ldt.train.checkpoint.save import HasState
+from ldt.train.checkpoint.save import HasState, check_savable
 from ldt.train.checkpoint.shelf import Shelf
 from ldt.train.checkpoint.tensor_parallel import as_shard
 from ldt.train.checkpoint.together import together
@@ -67,6 +68,7 @@ def load_checkpoint(
     Gradients are dropped. Random states are restored where the topology is the same, else left alone. Give
     ``optimizer`` and ``extra`` only if they were saved; an optimizer that had not stepped is as new afterwards.
 
+    What ``save_checkpoint`` could not save is refused here, before training, also when there is nothing to load yet.
     Raises on all ranks if one cannot load. CheckpointError says what is missing or damaged, or has another shape: then
     nothing has been changed. A save of which a stage cannot be read is passed over for an older one, with a warning; if
     there is none, CheckpointError names the file. If a file cannot be read to its end, weights have been changed in
@@ -80,6 +82,7 @@ def load_checkpoint(
     try:
         if step is not None and (not isinstance(step, int) or isinstance(step, bool)):
             raise InputTypeError(f"step must be a whole number or None, got {type(step).__name__}")
+        check_savable(pipeline, optimizer, extra or {}, names)
         paths = paths_of(path)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
             seen = catalog(paths, mesh.tell)
@@ -162,7 +165,7 @@ class _Loading:
                 self._optimizer,
                 {id(tensor): shelf.stored_name(name) for name, tensor in named.tensors.items()},
                 shelf.optimizer_of,
-                shelf.optimizer_shape,
+                shelf.shape,
                 lambda tensor, parameter, name: as_shard(tensor, parameter, self._mesh, name),
             )
             for parameter, state, tensor in wanted:
@@ -183,9 +186,10 @@ class _Loading:
                 "load another step before they are used"
             ) from error
         if self._optimizer is not None:
-            _load_state(self._optimizer, self._new_optimizer_state, "the optimizer")
+            load = partial(optimizer_state.load, self._optimizer)
+            _load_state(load, self._new_optimizer_state, "the optimizer")
         for name, thing in self._extra.items():
-            _load_state(thing, self._extra_states[name], name)
+            _load_state(thing.load_state_dict, self._extra_states[name], name)
         self._restore_random_states()
         for parameter in self._pipeline.parameters():
             parameter.grad = None  # of a step that failed, perhaps
@@ -205,9 +209,9 @@ class UnusableStateError(CheckpointError, QuotingError):
     """What a scheduler or an optimizer raised when it was given its state."""
 
 
-def _load_state(thing: HasState | torch.optim.Optimizer, state: dict[str, Any], what: str) -> None:
+def _load_state(load: Callable[[dict[str, Any]], object], state: dict[str, Any], what: str) -> None:
     try:
-        thing.load_state_dict(state)
+        load(state)
     except CheckpointError:
         raise
     except Exception as error:

@@ -7,7 +7,9 @@ gradient so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +20,16 @@ from ldt.runtime.disclosure import InputValueError, QuotingError
 from ldt.train.checkpoint.record import GroupRecord, OptimizerRecord
 from ldt.train.checkpoint.values import from_json, to_json
 
-__all__ = ["capture", "restored", "tensor_key"]
+__all__ = ["capture", "load", "restored", "tensor_key"]
 
 Wanted = tuple[str, str, torch.Tensor]  # parameter, what of its state, the tensor to be read
 AsShard = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]  # a parameter's, or of its state
-StoredShape = Callable[[str, str], tuple[torch.Size, torch.dtype]]
+Stored = Callable[[str, str | None], tuple[torch.Size, torch.dtype]]
+
+
+class UnknownStateError(CheckpointError, QuotingError):
+    """What an optimizer raised when it was asked for its state."""
+
 
 _NOT_VALUES = {"params", "param_names"}
 
@@ -55,27 +62,52 @@ def capture(
     for parameter, name, values in _states(optimizer, names):
         state[name] = {}
         for key, value in values.items():
+            keep = _Keeping(tensors, parameter, name, key, as_shard)
             if isinstance(value, torch.Tensor):
-                _check_shape(value, as_shard(parameter, parameter, name), parameter, f"{key} of {name}")
-                tensors[tensor_key(name, key)] = as_shard(value.detach(), parameter, name)
+                keep.as_key(value, key)
                 state[name][key] = None
             else:
-                state[name][key] = [to_json(value, f"{key} of {name} in the optimizer")]
+                state[name][key] = [to_json(value, f"{key} of {name} in the optimizer", keep)]
     return tensors, OptimizerRecord(groups, state)
+
+
+class _Keeping:
+    """Puts the tensors inside of one value of a parameter's state among a stage's tensors, numbered as they come."""
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        parameter: torch.Tensor,
+        name: str,
+        key: str,
+        as_shard: AsShard,
+    ) -> None:
+        self._tensors, self._parameter, self._name, self._key = tensors, parameter, name, key
+        self._as_shard = as_shard
+        self._count = itertools.count()
+
+    def __call__(self, value: torch.Tensor) -> str:
+        return self.as_key(value, f"{self._key}#{next(self._count)}")
+
+    def as_key(self, value: torch.Tensor, key: str) -> str:
+        parameter, name = self._parameter, self._name
+        _check_shape(value, self._as_shard(parameter, parameter, name), parameter, f"{key} of {name}")
+        self._tensors[tensor_key(name, key)] = self._as_shard(value.detach(), parameter, name)
+        return key
 
 
 def restored(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     record_of: Callable[[str], OptimizerRecord | None],
-    stored_shape: StoredShape,
+    stored: Stored,
     as_shard: AsShard,
 ) -> tuple[list[Wanted], dict[str, Any]]:
     """Empty tensors to be read, and a state dict with them, which the optimizer can then load.
 
-    ``record_of(parameter)`` is what ``capture`` gave where that parameter was saved; ``stored_shape(parameter,
-    state)`` the shape and dtype of a tensor of its. Raises CheckpointError if a trainable parameter was not in the
-    optimizer.
+    ``record_of(parameter)`` is what ``capture`` gave where that parameter was saved; ``stored(parameter, state)`` the
+    shape and dtype of a tensor of its, and ``stored(parameter, None)`` its own. Raises CheckpointError if a trainable
+    parameter was not in the optimizer, or state is of a group that is another now.
     """
     wanted: list[Wanted] = []
     state: dict[int, dict[str, Any]] = {}
@@ -92,8 +124,9 @@ def restored(
                 )
             if record is not None:
                 found.append((name, record))
-                state[number] = _restored_state(parameter, name, record, stored_shape, wanted, as_shard)
+                state[number] = _restored_state(parameter, name, record, stored, wanted, as_shard)
             number += 1
+        _refuse_other_groups(found, stored)
         indices = list(range(number - len(group["params"]), number))
         groups.append({**group, **_as_in(group, _common_values(found)), "params": indices})
     return wanted, {
@@ -107,7 +140,12 @@ def _states(
 ) -> Iterable[tuple[torch.Tensor, str, Mapping[str, Any]]]:
     """As ``optimizer.state_dict()`` gives them, which an optimizer may have hooks on."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in optimizer.state_dict()["state"].items():
+    try:
+        states = optimizer.state_dict()["state"]
+    except Exception as error:  # as that of one whose state is on other ranks
+        text = f"{type(optimizer).__name__} does not give its state: {type(error).__name__}"
+        raise UnknownStateError(f"{text}: {error}", text) from error
+    for index, values in states.items():
         if not isinstance(index, int) or not isinstance(values, Mapping):
             raise CheckpointError(
                 f"the optimizer keeps state under a {type(index).__name__} that is of no parameter: a checkpoint does "
@@ -138,25 +176,79 @@ def _restored_state(
     parameter: torch.Tensor,
     name: str,
     record: OptimizerRecord,
-    stored_shape: StoredShape,
+    stored: Stored,
     wanted: list[Wanted],
     as_shard: AsShard,
 ) -> dict[str, Any]:
+    def made(key: str) -> torch.Tensor:
+        shape, dtype = stored(name, key)
+        if dtype == stored(name, None)[1] and math.prod(shape) > 1:
+            dtype = parameter.dtype  # it follows that of its parameter; others are as they were
+        if shape == as_shard(parameter, parameter, name).shape and key != "step":
+            tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:  # load_state_dict brings it to the device that it is to be on
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        wanted.append((name, key, as_shard(tensor, parameter, name)))
+        return tensor
+
     restored: dict[str, Any] = {}
     for key, value in record.state.get(name, {}).items():
-        if value is not None:
-            restored[key] = from_json(value[0])
-            continue
-        shape, dtype = stored_shape(name, key)
-        if shape == as_shard(parameter, parameter, name).shape and key != "step":
-            made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        else:
-            made = torch.empty(
-                shape, dtype=dtype, device="cpu"
-            )  # load_state_dict brings it to the device that it is to be on
-        restored[key] = made
-        wanted.append((name, key, as_shard(made, parameter, name)))
+        restored[key] = made(key) if value is None else from_json(value[0], made)
     return restored
+
+
+def load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the optimizer its ``state``, whose tensors keep their types, and texts their letters.
+
+    torch casts all tensors to the type of their parameter, such as the bytes of an optimizer in eight bits. An
+    optimizer that has its own way to load, or hooks there, is left to it.
+    """
+    optimizer.load_state_dict(state)
+    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or any(hooks):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, values in state["state"].items():
+        loaded = optimizer.state[parameters[index]]
+        optimizer.state[parameters[index]] = _as_saved(loaded, values)
+
+
+def _as_saved(loaded: Any, saved: Any) -> Any:
+    if isinstance(saved, torch.Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        return {key: _as_saved(loaded[key], value) for key, value in saved.items()}
+    if isinstance(saved, (list, tuple)):
+        return type(saved)(_as_saved(one, other) for one, other in zip(loaded, saved, strict=True))
+    return saved
+
+
+def _refuse_other_groups(found: Sequence[tuple[str, OptimizerRecord]], stored: Stored) -> None:
+    """What is larger than its parameter is of its whole group, as in LBFGS: that must be the one that was saved."""
+    names = [name for name, _ in found]
+    for name, record in found:
+        group = next(group.params for group in record.groups if name in group.params)
+        if group == names:
+            continue
+        size = math.prod(stored(name, None)[0])
+        for key, value in record.state.get(name, {}).items():
+            keys = [key] if value is None else _names_in(value)
+            if any(math.prod(stored(name, one)[0]) > size for one in keys):
+                raise CheckpointError(
+                    f"{key} of {name} in the optimizer is larger than the parameter, and so may be of its whole group: "
+                    "load it with the same parameters in that group, which is with the same split of the model"
+                )
+
+
+def _names_in(value: Any) -> list[str]:
+    found: list[str] = []
+
+    def note(name: str) -> torch.Tensor:
+        found.append(name)
+        return torch.empty(0)
+
+    from_json(value, note)
+    return found
 
 
 def _common_values(found: Iterable[tuple[str, OptimizerRecord]]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kep
 from ldt.train.checkpoint.checksums import Checksums
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.metadata import places_in
-from ldt.train.checkpoint.names import Names, model_key, named_tensors
+from ldt.train.checkpoint.names import NamedTensors, Names, model_key, named_tensors
 from ldt.train.checkpoint.parts import part_of, write_tensors
 from ldt.train.checkpoint.reader import StageReader
 from ldt.train.checkpoint.record import OptimizerRecord, StageRecord
@@ -33,7 +33,7 @@ from ldt.train.checkpoint.tensor_parallel import as_shard
 from ldt.train.checkpoint.together import together
 from ldt.train.checkpoint.values import to_json
 
-__all__ = ["HasState", "save_checkpoint"]
+__all__ = ["HasState", "check_savable", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,33 @@ def _check_names(mesh: Mesh, digests: list[str]) -> None:
             )
 
 
+def check_savable(
+    pipeline: Pipeline,
+    optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, HasState],
+    names: Names | None,
+) -> None:
+    """Raise, as ``save_checkpoint`` would, for tensors, an optimizer or further things that cannot be saved.
+
+    This rank alone. What an optimizer will make in its first step cannot be known before.
+    """
+    named = named_tensors(pipeline, names)
+    if optimizer is not None:
+        _of_optimizer(optimizer, named, pipeline.mesh)
+    for name, thing in extra.items():
+        to_json(thing.state_dict(), name)
+
+
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer, named: NamedTensors, mesh: Mesh
+) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
+    return optimizer_state.capture(
+        optimizer,
+        named.by_identity(),
+        lambda tensor, parameter, name: as_shard(tensor, parameter, mesh, name),
+    )
+
+
 class _Draft:
     """What this rank is to write, taken when the call began. Only its stage's first rank names folders."""
 
@@ -167,11 +194,7 @@ class _Draft:
         }
         of_optimizer: OptimizerRecord | None = None
         if given is not None:
-            tensors, of_optimizer = optimizer_state.capture(
-                given,
-                named.by_identity(),
-                lambda tensor, parameter, name: as_shard(tensor, parameter, self.mesh, name),
-            )
+            tensors, of_optimizer = _of_optimizer(given, named, self.mesh)
             stored |= tensors
         self._tensors = part_of(self.mesh, stored)
         others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}

@@ -99,10 +99,10 @@ class Shelf:
             return None
         return record
 
-    def optimizer_shape(self, stored: str, state: str) -> tuple[torch.Size, torch.dtype]:
-        """Of a tensor in the state of a parameter."""
+    def shape(self, stored: str, state: str | None) -> tuple[torch.Size, torch.dtype]:
+        """Of a tensor in the state of a parameter; None: of the parameter."""
         reader = self._reader_of(stored)
-        key = tensor_key(stored, state)
+        key = model_key(stored) if state is None else tensor_key(stored, state)
         if key not in reader.tensors:
             raise CheckpointError(f"{reader.folder} is damaged: it lacks {key}")
         return reader.tensors[key].size, reader.tensors[key].properties.dtype
