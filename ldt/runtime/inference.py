@@ -209,9 +209,9 @@ def _dry_run(
             nodes = enumerate(getattr(arg, "grad_fn", None) for arg in fake_args)
             inputs = {i: node for i, node in nodes if node is not None}
             output = stand_in(*fake_args, **fake_kwargs)
-            drew = copies.drew() or host_random_states() != drawn
+            moved = copies.moved() or host_random_states() != drawn
             trained = [parameter for parameter in stand_in.parameters() if parameter.requires_grad]
-            answer = read(DryRun(output, inputs, trained, drew, has_hooks(module)))
+            answer = read(DryRun(output, inputs, trained, moved, has_hooks(module)))
         finally:
             copies.release()
     return answer, mode.made

@@ -36,14 +36,15 @@ class Answer(NamedTuple):
 class DryRun:
     """The graph of a run on fake tensors. ``inputs`` has the nodes by which those that need a gradient entered it.
 
-    ``drew`` says that the code asked a random generator of the host, so that another run may go other ways.
+    ``moved`` says that the code asked a random generator of the host, or counted or noted something that it keeps, so
+    that another run may go other ways.
     ``hooked`` that hooks were left out, which may change what requires a gradient.
     """
 
     output: Any
     inputs: Mapping[int, Node]
     parameters: Sequence[torch.Tensor]  # those that are trained
-    drew: bool
+    moved: bool
     hooked: bool
 
     def may_require_grad(self, outputs: Sequence[torch.Tensor]) -> list[bool]:
@@ -58,7 +59,7 @@ class DryRun:
         found = []
         for output in outputs:
             nodes = _behind([output])
-            sure = tuple(i for i, node in self.inputs.items() if node in nodes and not self.drew)
+            sure = tuple(i for i, node in self.inputs.items() if node in nodes and not self.moved)
             found.append(Reach(sure, () if whole else tuple(i for i in self.inputs if i not in sure)))
         return tuple(found)
 
@@ -66,7 +67,7 @@ class DryRun:
         """Whether the run took all ways that there are, as far as one can tell: all parameters were used."""
         leaves = [getattr(node, "variable", None) for node in _behind(outputs)]
         variables = {id(variable) for variable in (*leaves, *outputs)}
-        return not self.drew and all(id(parameter) in variables for parameter in self.parameters)
+        return not self.moved and all(id(parameter) in variables for parameter in self.parameters)
 
 
 def of_loss(run: DryRun, outputs: Sequence[torch.Tensor]) -> Reach:

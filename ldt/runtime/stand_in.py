@@ -58,8 +58,8 @@ class StandIn:
                 self._keep(value, value)
         return self._copies[id(value)]
 
-    def drew(self) -> bool:
-        """Whether a random generator of the host that was copied is not where its original is."""
+    def moved(self) -> bool:
+        """Whether a random generator of the host, or a number or word that something keeps, is not as its original."""
         pairs = ((value, self._copies[id(value)]) for value in self._originals)
         return any(_state(one) != _state(other) for one, other in pairs if one is not other)
 
@@ -257,7 +257,15 @@ def _call(made: nn.Module, original: nn.Module, *args: Any, **kwargs: Any) -> An
 
 
 def _state(value: Any) -> object:
-    """Where a random generator of the host stands; None for anything else."""
+    """Where a random generator of the host stands, which plain values are kept; None for anything else."""
+    if isinstance(value, (list, collections.deque)):
+        return [entry if type(entry) in _ATOMS else None for entry in value]
+    kept = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if isinstance(kept, dict) and not isinstance(value, (torch.Tensor, FunctionType)):
+        names = {name: entry for name, entry in kept.items() if type(entry) in _ATOMS}
+        return names | {
+            f"__slots__.{name}": entry for name, entry in slots_of(value) if type(entry) in _ATOMS
+        }
     if isinstance(value, random.Random):
         return value.getstate()
     if type(value).__module__.startswith("numpy.random"):

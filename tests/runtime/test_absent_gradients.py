@@ -82,6 +82,23 @@ class Either(First):
         return super().forward(x if random.random() > 0.5 else torch.ones(4, 16))
 
 
+class Alternating(First):
+    """Cuts the graph in every other forward, the first or the second."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        self.calls = start
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x.detach() if self.calls % 2 else x)
+
+
+class Alternately(Alternating):
+    def __init__(self) -> None:
+        super().__init__(start=1)
+
+
 class Never(First):
     def forward(self, *tensors: Tensor) -> Tensor:
         return super().forward(torch.ones(4, 16))
@@ -151,7 +168,7 @@ def compare(mesh: ldt.Mesh, pipeline: ldt.Pipeline, chunks: Chunks, number: int)
             assert (mine.grad is None) == (theirs.grad is None), (index, name, mine.grad, theirs.grad)
             assert mine.grad is None or torch.equal(mine.grad, theirs.grad), (index, name)  # type: ignore[arg-type]
     for chunk, twin in zip(chunks, reference, strict=True):
-        if isinstance(chunk, Dropping):
+        if isinstance(chunk, (Dropping, Alternating)):
             chunk.calls = twin.calls  # type: ignore[assignment]
     return {name: traffic.bytes for name, traffic in result.stats.channels.items() if name[0] == "B"}
 
@@ -208,6 +225,8 @@ CASES: dict[str, tuple[Sequence[Any], int]] = {
     "one, used at random": ((First, Either, First), ONE + 4),
     "one, used at random by the tail": ((First, First, Either), ONE + 4),
     "one, never used": ((First, First, Never), 0),
+    "one, used in every other forward": ((First, Alternating, First), ONE + 4),
+    "one, used in every other forward of the tail": ((First, First, Alternately), ONE + 4),
 }
 
 
