@@ -38,7 +38,12 @@ def check_transport(transport: str, device: torch.device) -> None:
         known = ", ".join(map(repr, get_args(TransportChoice)))
         raise ValueError(f"transport must be one of {known}, got {transport!r}")
     if device.type == "cpu" and transport in ("copy_engine", "nccl"):
-        raise ValueError(f"transport={transport!r} is for GPUs; on the CPU use 'auto' or 'c10d'")
+        found = dist.get_backend_config() if dist.is_initialized() else "none"
+        raise ValueError(
+            f"transport={transport!r} is for GPUs; this mesh is on the CPU, as by default where the process group has "
+            f"no backend for cuda (it has {found}): write init_process_group('cpu:gloo,cuda:nccl'), or connect(..., "
+            "device='cuda', backend='nccl'), or use transport='auto' or 'c10d' on the CPU"
+        )
     if transport == "nccl" and device.type != "cuda":
         raise ValueError(f"transport='nccl' is for CUDA devices, got {device}; use 'auto' or 'c10d'")
 

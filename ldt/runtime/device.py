@@ -50,7 +50,9 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
     name = backend or _default_backends().get(device.type)
     if name is None:
         raise ValueError(
-            f"the default process group has no backend for {device}: it has {_default_backends()}; pass backend="
+            f"the default process group has no backend for {device}: it has {_default_backends()}; write "
+            f"init_process_group('cpu:gloo,{device.type}:...') with its backend, such as cuda:nccl, or give connect "
+            "backend="
         )
     return name
 

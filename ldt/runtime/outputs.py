@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,7 +28,13 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
 
 
 def refuse_wrapper(tensor: torch.Tensor, what: str) -> None:
-    """Raise TypeError if ``tensor``, which is to be sent, only wraps others: a lane sends its own memory."""
+    """Raise TypeError if ``tensor``, which is to be sent, has no memory of plain elements: a lane sends just that."""
+    way_out = _way_out(tensor)
+    if way_out is not None:
+        kind = "quantized" if tensor.is_quantized else f"{tensor.layout}, {tensor.device.type}"
+        raise InputTypeError(
+            f"{what} is a tensor ({kind}) without plain memory to send to another node: {way_out} in the chunk"
+        )
     if is_traceable_wrapper_subclass(tensor):
         kind, advice = (
             type(tensor).__name__,
@@ -39,3 +46,18 @@ def refuse_wrapper(tensor: torch.Tensor, what: str) -> None:
                 "make it one that is Shard over mesh.tp_mesh alone, or plain with full_tensor() or to_local()"
             )
         raise InputTypeError(f"{what} is a {kind}, which cannot be sent to another node: {advice}")
+
+
+def _way_out(tensor: torch.Tensor) -> str | None:
+    """What makes a plain tensor of one that is not; None for one that is, or that wraps others."""
+    if tensor.is_quantized:
+        return "call dequantize(), or return its int_repr()"
+    if tensor.is_nested:
+        return "call to_padded_tensor(), or return values() and offsets()"
+    if tensor.layout is not torch.strided:
+        return "call to_dense(), or give the layer that makes it sparse=False,"
+    if tensor.is_meta and not isinstance(tensor, FakeTensor):
+        return (
+            "give its modules memory with to_empty(device=mesh.device), load their weights and compute on it"
+        )
+    return None

@@ -42,7 +42,8 @@ def wait_or_fail(work: dist.Work, vigil: Vigil, what: str, seconds: float | None
                 vigil.failures.check()
                 if seconds is not None and time.monotonic() - start > seconds and not work.is_completed():
                     raise LdtError(
-                        f"waited {seconds:g} s for {what}: is every rank making the same calls?"
+                        f"waited {seconds:g} s for {what}: is every rank making the same calls? If so, and it only "
+                        "takes long, give connect a longer transfer_timeout"
                     ) from None
         try:
             work.wait()

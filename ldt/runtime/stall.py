@@ -88,10 +88,16 @@ class StallWatch:
             return None
         shown = picture(self._place, sightings, self._progress)
         if culprit is None:
-            text = f"no rank has got on for {self._limit:.0f} s, each waits for others:\n{shown}"
+            text = (
+                f"no rank has got on for {self._limit:.0f} s, each waits for others (stall_timeout):\n{shown}"
+            )
             return FailureReport.of_unknown(text)
         seen = busy[culprit]
-        text = f"no progress for {seen.seconds:.0f} s while others wait: it was last seen {seen.describe()}\n{shown}"
+        text = (
+            f"no progress for {seen.seconds:.0f} s while others wait: it was last seen {seen.describe()}. If it works, "
+            f"also between calls (data, validation, saving), give connect on all ranks a stall_timeout longer than "
+            f"{self._limit:g} s\n{shown}"
+        )
         return self._report(culprit, seen.place or seen.call or "the code between calls", text)
 
     def _of_this_rank(self, seconds: float) -> FailureReport:

@@ -178,7 +178,11 @@ class Vigil:
         )
         if not is_a(error, LaneError):
             return report
-        return replace(report, error=f"{report.error}\nWhat ranks were last seen doing:\n{self._picture()}")
+        return replace(
+            report,
+            error=f"{report.error}\nA transfer that may take as long needs connect(transfer_timeout=...). "
+            f"What ranks were last seen doing:\n{self._picture()}",
+        )
 
     def _picture(self) -> str:
         try:
@@ -241,7 +245,10 @@ class Vigil:
         found = self.heartbeats.look_after_neighbour(store, self._silence)
         if found is None:
             return None
-        noticed = f"Rank {self._place.global_rank} noticed."
+        noticed = (
+            f"Rank {self._place.global_rank} noticed. If it may be silent for so long, as in a debugger, give connect "
+            "a longer heartbeat_timeout."
+        )
         return of_lost_ranks(self._place, dict([found]), f"for {self._silence:.0f} s", noticed)
 
 

@@ -123,6 +123,7 @@ def test_a_rank_outside_of_any_call_is_named(pool: RankPool, who: int) -> None:
         assert rank == who or named == who, text
         assert f"rank {who} (stage {who}, replica 0) failed first in the code between calls" in text
         assert "while others wait: it was last seen outside of any call" in text
+        assert "give connect on all ranks a stall_timeout longer than " in text
 
 
 # -- one transfer takes too long -------------------------------------------------------------------------------------
