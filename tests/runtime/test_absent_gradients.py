@@ -18,6 +18,9 @@ import ldt
 from ldt.plan import Action, Kind, ushape
 from ldt.plan.passes import add_communication, remove_communication
 from ldt.runtime import TensorSpec
+from ldt.runtime.inference import infer_reach
+from ldt.runtime.reach import Reach
+from ldt.runtime.shards import NodeShards
 from ldt.runtime.strands import Transfer
 from ldt.testing import RankPool, ToyChunk, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
@@ -97,6 +100,18 @@ class Alternating(First):
 class Alternately(Alternating):
     def __init__(self) -> None:
         super().__init__(start=1)
+
+
+class EndsCut(nn.Module):
+    """Cuts the graph behind all of its layers in every other forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.calls = ToyChunk(16), 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.body(x).detach() if self.calls % 2 else self.body(x)
 
 
 class Never(First):
@@ -236,6 +251,11 @@ def test_none_stays_none(pool: RankPool, halves: bool) -> None:
     expected = {name: [nbytes] * 3 for name, (_, nbytes) in CASES.items()}
     found = pool.run(steps, cases, Topology([1, 1]), halves, ranks=range(2), timeout=120)
     assert found == [expected] * 2
+
+
+def test_a_tail_without_a_graph_in_its_dry_run() -> None:
+    hop = [TensorSpec((4, 16), torch.float32, requires_grad=True)]
+    assert infer_reach(EndsCut(), hop, {}, torch.device("cpu"), NodeShards()) == Reach(maybe=(0,))
 
 
 LONGER = {
