@@ -56,6 +56,9 @@ class Lane:
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A fresh tensor over the lane's receive pool; the memory goes back when the last reference dies."""
 
+    def buffers(self, sizes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+        """``empty`` for all tensors of a message. Small ones share memory in which they arrive together."""
+
     def close(self, timeout: timedelta | float = ...) -> None:
         """Waits for what is in flight, at most ``timeout`` (10 s), aborts the rest, stops the threads. Idempotent."""
 

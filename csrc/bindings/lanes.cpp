@@ -36,11 +36,25 @@ class LiveLanes {
         if (auto lane = weak.lock()) alive.push_back(std::move(lane));
       }
     }
-    for (const auto& lane : alive) lane->abort(reason);
-    for (const auto& lane : alive) lane->close(std::chrono::milliseconds(0));
+    for (const auto& lane : alive) {
+      attempt([&] { lane->abort(reason); });
+    }
+    for (const auto& lane : alive) {
+      attempt([&] { lane->close(std::chrono::milliseconds(0)); });
+    }
   }
 
  private:
+  // What one of them throws is no reason to leave out the others.
+  template <typename Step>
+  static void attempt(const Step& step) noexcept {
+    try {
+      step();
+    } catch (...) {
+      TORCH_WARN("a lane could not be stopped: ", text_of(std::current_exception()));
+    }
+  }
+
   std::mutex mutex_;
   std::vector<std::weak_ptr<Lane>> lanes_;
 };
@@ -87,8 +101,8 @@ std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOpt
     };
     const NcclCarrier::Communicators communicators{pointer(numbers->point_to_point),
                                                    pointer(numbers->stage), stage_root};
-    return std::make_unique<NcclCarrier>(groups, communicators, options.device,
-                                         options.chunk_bytes);
+    return std::make_unique<NcclCarrier>(groups, communicators, options.device, options.chunk_bytes,
+                                         require_nccl());
   }
   return nullptr;
 }
@@ -163,6 +177,7 @@ void bind_lanes(py::module_& module) {
             return lane.empty(sizes, dtype);
           },
           py::arg("sizes"), py::arg("dtype"))
+      .def("buffers", &Lane::buffers, py::arg("sizes"), py::arg("dtypes"))
       .def(
           "close",
           [](Lane& lane, Timeout timeout) {

@@ -29,10 +29,15 @@ class Carrier {
   virtual std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
                                           int peer) = 0;
   /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
-  /// the stage while it receives. `claims` has one for each tensor of `wire`.
+  /// the stage while it receives. `claims` has one for each tensor of the message.
   virtual Ends receive(const c10::Stream& stream, const WireTensors& wire,
                        const std::vector<ReceivePool::Claim>& claims, int peer,
                        bool broadcasts) = 0;
+  /// How many operations it has enqueued so far, on any stream, or some more.
+  virtual int64_t enqueued() const = 0;
+  /// Begins no call any more that the end of a communicator would disturb. Waits for one that is
+  /// under way, but not for ever.
+  virtual void shut() {}
   /// Ends what is under way, as far as that can be. Of no use after.
   virtual void abort() = 0;
   /// The stream that the lane is to use.

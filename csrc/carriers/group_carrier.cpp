@@ -4,12 +4,19 @@
 #include "common/error.h"
 
 namespace ldt {
+namespace {
+
+// To the backend's stream, the transfer there, and back.
+constexpr int64_t kOperationsOfCall = 4;
+
+}  // namespace
 
 std::shared_ptr<const End> GroupCarrier::send(const c10::Stream& /*stream*/,
                                               const WireTensors& wire, int peer) {
   std::vector<Transport::Work> transfers;
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     transfers.push_back(transport_->send(piece, peer, Transport::kPayload));
+    enqueued_ += kOperationsOfCall;
   }
   for (const auto& transfer : transfers) transfer->wait();
   return nullptr;
@@ -25,6 +32,7 @@ Ends GroupCarrier::receive(const c10::Stream& /*stream*/, const WireTensors& wir
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     if (transport_->is_leader()) transport_->receive(piece, peer, Transport::kPayload)->wait();
     if (broadcasts) broadcast.push_back(in_stage([&] { return transport_->broadcast(piece); }));
+    enqueued_ += kOperationsOfCall * (broadcasts ? 2 : 1);
   }
   for (const auto& collective : broadcast) collective->wait();
   return {};

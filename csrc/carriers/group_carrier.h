@@ -17,12 +17,14 @@ class GroupCarrier final : public Carrier {
                                   int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  int64_t enqueued() const override { return enqueued_; }
   void abort() override { transport_->abort(); }
   bool has_own_timeout() const override { return true; }
 
  private:
   std::shared_ptr<Transport> transport_;
   int64_t chunk_bytes_;
+  int64_t enqueued_ = 0;
 };
 
 }  // namespace ldt

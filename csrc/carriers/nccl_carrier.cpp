@@ -5,26 +5,12 @@
 #include "common/streams.h"
 
 namespace ldt {
-namespace {
-
-const NcclLibrary& require_nccl() {
-  const auto* library = nccl_library();
-  if (library == nullptr) {
-    throw_lane_error(
-        "NCCL cannot be called: this torch has loaded no libnccl.so.2 (it may be linked into it); "
-        "use "
-        "the process groups instead");
-  }
-  return *library;
-}
-
-}  // namespace
 
 NcclCarrier::NcclCarrier(std::shared_ptr<Transport> groups, Communicators communicators,
-                         c10::Device device, int64_t chunk_bytes)
+                         c10::Device device, int64_t chunk_bytes, const NcclLibrary& nccl)
     : groups_(std::move(groups)),
       communicators_(communicators),
-      nccl_(require_nccl()),
+      nccl_(nccl),
       chunk_bytes_(chunk_bytes),
       stage_stream_(new_lane_stream(device)),
       events_(std::make_shared<EventPool>(device)) {
@@ -33,12 +19,20 @@ NcclCarrier::NcclCarrier(std::shared_ptr<Transport> groups, Communicators commun
   if (!is_complete) throw_lane_error("expected a communicator for each group of the lane");
 }
 
+template <typename Call>
+void NcclCarrier::call(const char* what, const Call& call) {
+  const auto inside = gate_.enter();
+  nccl_.check(call(), what);
+  ++enqueued_;
+}
+
 std::shared_ptr<const End> NcclCarrier::send(const c10::Stream& stream, const WireTensors& wire,
                                              int peer) {
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
-    nccl_.check(nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
-                           communicators_.point_to_point, native(stream)),
-                "ncclSend");
+    call("ncclSend", [&] {
+      return nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
+                        communicators_.point_to_point, native(stream));
+    });
   }
   return nullptr;
 }
@@ -51,11 +45,13 @@ Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
     return {};
   }
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
-    nccl_.check(nccl_.receive(piece.mutable_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
-                              communicators_.point_to_point, native(stream)),
-                "ncclRecv");
+    call("ncclRecv", [&] {
+      return nccl_.receive(piece.mutable_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
+                           communicators_.point_to_point, native(stream));
+    });
     if (!broadcasts) continue;
     events_->record(stream)->block(stage_stream_);
+    enqueued_ += 2;
     broadcast(piece, stage_stream_);
   }
   if (broadcasts) events_->record(stage_stream_)->block(stream);
@@ -64,9 +60,15 @@ Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
 
 void NcclCarrier::broadcast(const at::Tensor& piece, const c10::Stream& stream) {
   auto* data = piece.mutable_data_ptr();
-  nccl_.check(nccl_.broadcast(data, data, piece.nbytes(), NcclLibrary::kBytes,
-                              communicators_.stage_root, communicators_.stage, native(stream)),
-              "ncclBroadcast in the stage");
+  call("ncclBroadcast in the stage", [&] {
+    return nccl_.broadcast(data, data, piece.nbytes(), NcclLibrary::kBytes,
+                           communicators_.stage_root, communicators_.stage, native(stream));
+  });
+}
+
+void NcclCarrier::abort() {
+  shut();
+  groups_->abort();
 }
 
 }  // namespace ldt

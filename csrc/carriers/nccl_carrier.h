@@ -3,11 +3,17 @@
 
 #include "carriers/carrier.h"
 #include "carriers/nccl_library.h"
+#include "common/call_gate.h"
 #include "common/event_pool.h"
 #include "transports/transport.h"
 
 namespace ldt {
 
+/// Calls and the end of their communicators exclude each other. Whoever aborts or destroys the
+/// groups shuts the carrier before: no call begins after that, and one that is under way is waited
+/// for. One that stands still, in a connection or in a full queue of the device, is ended by
+/// nothing but the abort, which NCCL allows beside it; so the wait for it is short.
+///
 /// c10d's calls take several times as long on the host as NCCL's own (docs/performance.md): they
 /// record what a watchdog looks at, and move to a stream of theirs and back.
 class NcclCarrier final : public Carrier {
@@ -23,24 +29,32 @@ class NcclCarrier final : public Carrier {
   /// `groups` owns the communicators, and can abort them. Throws LaneError where NCCL cannot be
   /// called.
   NcclCarrier(std::shared_ptr<Transport> groups, Communicators communicators, c10::Device device,
-              int64_t chunk_bytes);
+              int64_t chunk_bytes, const NcclLibrary& nccl);
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
                                   int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
-  void abort() override { groups_->abort(); }
+  int64_t enqueued() const override { return enqueued_; }
+  void shut() override { gate_.shut(kCallPatience); }
+  void abort() override;
   bool has_own_timeout() const override { return false; }
 
  private:
+  static constexpr std::chrono::milliseconds kCallPatience{2000};
+
+  template <typename Call>
+  void call(const char* what, const Call& call);
   void broadcast(const at::Tensor& piece, const c10::Stream& stream);
 
   const std::shared_ptr<Transport> groups_;
   const Communicators communicators_;
   const NcclLibrary& nccl_;
+  CallGate gate_;
   const int64_t chunk_bytes_;
   const c10::Stream stage_stream_;  // the leader's broadcasts run here, beside the next receive
   const std::shared_ptr<EventPool> events_;
+  int64_t enqueued_ = 0;
 };
 
 }  // namespace ldt

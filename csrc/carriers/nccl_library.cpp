@@ -30,4 +30,14 @@ const NcclLibrary* nccl_library() {
   return library;
 }
 
+const NcclLibrary& require_nccl() {
+  const auto* library = nccl_library();
+  if (library == nullptr) {
+    throw_lane_error(
+        "NCCL cannot be called: this torch has loaded no libnccl.so.2 (it may be linked into it); "
+        "use the process groups instead");
+  }
+  return *library;
+}
+
 }  // namespace ldt

@@ -24,5 +24,7 @@ struct NcclLibrary {
 
 /// Null where torch brings no NCCL, or one that is linked into it.
 const NcclLibrary* nccl_library();
+/// The same. Throws LaneError where there is none.
+const NcclLibrary& require_nccl();
 
 }  // namespace ldt

@@ -21,10 +21,9 @@ End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const ch
 std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire,
                                              int peer) {
   auto& to = end_for(routes_.senders, peer, "to");
-  for (const auto& tensor : wire.contiguous()) {
-    const auto bytes = static_cast<int64_t>(tensor.nbytes());
-    if (bytes == 0) continue;
-    to.begin(stream, {static_cast<const char*>(tensor.const_data_ptr()), bytes, bytes}, patience_);
+  for (const auto& [data, first] : wire.transfers()) {
+    const auto bytes = static_cast<int64_t>(data.nbytes());
+    to.begin(stream, {static_cast<const char*>(data.const_data_ptr()), bytes, bytes}, patience_);
     to.push(stream, bytes);
   }
   return to.sent();
@@ -35,14 +34,11 @@ Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
                           bool broadcasts) {
   auto& from = routes_.from_stage ? *routes_.from_stage : end_for(routes_.receivers, peer, "from");
   auto* const to = broadcasts ? routes_.to_stage.get() : nullptr;
-  const auto& tensors = wire.contiguous();
   bool by_itself = to == nullptr;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].numel() == 0) continue;
-    const PeerReceiver::Target target{static_cast<char*>(tensors[i].mutable_data_ptr()),
-                                      static_cast<int64_t>(tensors[i].nbytes()),
-                                      claims[i] != ReceivePool::Claim::kForeign,
-                                      claims[i] == ReceivePool::Claim::kFree};
+  for (const auto& [data, first] : wire.transfers()) {
+    const PeerReceiver::Target target{
+        static_cast<char*>(data.mutable_data_ptr()), static_cast<int64_t>(data.nbytes()),
+        claims[first] != ReceivePool::Claim::kForeign, claims[first] == ReceivePool::Claim::kFree};
     if (to != nullptr) {
       pass_on(stream, target, from, *to);
       continue;
@@ -71,6 +67,12 @@ void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target&
 int64_t PeerCarrier::bounced() const {
   int64_t count = routes_.from_stage ? routes_.from_stage->bounced() : 0;
   for (const auto& [peer, end] : routes_.receivers) count += end->bounced();
+  return count;
+}
+
+int64_t PeerCarrier::enqueued() const {
+  int64_t count = 0;
+  for_each_end([&](const auto& end) { count += end.enqueued(); });
   return count;
 }
 

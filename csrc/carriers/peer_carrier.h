@@ -33,6 +33,7 @@ class PeerCarrier final : public Carrier {
                                   int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  int64_t enqueued() const override;
   void abort() override;
   int64_t bounced() const override;
   c10::Stream stream(c10::Device /*device*/) override { return routes_.stream->stream(); }

@@ -3,6 +3,7 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/util/strides.h>
 
 #include <algorithm>
 #include <sstream>
@@ -25,6 +26,44 @@ at::Tensor byte_view(const at::Tensor& contiguous) {
   bytes.set_(contiguous.storage(), contiguous.storage_offset() * contiguous.element_size(),
              {static_cast<int64_t>(contiguous.nbytes())}, {1});
   return bytes;
+}
+
+// Contiguous memory like the tensor's, of its own or from `offset` in `block` on.
+at::Tensor memory_like(const at::Tensor& tensor) {
+  c10::InferenceMode off(false);
+  return at::empty(tensor.sizes(), tensor.options().requires_grad(false));
+}
+
+at::Tensor part_like(const at::Tensor& tensor, const at::Tensor& block, int64_t offset) {
+  c10::InferenceMode off(false);
+  auto part = at::empty({0}, tensor.options().requires_grad(false));
+  part.set_(block.storage(), offset / tensor.element_size(), tensor.sizes(),
+            c10::contiguous_strides(tensor.sizes()));
+  return part;
+}
+
+// Gaps are zeroed: what was in that memory before is nobody's business at the other end.
+at::Tensor new_block(const Packing& packing, c10::Device device) {
+  c10::InferenceMode off(false);
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  return packing.has_gaps ? at::zeros({packing.bytes}, options)
+                          : at::empty({packing.bytes}, options);
+}
+
+// Plain ones as bytes and all together, which on a device are few launches.
+void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
+  // They may be inference tensors or leaves that need gradients: write the data, no autograd.
+  c10::InferenceMode data_only;
+  std::vector<at::Tensor> to, from;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    if (!is_plain(targets[i]) || !is_plain(sources[i])) {
+      targets[i].copy_(sources[i]);
+      continue;
+    }
+    to.push_back(byte_view(targets[i]));
+    from.push_back(byte_view(sources[i]));
+  }
+  if (!to.empty()) at::_foreach_copy_(to, from);
 }
 
 }  // namespace
@@ -52,6 +91,7 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
 
 WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
                          const Title& title) {
+  std::vector<int64_t> sizes;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
     if (!travels(tensor)) {
@@ -65,41 +105,75 @@ WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device dev
                        "; move it there first");
     }
     tensors_.push_back(tensor.detach());
-    bytes_ += static_cast<int64_t>(tensor.nbytes());
+    sizes.push_back(static_cast<int64_t>(tensor.nbytes()));
+    bytes_ += sizes.back();
   }
+  packing_ = Packing::of(sizes, device);
 }
 
 WireTensors WireTensors::for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
                                   const Title& title) {
   WireTensors wire(tensors, device, title);
-  for (const auto& tensor : wire.tensors_) {
-    wire.staged_.push_back(is_plain(tensor) ? tensor
-                                            : tensor.resolve_conj().resolve_neg().contiguous());
-  }
+  const bool packs = !wire.packing_.members.empty();
+  wire.add_transfers(packs ? new_block(wire.packing_, device) : at::Tensor(), false);
+  copy_all(wire.staged_, wire.originals_);
   return wire;
 }
 
 WireTensors WireTensors::for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                     const Title& title) {
+                                     const Title& title, const FindBlock& find_block) {
   WireTensors wire(tensors, device, title);
   for (size_t i = 0; i < wire.tensors_.size(); ++i) {
-    const auto& tensor = wire.tensors_[i];
-    if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    if (at::has_internal_overlap(wire.tensors_[i]) == at::MemOverlap::Yes) {
       throw_lane_error(title, ": tensor ", i,
                        " overlaps itself (an expanded tensor?) and cannot be received into; ",
                        "receive into a contiguous tensor");
     }
-    wire.staged_.push_back(is_plain(tensor) ? tensor : at::empty(tensor.sizes(), tensor.options()));
   }
+  if (wire.packing_.members.empty()) {
+    wire.add_transfers({}, false);
+    return wire;
+  }
+  const auto members = wire.members();
+  const bool are_plain = std::all_of(members.begin(), members.end(), is_plain);
+  auto block = are_plain && find_block ? find_block(members, wire.packing_) : at::Tensor();
+  const bool is_in_place = block.defined();
+  wire.add_transfers(is_in_place ? block : new_block(wire.packing_, device), is_in_place);
   return wire;
+}
+
+std::vector<at::Tensor> WireTensors::members() const {
+  std::vector<at::Tensor> members;
+  for (const auto i : packing_.members) members.push_back(tensors_[i]);
+  return members;
+}
+
+// The block goes where its first member would. `is_in_place`: the members lie in it.
+void WireTensors::add_transfers(const at::Tensor& block, bool is_in_place) {
+  size_t member = 0;
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    const auto& tensor = tensors_[i];
+    if (member < packing_.members.size() && packing_.members[member] == i) {
+      if (member == 0) transfers_.push_back({block, i});
+      if (!is_in_place) stage(tensor, part_like(tensor, block, packing_.offsets[member]));
+      ++member;
+    } else if (tensor.numel() > 0) {
+      transfers_.push_back({is_plain(tensor) ? tensor : stage(tensor, memory_like(tensor)), i});
+    }
+  }
+}
+
+at::Tensor WireTensors::stage(const at::Tensor& tensor, at::Tensor memory) {
+  originals_.push_back(tensor);
+  staged_.push_back(memory);
+  return memory;
 }
 
 std::vector<at::Tensor> WireTensors::pieces(int64_t chunk_bytes) const {
   std::vector<at::Tensor> pieces;
-  for (const auto& tensor : staged_) {
-    const auto total = static_cast<int64_t>(tensor.nbytes());
-    if (total == 0) continue;
-    const auto bytes = byte_view(tensor);
+  for (const auto& transfer : transfers_) {
+    const auto total = static_cast<int64_t>(transfer.data.nbytes());
+    const auto bytes = byte_view(transfer.data);
     for (int64_t begin = 0; begin < total; begin += chunk_bytes) {
       pieces.push_back(bytes.narrow(0, begin, std::min(chunk_bytes, total - begin)));
     }
@@ -107,18 +181,13 @@ std::vector<at::Tensor> WireTensors::pieces(int64_t chunk_bytes) const {
   return pieces;
 }
 
-void WireTensors::unstage() {
-  // The targets may be inference tensors or leaves that need gradients: write the data, no
-  // autograd.
-  c10::InferenceMode data_only;
-  for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (!tensors_[i].is_same(staged_[i])) tensors_[i].copy_(staged_[i]);
-  }
-}
+void WireTensors::unstage() { copy_all(originals_, staged_); }
 
 void WireTensors::release() {
   tensors_.clear();
+  transfers_.clear();
   staged_.clear();
+  originals_.clear();
 }
 
 }  // namespace ldt

@@ -4,9 +4,11 @@
 
 #include <ATen/ATen.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
+#include "common/packing.h"
 #include "common/title.h"
 
 namespace ldt {
@@ -26,33 +28,48 @@ bool travels(const at::Tensor& tensor);
 /// `title`, for tensors that cannot travel.
 class WireTensors {
  public:
-  /// Non-contiguous tensors and conjugated or negated views are copied now, on the current stream;
-  /// the copy lives here.
+  /// What Packing puts together is copied now, on the current stream, and so are non-contiguous
+  /// tensors and conjugated or negated views; the copies live here.
   static WireTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
                               const Title& title);
-  /// Such targets get a contiguous staging tensor; `unstage` copies it over.
+  /// The memory, as bytes, in which `members` lie at the offsets of the packing; undefined if they
+  /// do not lie so.
+  using FindBlock =
+      std::function<at::Tensor(const std::vector<at::Tensor>& members, const Packing& packing)>;
+  /// Such targets get contiguous staging memory, unless `find_block` knows that of those that are
+  /// packed; `unstage` copies it over.
   static WireTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                 const Title& title);
+                                 const Title& title, const FindBlock& find_block = nullptr);
 
-  /// uint8 views of the contiguous data, at most `chunk_bytes` each, in order. Tensors without
-  /// elements have none.
+  /// A contiguous tensor that travels: one of the message, or more in one block. `first` is the
+  /// place in the message of the first that it has.
+  struct Transfer {
+    at::Tensor data;
+    size_t first;
+  };
+  const std::vector<Transfer>& transfers() const { return transfers_; }
+  /// uint8 views of what travels, at most `chunk_bytes` each, in order.
   std::vector<at::Tensor> pieces(int64_t chunk_bytes) const;
-  /// After a receive: fills the targets that have a staging tensor.
+  /// After a receive: fills the targets that have staging memory.
   void unstage();
   /// Lets go of all memory.
   void release();
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
-  /// What travels: the tensors, or in place of one that is not plain its copy.
-  const std::vector<at::Tensor>& contiguous() const { return staged_; }
   int64_t bytes() const { return bytes_; }
 
  private:
   WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device, const Title& title);
 
+  std::vector<at::Tensor> members() const;
+  void add_transfers(const at::Tensor& block, bool is_in_place);
+  at::Tensor stage(const at::Tensor& tensor, at::Tensor memory);
+
   std::vector<at::Tensor> tensors_;  // aliases of what the caller gave
-  std::vector<at::Tensor>
-      staged_;  // contiguous and plain; the same tensor where tensors_ is that already
+  Packing packing_;
+  std::vector<Transfer> transfers_;  // those with elements
+  std::vector<at::Tensor> staged_;   // contiguous and plain, in place of
+  std::vector<at::Tensor> originals_;
   int64_t bytes_ = 0;
 };
 

@@ -85,7 +85,7 @@ Lane::Work HostLane::launch_send(const std::vector<at::Tensor>& tensors, int pee
 
 Lane::Work HostLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
                                     const Title& title) {
-  auto wire = WireTensors::for_receive(tensors, options_.device, title);
+  auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
   if (transport_->is_leader()) {
     return launch(incoming_, std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV,
                                                               std::move(wire), peer, title.text()));

@@ -54,6 +54,12 @@ class Lane {
     check_process();
     return pool_->empty(sizes, dtype);
   }
+  /// For all tensors of one message: see ReceivePool.
+  std::vector<at::Tensor> buffers(const std::vector<std::vector<int64_t>>& sizes,
+                                  const std::vector<at::ScalarType>& dtypes) {
+    check_process();
+    return pool_->buffers(sizes, dtypes);
+  }
 
   /// Waits for what is in flight, at most `timeout`, then aborts what is left and stops.
   /// Idempotent. Throws LaneError for a negative timeout.

@@ -50,23 +50,60 @@ ReceivePool::~ReceivePool() {
   if (!owner_.is_here()) return;  // the device is the parent's
   try {
     for (const auto& block : idle_) order_before_free(block);
-  } catch (const std::exception&) {  // the device is gone, as at interpreter exit
+  } catch (...) {  // the device is gone, as at interpreter exit
   }
 }
 
 at::Tensor ReceivePool::empty(at::IntArrayRef sizes, at::ScalarType dtype) {
-  if (c10::isQIntType(dtype)) {
-    throw_lane_error("dtype: expected one that is not quantized, got ", dtype_name(dtype),
-                     "; receive its int_repr() and its scales instead");
+  return buffers({sizes.vec()}, {dtype}).front();
+}
+
+std::vector<at::Tensor> ReceivePool::buffers(const std::vector<std::vector<int64_t>>& sizes,
+                                             const std::vector<at::ScalarType>& dtypes) {
+  TORCH_CHECK_VALUE(sizes.size() == dtypes.size(), "expected a dtype for each of ", sizes.size(),
+                    " sizes, got ", dtypes.size());
+  std::vector<int64_t> bytes;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (c10::isQIntType(dtypes[i])) {
+      throw_lane_error("dtype: expected one that is not quantized, got ", dtype_name(dtypes[i]),
+                       "; receive its int_repr() and its scales instead");
+    }
+    bytes.push_back(bytes_of(sizes[i], dtypes[i]));
   }
-  const auto bytes = bytes_of(sizes, dtype);
-  if (bytes == 0) return at::empty(sizes, at::TensorOptions().dtype(dtype).device(device_));
-  auto block = take(bytes);
-  void* address = block.memory.mutable_data_ptr();
+  const auto packing = Packing::of(bytes, device_);
+  const auto block = packing.members.empty() ? nullptr : lend(packing.bytes);
+  std::vector<at::Tensor> tensors;
+  size_t member = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (bytes[i] == 0) {
+      const auto options = at::TensorOptions().dtype(dtypes[i]).device(device_);
+      tensors.push_back(at::empty(sizes[i], options));
+    } else if (member < packing.members.size() && packing.members[member] == i) {
+      tensors.push_back(tensor_of(block, packing.offsets[member++], sizes[i], dtypes[i]));
+    } else {
+      tensors.push_back(tensor_of(lend(bytes[i]), 0, sizes[i], dtypes[i]));
+    }
+  }
+  return tensors;
+}
+
+std::shared_ptr<ReceivePool::Loan> ReceivePool::lend(int64_t bytes) {
+  auto loan = std::make_shared<Loan>();
+  loan->block = take(bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  loans_.insert(loan.get());
+  peak_in_use_ = std::max(peak_in_use_, loans_.size());
+  return loan;
+}
+
+// Each has a storage of its own, so that none seems to overlap another.
+at::Tensor ReceivePool::tensor_of(const std::shared_ptr<Loan>& loan, int64_t offset,
+                                  at::IntArrayRef sizes, at::ScalarType dtype) {
+  auto* const address = static_cast<char*>(loan->block.memory.mutable_data_ptr()) + offset;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    in_use_.emplace(address, std::move(block));
-    peak_in_use_ = std::max(peak_in_use_, in_use_.size());
+    in_use_.emplace(address, loan);
+    ++loan->tensors;
   }
   return borrowed_tensor(address, sizes, dtype, device_,
                          [pool = shared_from_this()](void* data) { pool->give_back(data); });
@@ -106,33 +143,47 @@ ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
 
 void ReceivePool::give_back(void* address) noexcept {
   if (!owner_.is_here()) return;
-  std::shared_ptr<const End> last_use;
-  if (stream_) {
-    try {
-      const c10::impl::VirtualGuardImpl backend(device_.type());
-      last_use = events_->record(backend.getStream(device_));
-    } catch (...) {
-      // The device is gone, as at interpreter exit: drop the block instead of reusing it unordered.
-      std::lock_guard<std::mutex> lock(mutex_);
-      in_use_.erase(address);
-      return;
-    }
-  }
+  std::shared_ptr<Loan> loan;  // freed after the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = in_use_.find(address);
-  auto block = std::move(found->second);
+  const auto found = in_use_.find(address);
+  loan = std::move(found->second);
   in_use_.erase(found);
-  block.last_use = std::move(last_use);
-  block.claimed = false;
-  idle_.push_back(std::move(block));
-  make_room(0);
+  note_user(*loan);
+  if (--loan->tensors > 0) return;
+  loans_.erase(loan.get());
+  if (!loan->is_lost) take_back(std::move(loan->block), loan->users);
+}
+
+void ReceivePool::note_user(Loan& loan) noexcept {
+  if (!stream_) return;
+  try {
+    const auto user = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    auto& users = loan.users;
+    if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
+  } catch (...) {  // the device is gone, as at interpreter exit
+    loan.is_lost = true;
+  }
+}
+
+void ReceivePool::take_back(Block block, const std::vector<c10::Stream>& users) noexcept {
+  try {
+    block.last_use = nullptr;
+    for (const auto& user : users) {
+      std::shared_ptr<const End> end = events_->record(user);
+      block.last_use = block.last_use ? std::make_shared<BothEnds>(block.last_use, end) : end;
+    }
+    block.claimed = false;
+    idle_.push_back(std::move(block));
+    make_room(0);
+  } catch (...) {  // the device is gone: rather no block than one that is reused unordered
+  }
 }
 
 // Drops what was idle the longest until `blocks` more are not too many: blocks of sizes that no
 // longer come would pile up.
 void ReceivePool::make_room(size_t blocks) {
-  const auto most = std::max(peak_in_use_, in_use_.size() + blocks);
-  while (!idle_.empty() && in_use_.size() + idle_.size() + blocks > most) {
+  const auto most = std::max(peak_in_use_, loans_.size() + blocks);
+  while (!idle_.empty() && loans_.size() + idle_.size() + blocks > most) {
     const auto oldest = idle_.begin();
     order_before_free(*oldest);
     idle_.erase(oldest);
@@ -146,11 +197,48 @@ void ReceivePool::order_before_free(const Block& block) {
   }
 }
 
-ReceivePool::Claim ReceivePool::claim(const at::Tensor& tensor) {
+std::shared_ptr<ReceivePool::Loan> ReceivePool::loan_of(const at::Tensor& tensor) const {
+  const auto found = in_use_.find(tensor.storage().mutable_data());
+  return found == in_use_.end() ? nullptr : found->second;
+}
+
+WireTensors::FindBlock ReceivePool::block_finder() const {
+  return [this](const std::vector<at::Tensor>& members, const Packing& packing) {
+    return find_block(members, packing);
+  };
+}
+
+at::Tensor ReceivePool::find_block(const std::vector<at::Tensor>& members,
+                                   const Packing& packing) const {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found == in_use_.end()) return Claim::kForeign;
-  auto& block = found->second;
+  const auto loan = loan_of(members.front());
+  if (!loan || loan->block.memory.numel() < packing.bytes) return {};
+  const auto* const begin = static_cast<const char*>(loan->block.memory.const_data_ptr());
+  for (size_t i = 0; i < members.size(); ++i) {
+    const bool lies_there = members[i].const_data_ptr() == begin + packing.offsets[i];
+    if (!lies_there || loan_of(members[i]) != loan) return {};
+  }
+  return loan->block.memory.narrow(0, 0, packing.bytes);
+}
+
+std::vector<ReceivePool::Claim> ReceivePool::claim(const std::vector<at::Tensor>& tensors) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::unordered_map<Loan*, Claim> claimed{{nullptr, Claim::kForeign}};
+  std::vector<Claim> claims;
+  for (const auto& tensor : tensors) {
+    if (tensor.numel() == 0) {
+      claims.push_back(Claim::kFree);
+      continue;
+    }
+    const auto loan = loan_of(tensor);
+    const auto known = claimed.find(loan.get());
+    claims.push_back(known == claimed.end() ? claim(loan->block) : known->second);
+    claimed.emplace(loan.get(), claims.back());
+  }
+  return claims;
+}
+
+ReceivePool::Claim ReceivePool::claim(Block& block) {
   if (block.claimed) {
     if (block.last_read) block.last_read->block(*stream_);
     return Claim::kForeign;
@@ -168,16 +256,16 @@ ReceivePool::Claim ReceivePool::claim(const at::Tensor& tensor) {
 void ReceivePool::note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
                             std::shared_ptr<const End> read) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = in_use_.find(tensor.storage().mutable_data());
-  if (found == in_use_.end()) return;
-  found->second.last_receive = std::move(received);
-  found->second.last_read = std::move(read);
+  const auto loan = loan_of(tensor);
+  if (!loan) return;
+  loan->block.last_receive = std::move(received);
+  loan->block.last_read = std::move(read);
 }
 
 int64_t ReceivePool::bytes() const {
   std::lock_guard<std::mutex> lock(mutex_);
   int64_t total = 0;
-  for (const auto& [address, block] : in_use_) total += block.memory.numel();
+  for (const auto* loan : loans_) total += loan->block.memory.numel();
   for (const auto& block : idle_) total += block.memory.numel();
   return total;
 }

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
+#include "common/interrupt.h"
 #include "common/streams.h"
 #include "common/timeout.h"
 #include "peers/peer_device.h"
@@ -15,6 +17,13 @@ namespace ldt {
 namespace {
 
 constexpr std::chrono::milliseconds kAbortPatience{2000};
+
+// A queue of CUDA holds about 1024 operations, and a message of 16 transfers, the most that one
+// has, takes some 64 of them.
+constexpr int64_t kMostOperations = 896;
+// Of a message, besides the carrier's: events, and for a receive those of its memory.
+constexpr int64_t kOperationsOfSend = 2;
+constexpr int64_t kOperationsOfReceive = 5;
 
 void order_after(const Transport::Work& transfer) { transfer->wait(); }
 
@@ -77,6 +86,7 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
   refuse_capture(title);
   retire();
   // Copies, if any, are made on the current stream.
+  wait_for_room(title);
   auto wire = WireTensors::for_send(tensors, options_.device, title);
   wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
@@ -97,13 +107,14 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
                                       const Title& title) {
   refuse_capture(title);
   retire();
-  const auto claims = claim(tensors);
+  wait_for_room(title);
+  const auto claims = pool_->claim(tensors);
   const bool pooled =
       std::find(claims.begin(), claims.end(), ReceivePool::Claim::kForeign) == claims.end();
   // A tensor of the caller's may still be read by what is queued on the current stream.
   if (!pooled) wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
-  auto wire = WireTensors::for_receive(tensors, options_.device, title);
+  auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
   const bool agreed = !options_.announce || agree(wire, peer, title);
   const bool broadcasts = transport_->has_stage();
   const auto ends = carried(c10d::OpType::RECV, wire, title, [&] {
@@ -127,12 +138,32 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   return finish(c10d::OpType::RECV, std::move(over), std::move(wire), title.label());
 }
 
-std::vector<ReceivePool::Claim> StreamLane::claim(const std::vector<at::Tensor>& tensors) {
-  std::vector<ReceivePool::Claim> claims;
-  for (const auto& tensor : tensors) {
-    claims.push_back(tensor.numel() > 0 ? pool_->claim(tensor) : ReceivePool::Claim::kFree);
+// A host that enqueues into a full queue blocks in the driver, where nothing ends it and no other
+// thread may get in. Here it sees failures, and what it waits for: that the other end goes on.
+void StreamLane::wait_for_room(const Title& title) {
+  if (operations_ <= kMostOperations) return;
+  const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
+  while (pending_operations() > kMostOperations) {
+    failure_->throw_if_happened();
+    check_interrupt();
+    if (std::chrono::steady_clock::now() >= deadline) {
+      throw_lane_error(
+          title, ": earlier messages of this lane have more than ", kMostOperations,
+          " operations in the queue of the device, which holds few more, and that for ",
+          options_.timeout.count(), " ms: does the rank at the other end still take part?");
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  return claims;
+}
+
+int64_t StreamLane::pending_operations() {
+  retire();
+  int64_t pending = 0;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& message : in_flight_) {
+    if (!message.end->is_reached()) pending += message.operations;
+  }
+  return pending;
 }
 
 // Compares what this end expects with what the sender has, and in the stage what all expect. False:
@@ -183,8 +214,12 @@ Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end,
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    in_flight_.push_back(
-        {std::move(end), std::move(wire), verb, label, std::chrono::steady_clock::now()});
+    const auto enqueued = carrier_->enqueued();
+    const auto own = type == c10d::OpType::SEND ? kOperationsOfSend : kOperationsOfReceive;
+    const auto operations = enqueued - std::exchange(counted_, enqueued) + own;
+    in_flight_.push_back({std::move(end), std::move(wire), verb, label,
+                          std::chrono::steady_clock::now(), operations});
+    operations_ += operations;
   }
   if (failure_->happened()) end_transfers();  // the abort came before there was something to end
   return work;
@@ -194,19 +229,24 @@ bool StreamLane::retire() {
   std::deque<InFlight> done;  // freed after the lock: a tensor's deleter may come back to the lane
   std::lock_guard<std::mutex> lock(mutex_);
   while (!in_flight_.empty() && in_flight_.front().end->is_reached()) {
+    operations_ -= in_flight_.front().operations;
     done.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
   }
   return in_flight_.empty();
 }
 
-bool StreamLane::drain(std::chrono::milliseconds timeout) {
+bool StreamLane::drain(std::chrono::milliseconds timeout) noexcept {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  while (!retire()) {
-    if (std::chrono::steady_clock::now() >= deadline) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  try {
+    while (!retire()) {
+      if (std::chrono::steady_clock::now() >= deadline) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(200));
+    }
+    return true;
+  } catch (...) {  // a device that has failed answers with an error: nothing ends there any more
+    return false;
   }
-  return true;
 }
 
 // Takes nothing out, as that would give memory back under this thread's current stream.
@@ -225,14 +265,30 @@ std::string StreamLane::overdue() {
                   options_.timeout.count() / 1000.0, " s");
 }
 
+template <typename Step>
+void StreamLane::attempt(const char* failed, const Step& step) noexcept {
+  try {
+    step();
+  } catch (...) {
+    TORCH_WARN("lane ", options_.name, " ", failed, ": ", text_of(std::current_exception()));
+  }
+}
+
 void StreamLane::abort(const std::string& reason) {
   failure_->set(reason);
-  if (!retire()) end_transfers();
+  shut_carrier();
+  if (!drain(std::chrono::milliseconds(0))) end_transfers();
 }
 
 // A transfer whose peer is gone keeps the device waiting: only the backend can end it.
-void StreamLane::end_transfers() {
-  if (!has_ended_transfers_.exchange(true)) carrier_->abort();
+void StreamLane::end_transfers() noexcept {
+  if (has_ended_transfers_.exchange(true)) return;
+  attempt("could not end what is under way", [&] { carrier_->abort(); });
+}
+
+// Whoever ends the communicators comes after this.
+void StreamLane::shut_carrier() noexcept {
+  attempt("could not wait for a call that is under way", [&] { carrier_->shut(); });
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {
@@ -246,6 +302,7 @@ void StreamLane::close(std::chrono::milliseconds timeout) {
     }
   }
   failure_->set(c10::str("lane ", options_.name, ": is closed"));
+  shut_carrier();
 }
 
 }  // namespace ldt

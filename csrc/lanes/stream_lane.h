@@ -42,16 +42,27 @@ class StreamLane final : public Lane {
     const char* verb;
     std::string label;
     std::chrono::steady_clock::time_point since;
+    int64_t operations;  // that it took
   };
 
   Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const Title& title) override;
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
                       const Title& title) override;
 
-  void end_transfers();
+  // None of these throws, whatever the device answers: what is behind them must be done all the
+  // same.
+  void end_transfers() noexcept;
+  void shut_carrier() noexcept;
+  template <typename Step>
+  void attempt(const char* failed, const Step& step) noexcept;
+
   void wait_for_current_stream();
   void refuse_capture(const Title& title) const;
-  std::vector<ReceivePool::Claim> claim(const std::vector<at::Tensor>& tensors);
+  /// Returns when the lane's stream has room for a message. Throws LaneError if that takes longer
+  /// than the timeout.
+  void wait_for_room(const Title& title);
+  /// Of all messages that are not done.
+  int64_t pending_operations();
   bool agree(const WireTensors& wire, int peer, const Title& title);
   void count_received(int64_t bytes, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
@@ -63,8 +74,8 @@ class StreamLane final : public Lane {
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
   /// left.
   bool retire();
-  /// Waits until none is left; false if that takes longer.
-  bool drain(std::chrono::milliseconds timeout);
+  /// Waits until none is left; false if that takes longer, or if the device does not tell.
+  bool drain(std::chrono::milliseconds timeout) noexcept;
 
   const std::unique_ptr<Carrier> carrier_;
   PeerDevice* const driver_;  // null: the device has none
@@ -72,6 +83,8 @@ class StreamLane final : public Lane {
   const std::shared_ptr<EventPool> events_;
   std::mutex mutex_;
   std::deque<InFlight> in_flight_;
+  std::atomic<int64_t> operations_{0};  // of all in there
+  int64_t counted_ = 0;                 // of what the carrier has enqueued
   std::atomic<bool> has_ended_transfers_{false};
 };
 

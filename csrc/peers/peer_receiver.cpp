@@ -34,6 +34,7 @@ void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_
   if (target.may_post && exports_.locate(target.address, mine) && !target.is_free) {
     mine.ready = readied_ + 1;
   }
+  ++enqueued_;  // what tells, or waits, that the target is free
   ledger_->note_use(stream);
   const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kReceiver, mine, patience);
   ++number_;
@@ -64,6 +65,7 @@ void PeerReceiver::await(const c10::Stream& stream, int64_t bytes) {
 
 void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
   const auto grains = grains_in(wanted, decided_.grain);
+  ++enqueued_;
   driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
   done_ = std::min(target_.bytes, static_cast<int64_t>(grains * decided_.grain));
 }
@@ -71,6 +73,7 @@ void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
 void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
   const auto* source = imports_.address_of(decided_.block, decided_.offset, decided_.bytes);
   while (done_ < wanted) {
+    enqueued_ += kOperationsOfPiece;
     const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
     const auto grains = grains_in(done_ + bytes, decided_.grain);
     driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
@@ -83,6 +86,7 @@ void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
 void PeerReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
   const auto* slots = static_cast<const char*>(bounce_.const_data_ptr());
   while (done_ < wanted) {
+    enqueued_ += kOperationsOfPiece;
     const auto bytes = std::min(Ledger::kBounceSlotBytes, target_.bytes - done_);
     const auto slot = static_cast<int64_t>(freed_ % Ledger::kBounceSlots);
     const auto grains = grains_in(done_ + bytes, decided_.grain);

@@ -37,6 +37,9 @@ class PeerReceiver {
   /// When it is there.
   std::shared_ptr<const End> end() const;
 
+  /// How many operations it has enqueued so far, or a few more.
+  int64_t enqueued() const { return enqueued_; }
+
   /// After a failure: no wait of the other end ends any more, as what comes now is not to be used.
   void hold();
   /// And all waits of this end end, for good.
@@ -54,6 +57,7 @@ class PeerReceiver {
   at::Tensor bounce_;  // the slots
 
   std::atomic<int64_t> bounced_{0};
+  int64_t enqueued_ = 0;
   uint64_t number_ = 0;   // of the next message
   uint64_t arrived_ = 0;  // counts of Ledger::arrived up to the end of this message
   uint64_t freed_ = 0;

@@ -32,6 +32,7 @@ void PeerSender::begin(const c10::Stream& stream, const Source& source,
   mine.bytes = static_cast<uint64_t>(source.bytes);
   mine.grain = static_cast<uint64_t>(source.grain);
   if (source.may_offer && exports_) exports_->locate(source.address, mine);
+  ++enqueued_;  // what tells, or waits, that the target is free
   ledger_->note_use(stream);
   const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kSender, mine, patience);
   ++number_;
@@ -53,6 +54,7 @@ void PeerSender::push(const c10::Stream& stream, int64_t bytes) {
   // The flag is written behind each whole grain, and behind the end of the message.
   const auto until = std::min(done_ + bytes, source_.bytes);
   while (done_ < until) {
+    enqueued_ += kOperationsOfPiece;
     const auto piece = std::min(until - done_, grain_ - done_ % grain_);
     if (course_ != Ledger::Course::kOffered) copy(stream, piece);
     done_ += piece;

@@ -33,6 +33,9 @@ class PeerSender {
   /// When the other end has read all messages so far that it reads from here. Null: there was none.
   std::shared_ptr<const End> taken() const;
 
+  /// How many operations it has enqueued so far, or a few more.
+  int64_t enqueued() const { return enqueued_; }
+
   /// After a failure: no wait of the other end ends any more, as what comes now is not to be used.
   void hold();
   /// And all waits of this end end, for good.
@@ -46,6 +49,7 @@ class PeerSender {
   std::optional<Exports> exports_;
   Imports imports_;
 
+  int64_t enqueued_ = 0;
   uint64_t number_ = 0;   // of the next message
   uint64_t arrived_ = 0;  // what Ledger::arrived was set to
   uint64_t bounced_ = 0;  // slots that were filled

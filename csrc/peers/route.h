@@ -15,6 +15,9 @@
 
 namespace ldt {
 
+/// At most, for each piece that moves: a wait, a copy, a flag.
+constexpr int64_t kOperationsOfPiece = 3;
+
 /// The peer device of `device`. Throws LaneError saying why there is none.
 PeerDevice& require_peer_device(c10::Device device);
 

@@ -60,8 +60,8 @@ void GroupTransport::abort() {
     if (!group) continue;
     try {
       group->abort();
-    } catch (const std::exception& error) {
-      TORCH_WARN("a process group could not be aborted: ", error.what());
+    } catch (...) {  // the other one must be all the same
+      TORCH_WARN("a process group could not be aborted: ", text_of(std::current_exception()));
     }
   }
 }

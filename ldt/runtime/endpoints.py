@@ -66,7 +66,7 @@ class Endpoint:
         nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
         if self._is_cut(nbytes) or any(spec.shard is not None for spec in specs):
             return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs]
-        return [self.lane.empty(shape, dtype) for shape, dtype in pairs]
+        return self.lane.buffers([list(shape) for shape in shapes], [spec.dtype for spec in specs])
 
     def send(
         self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None

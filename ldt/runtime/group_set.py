@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -29,9 +29,11 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     After a failure, that is: ``abort`` ends at once what backends know to abort, ``break_all`` also what goes through
     gloo, and is for a rank that has left its groups or waits in vain there; ``drop`` destroys what is left.
+    ``before_abort`` is called before any group is aborted: it ends the calls of those that use their communicators.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before_abort: Callable[[], None] = lambda: None) -> None:
+        self._before_abort = before_abort
         self._store: Any = None
         self._to_store = Connections()
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -71,6 +73,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def abort(self) -> None:
         """After a failure: end what can be aborted, and the wait for ranks that do not come to make a group."""
         self._to_store.cut()
+        self._before_abort()
         for name, group in list(self._groups.items()):
             with self._aborting:  # not while the backend does it, which may take long
                 if name in self._connections or name in self._aborted:

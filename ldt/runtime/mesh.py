@@ -73,7 +73,7 @@ class Mesh(Place):
         self._key = key
         self._store = store
         self._connect_again = connect_again
-        self._groups = GroupSet()
+        self._groups = GroupSet(self._abort_lanes)
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
         self._watched: tuple[Lane, ...] = ()
@@ -354,12 +354,16 @@ class Mesh(Place):
 
     def _on_failure(self, report: FailureReport) -> None:
         logger.info("%s; rank %d aborts its lanes", report.describe(), self.global_rank)
+        self._groups.abort()
+
+    def _abort_lanes(self) -> None:
+        """After a failure, and before groups are aborted: NCCL must not be called with their communicators then."""
+        first = self.failures.first
+        reason = "the mesh is closed" if first is None else first.describe()
         post = [] if self._post is None else self._post.lanes()
         end_all(
-            (f"abort lane {lane.name}", partial(lane.abort, report.describe()))
-            for lane in [*self.all_lanes(), *post]
+            (f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post]
         )
-        self._groups.abort()
 
     def _overdue(self) -> str:
         """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
@@ -370,6 +374,8 @@ class Mesh(Place):
     def _drop_lanes(self) -> None:
         """A method of its own, so that no variable outlives it: a lane holds its groups."""
         deadline = time.monotonic() + _CLOSING_SECONDS
+        if self.failed:
+            self._abort_lanes()
         lanes = [] if self.failed else self.all_lanes()
         ends: list[tuple[str, Any]] = [(f"close lane {lane.name}", lane.close) for lane in lanes]
         if self._post is not None:

@@ -51,7 +51,9 @@ class FusedPair:
     def launch(self, message: Sequence[torch.Tensor]) -> tuple[list[dist.Work], list[torch.Tensor]]:
         """Send ``message`` from rank 0. Returns the works of this rank and what arrives on both."""
         works = [] if self.sends is None else [self.sends.send(message, LEADER)]
-        targets = [self.hears.empty(tensor.shape, tensor.dtype) for tensor in message]
+        targets = self.hears.buffers(
+            [tensor.shape for tensor in message], [tensor.dtype for tensor in message]
+        )
         return [*works, self.hears.recv(targets, SENDER)], targets
 
     def lanes(self) -> list[Lane]:

@@ -22,15 +22,46 @@ TEST(descriptions_name_dtype_and_shape) {
 }
 
 TEST(pieces_cover_the_bytes_in_order) {
-  const auto wire = WireTensors::for_send(
-      {at::arange(10, at::kInt), at::empty({0}), at::ones({3}, at::kByte)}, at::kCPU, kTitle);
-  const auto pieces = wire.pieces(16);
-  EXPECT_EQ(pieces.size(), 4u);
-  EXPECT_EQ(pieces[0].numel(), 16);
-  EXPECT_EQ(pieces[2].numel(), 8);
-  EXPECT_EQ(pieces[3].numel(), 3);
-  EXPECT_EQ(wire.bytes(), 43);
-  EXPECT(at::equal(pieces[1].view(at::kInt), at::arange(4, 8, at::kInt)));
+  const auto large = at::arange(20000, at::kInt);
+  const auto wire =
+      WireTensors::for_send({large, at::empty({0}), at::ones({3}, at::kByte)}, at::kCPU, kTitle);
+  const auto pieces = wire.pieces(40000);
+  EXPECT_EQ(pieces.size(), 3u);
+  EXPECT_EQ(pieces[0].numel(), 40000);
+  EXPECT_EQ(pieces[1].numel(), 40000);
+  EXPECT_EQ(pieces[2].numel(), 3);
+  EXPECT_EQ(wire.bytes(), 80003);
+  EXPECT(at::equal(pieces[1].view(at::kInt), large.narrow(0, 10000, 10000)));
+  EXPECT(pieces[0].is_alias_of(large));
+}
+
+TEST(small_tensors_are_packed_with_zeros_between) {
+  const std::vector<at::Tensor> message{at::arange(3, at::kInt), at::ones({2}).t(),
+                                        at::ones({1 << 20}), at::arange(4, at::kLong)};
+  const auto sent = WireTensors::for_send(message, at::kCPU, kTitle);
+  EXPECT_EQ(sent.transfers().size(), 2u);
+  EXPECT_EQ(sent.transfers()[1].first, 2u);
+  const auto block = sent.transfers()[0].data;
+  EXPECT_EQ(block.numel(), 2 * ldt::Packing::kAlignment + 32);
+  EXPECT_EQ(block.narrow(0, 12, ldt::Packing::kAlignment - 12).sum().item<int64_t>(), 0);
+  std::vector<at::Tensor> targets;
+  for (const auto& tensor : message) targets.push_back(at::zeros_like(tensor));
+  targets[0] = at::zeros({3, 2}, at::kInt).t()[0];  // not contiguous
+  auto received = WireTensors::for_receive(targets, at::kCPU, kTitle);
+  received.transfers()[0].data.copy_(block);
+  received.unstage();
+  for (const size_t i : {0, 1, 3}) EXPECT(at::equal(targets[i], message[i]));
+}
+
+TEST(the_number_of_transfers_is_bounded_on_devices) {
+  std::vector<int64_t> sizes(300, 1 << 20);
+  for (size_t i = 0; i < sizes.size(); ++i) sizes[i] += static_cast<int64_t>(i);
+  sizes[7] = 12;
+  const auto packing = ldt::Packing::of(sizes, at::kCUDA);
+  EXPECT_EQ(packing.members.size(), 300 - ldt::Packing::kMostTransfers + 1);
+  EXPECT_EQ(packing.members.back(), 284u);
+  EXPECT(ldt::Packing::of(sizes, at::kCPU).members.empty());  // one alone is not copied
+  EXPECT_EQ(ldt::Packing::of(std::vector<int64_t>(300, 1 << 20), at::kCUDA).members.size(), 300u);
 }
 
 TEST(tensors_that_cannot_travel_are_refused) {
@@ -52,10 +83,10 @@ TEST(quantized_tensors_are_refused_by_dtype) {
 TEST(values_travel_and_not_the_bits_of_a_view) {
   const auto source = at::complex(at::ones({3}), at::arange(1, 4, at::kFloat));
   const std::vector<at::Tensor> views{source.conj(), source._neg_view(), source.conj().t()};
-  const auto pieces = WireTensors::for_send(views, at::kCPU, kTitle).pieces(1 << 10);
-  EXPECT(at::equal(pieces[0].view(at::kComplexFloat), at::conj_physical(source)));
-  EXPECT(at::equal(pieces[1].view(at::kComplexFloat), at::negative(source)));
-  EXPECT(at::equal(pieces[2].view(at::kComplexFloat), at::conj_physical(source)));
+  for (const auto& view : views) {
+    const auto pieces = WireTensors::for_send({view}, at::kCPU, kTitle).pieces(1 << 10);
+    EXPECT(at::equal(pieces[0].view(at::kComplexFloat), view.resolve_conj().resolve_neg()));
+  }
 }
 
 TEST(a_view_receives_values_and_not_bits) {

@@ -61,11 +61,35 @@ TEST(the_pool_follows_the_sizes_that_come) {
 TEST(only_the_first_receive_into_a_block_takes_the_short_wait) {
   auto pool = new_pool();
   auto tensor = pool->empty({16}, at::kFloat);
-  EXPECT(pool->claim(tensor) == Claim::kFree);
-  EXPECT(pool->claim(tensor) == Claim::kForeign);
-  EXPECT(pool->claim(at::empty({16})) == Claim::kForeign);
+  EXPECT(pool->claim({tensor})[0] == Claim::kFree);
+  EXPECT(pool->claim({tensor})[0] == Claim::kForeign);
+  EXPECT(pool->claim({at::empty({16})})[0] == Claim::kForeign);
   tensor.reset();
-  EXPECT(pool->claim(pool->empty({16}, at::kFloat)) == Claim::kFree);
+  EXPECT(pool->claim({pool->empty({16}, at::kFloat)})[0] == Claim::kFree);
+}
+
+TEST(small_tensors_of_a_message_lie_as_they_travel) {
+  auto pool = new_pool();
+  auto tensors =
+      pool->buffers({{3}, {1 << 20}, {0}, {5, 2}}, {at::kByte, at::kFloat, at::kInt, at::kLong});
+  const auto address = [](const at::Tensor& tensor) {
+    return static_cast<const char*>(tensor.const_data_ptr());
+  };
+  EXPECT_EQ(address(tensors[3]) - address(tensors[0]), ldt::Packing::kAlignment);
+  EXPECT(!tensors[0].is_alias_of(tensors[3]));
+  const auto packing = ldt::Packing::of({3, 4 << 20, 0, 80}, at::kCPU);
+  const auto find = pool->block_finder();
+  EXPECT_EQ(find({tensors[0], tensors[3]}, packing).numel(), packing.bytes);
+  EXPECT(!find({tensors[3], tensors[0]}, packing).defined());
+  EXPECT(!find({pool->empty({3}, at::kByte), tensors[3]}, packing).defined());
+  EXPECT(pool->claim(tensors) == std::vector<Claim>(4, Claim::kFree));
+  EXPECT(pool->claim({tensors[3]})[0] == Claim::kForeign);
+  const void* block = tensors[0].const_data_ptr();
+  tensors[0].reset();
+  const auto other = pool->empty({packing.bytes}, at::kByte);
+  EXPECT(other.const_data_ptr() != block);
+  tensors.clear();
+  EXPECT(pool->empty({packing.bytes}, at::kByte).const_data_ptr() == block);
 }
 
 TEST(tensors_outlive_the_pool) {

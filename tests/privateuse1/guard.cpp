@@ -64,6 +64,7 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     current_streams[next.device_index()] = next.id();
     return before;
   }
+  void* getStreamNativeHandle(const c10::Stream handle) const override { return &stream(handle); }
   bool queryStream(const c10::Stream& handle) const override { return stream(handle).is_idle(); }
   void synchronizeStream(const c10::Stream& handle) const override { stream(handle).synchronize(); }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
@@ -79,10 +80,12 @@ struct GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     if (auto signal = signal_of(event)) stream(handle).wait(std::move(signal));
   }
   bool queryEvent(void* event) const override {
+    check_device();
     const auto signal = signal_of(event);
     return !signal || signal->is_set();
   }
   void synchronizeEvent(void* event) const override {
+    check_device();
     if (const auto signal = signal_of(event)) signal->wait();
   }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {

@@ -76,14 +76,14 @@ void free_block(void* context) {
     graveyard().add(std::unique_ptr<Block>(block));
   };
   if (block->users.empty()) {
-    block->home.enqueue(bury);
+    block->home.enqueue_beside(bury);
     return;
   }
   // The home stream waits for nobody: a stream of the memory's own does, for all its users.
   auto& last = new_stream(block->users.front().device_index());
   last.wait(block->home.record());
   for (const auto& user : block->users) last.wait(stream(user).record());
-  last.enqueue(bury);
+  last.enqueue_beside(bury);
 }
 
 class PoisoningAllocator final : public c10::Allocator {

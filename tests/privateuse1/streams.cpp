@@ -42,6 +42,28 @@ AsyncError& async_error() {
   return *error;
 }
 
+// An error that stays.
+class DeviceFailure {
+ public:
+  void set(const std::string& text) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    text_ = text;
+  }
+  void check() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK(text_.empty(), text_);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::string text_;
+};
+
+DeviceFailure& device_failure() {
+  static auto* failure = new DeviceFailure;
+  return *failure;
+}
+
 class Streams {
  public:
   Stream& at(c10::DeviceIndex device, c10::StreamId id) {
@@ -124,9 +146,21 @@ bool Signal::is_set() const {
 }
 
 void Stream::enqueue(std::function<void()> work) {
+  check_device();
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [&] { return pending_ < kMostPending; });
+  push({std::move(work)});
+}
+
+void Stream::enqueue_beside(std::function<void()> work) {
   std::lock_guard<std::mutex> lock(mutex_);
+  push({std::move(work), /*takes_room=*/false});
+}
+
+void Stream::push(Operation operation) {
   if (enqueued_++ == 0) std::thread(&Stream::run, this).detach();
-  queue_.push_back(std::move(work));
+  pending_ += operation.takes_room;
+  queue_.push_back(std::move(operation));
   changed_.notify_all();
 }
 
@@ -141,11 +175,13 @@ void Stream::wait(std::shared_ptr<Signal> signal) {
 }
 
 bool Stream::is_idle() const {
+  check_device();
   std::lock_guard<std::mutex> lock(mutex_);
   return done_ == enqueued_;
 }
 
 void Stream::synchronize() {
+  check_device();
   {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [&, last = enqueued_] { return done_ >= last; });
@@ -178,8 +214,10 @@ void Stream::run() {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       changed_.wait(lock, [&] { return !queue_.empty(); });
-      work = std::move(queue_.front());
+      work = std::move(queue_.front().work);
+      pending_ -= queue_.front().takes_room;
       queue_.pop_front();
+      changed_.notify_all();
       delay = next_delay();
     }
     if (delay.count() > 0) std::this_thread::sleep_for(delay);
@@ -210,6 +248,10 @@ Stream& new_stream(c10::DeviceIndex device) { return all_streams().add_one(devic
 Stream& pooled_stream(c10::DeviceIndex device) {
   return stream(device, all_streams().next_pooled(device));
 }
+
+void fail_device(const std::string& text) { device_failure().set(text); }
+
+void check_device() { device_failure().check(); }
 
 void delay_all(uint64_t seed, std::chrono::microseconds most) { all_streams().delay(seed, most); }
 

@@ -40,11 +40,17 @@ class Signal {
 
 /// Everything that a stream does, records and waits of events included, is an operation in its
 /// queue. Before one in four it sleeps for a random time: whoever forgot to wait is then too early.
+/// As on CUDA the queue is finite: a host that enqueues into a full one blocks until there is room.
 class LDT_TEST_EXPORT Stream {
  public:
   Stream(c10::DeviceIndex device, c10::StreamId id) : device_(device), id_(id) {}
 
+  static constexpr size_t kMostPending = 1024;  // about what a stream of CUDA holds
+
   void enqueue(std::function<void()> work);
+  /// Without blocking, for what is no operation of a real device, such as the poison of freed
+  /// memory.
+  void enqueue_beside(std::function<void()> work);
   std::shared_ptr<Signal> record();
   void wait(std::shared_ptr<Signal> signal);
   bool is_idle() const;
@@ -58,14 +64,21 @@ class LDT_TEST_EXPORT Stream {
   c10::Stream handle() const;
 
  private:
+  struct Operation {
+    std::function<void()> work;
+    bool takes_room = true;
+  };
+
   void run();
+  void push(Operation operation);
   std::chrono::microseconds next_delay();
 
   const c10::DeviceIndex device_;
   const c10::StreamId id_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<Operation> queue_;
+  size_t pending_ = 0;  // operations in the queue that take room
   uint64_t enqueued_ = 0;
   uint64_t done_ = 0;
   std::mt19937_64 random_;
@@ -80,6 +93,11 @@ Stream& current_stream(c10::DeviceIndex device);
 Stream& new_stream(c10::DeviceIndex device);
 /// One of a few that are handed out in turn, as real devices do.
 Stream& pooled_stream(c10::DeviceIndex device);
+
+/// From now on all that is asked of the device by the host throws this, as after an assertion in a
+/// kernel; an empty text ends that. What is enqueued runs on.
+LDT_TEST_EXPORT void fail_device(const std::string& text);
+LDT_TEST_EXPORT void check_device();
 
 /// For all streams, also those to come, of all devices.
 LDT_TEST_EXPORT void delay_all(uint64_t seed, std::chrono::microseconds most);

@@ -92,6 +92,7 @@ def calls_in_children() -> dict[str, str]:
             "abort": lambda: lane.abort("no"),
             "lane.close": lane.close,
             "empty": lambda: lane.empty([4], torch.float32),
+            "buffers": lambda: lane.buffers([[4], [5]], [torch.float32, torch.int64]),
             "stats": lane.stats,
             "with": lambda: leaving(mesh, None),
             "with an error": lambda: leaving(mesh, ValueError("no")),
