@@ -361,9 +361,7 @@ class Mesh(Place):
         first = self.failures.first
         reason = "the mesh is closed" if first is None else first.describe()
         post = [] if self._post is None else self._post.lanes()
-        end_all(
-            (f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post]
-        )
+        end_all((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post])
 
     def _overdue(self) -> str:
         """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
