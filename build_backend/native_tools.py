@@ -6,12 +6,13 @@ candidate is started once.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 import sysconfig
 from pathlib import Path
+
+from find_torch import candidate_folders
 
 MINIMUM = {"cmake": (3, 25), "ninja": (1, 10)}
 
@@ -46,9 +47,8 @@ def missing_requirements() -> list[str]:
 def _candidates(name: str) -> list[str]:
     folders = [*os.get_exec_path(), sysconfig.get_path("scripts")]
     found = [str(Path(folder) / name) for folder in folders]
-    spec = importlib.util.find_spec(name)  # the PyPI packages of both programs carry them inside
-    if spec is not None and spec.submodule_search_locations:
-        package = Path(spec.submodule_search_locations[0])
+    # The PyPI packages of both carry them inside; those of the target are found in an isolated build, too.
+    for package in (folder / name for folder in candidate_folders()):
         found += [str(package / "data" / "bin" / name), str(package / name)]
     return [path for path in dict.fromkeys(found) if os.access(path, os.X_OK) and Path(path).is_file()]
 

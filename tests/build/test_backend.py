@@ -135,3 +135,17 @@ def test_the_sentence_is_all_that_a_frontend_sees(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("ldt: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_tool_inside_a_package_of_the_target_is_found(tmp_path, monkeypatch):
+    tool = tmp_path / "target" / "cmake" / "data" / "bin" / "cmake"
+    tool.parent.mkdir(parents=True)
+    tool.write_text("#!/bin/sh\necho cmake version 3.30.1\n")
+    tool.chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "cmake"  # of the package, which an isolated build cannot import
+    script.write_text("#!/bin/sh\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(native_tools, "candidate_folders", lambda: [tmp_path / "target"])
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert native_tools.find_tool("cmake") == str(tool)
