@@ -137,15 +137,17 @@ def test_the_sentence_is_all_that_a_frontend_sees(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_tool_inside_a_package_of_the_target_is_found(tmp_path, monkeypatch):
+def test_a_tool_inside_a_package_of_the_target_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the path is only the package's script, which an isolated build cannot run."""
+    script = tmp_path / "bin" / "cmake"
     tool = tmp_path / "target" / "cmake" / "data" / "bin" / "cmake"
-    tool.parent.mkdir(parents=True)
-    tool.write_text("#!/bin/sh\necho cmake version 3.30.1\n")
-    tool.chmod(0o755)
-    (tmp_path / "bin").mkdir()
-    script = tmp_path / "bin" / "cmake"  # of the package, which an isolated build cannot import
-    script.write_text("#!/bin/sh\nexit 1\n")
-    script.chmod(0o755)
+    for program, text in ((script, "exit 1"), (tool, "echo cmake version 3.30.1")):
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
     monkeypatch.setattr(native_tools, "candidate_folders", lambda: [tmp_path / "target"])
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(native_tools.sysconfig, "get_path", lambda name: str(script.parent))
+    monkeypatch.setenv("PATH", str(script.parent))
     assert native_tools.find_tool("cmake") == str(tool)
