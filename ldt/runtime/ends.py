@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.chunk import ChunkRunner
@@ -48,7 +49,8 @@ class TailRunner(ChunkRunner):
         output = self.run(work, microbatch, arrived, specs)
         del arrived  # before the loss: from here on the graph alone decides what is kept of the input
         if work.keep_outputs:
-            work.outputs[microbatch] = output
+            # A copy: the module may keep the memory, and write to it in its next forward.
+            work.outputs[microbatch] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
         target = work.microbatches[microbatch].target
         if work.loss is not None and (target is not None or work.plan.training):
             self._finish(work, microbatch, output, target)

@@ -34,7 +34,8 @@ def refuse_hooks(
     for where, module in places.items():
         for name, parameter in module.named_parameters():
             reduced = replicated and not is_reduced_elsewhere(parameter, mesh)
-            hook = next(_hooks_of(parameter), None) if per_token or reduced else None
+            sees = parameter.requires_grad and (per_token or reduced)
+            hook = next(_hooks_of(parameter), None) if sees else None
             if hook is not None:
                 raise InputValueError(_text(where, name, hook, per_token))
 

@@ -99,3 +99,18 @@ def as_unsplit() -> None:
 
 def test_hooks_that_see_the_same(pool: RankPool) -> None:
     pool.run(as_unsplit, ranks=range(2))
+
+
+def frozen() -> None:
+    topology = Topology([1, 1])
+    chunks = toy_chunks(topology)
+    for chunk in chunks:
+        add_hook(chunk, "tensor")
+        chunk.requires_grad_(False)
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, chunks, sums, loss_reduction="token")
+        pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+
+
+def test_hooks_of_frozen_parameters_never_run(pool: RankPool) -> None:
+    pool.run(frozen, ranks=range(2))

@@ -173,3 +173,31 @@ def averaged() -> None:
 
 def test_a_gradient_that_is_averaged_must_be_left_alone(pool: RankPool) -> None:
     pool.run(averaged, ranks=range(2))
+
+
+# -- outputs that eval keeps -----------------------------------------------------------------------------------------
+
+
+class Static(nn.Module):
+    """Returns one block of memory for every microbatch, as a captured graph does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("output", torch.zeros(2, 16))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.output.copy_(x * 2)}
+
+
+def kept_by_eval() -> None:
+    inputs = [torch.full((2, 16), float(value)) for value in range(3)]
+    with ldt.connect(Topology([1]), ranks=range(1)) as mesh:
+        result = build(mesh, [nn.Identity(), Static()]).eval([(x, None) for x in inputs])
+        assert result.outputs is not None
+        assert all(
+            torch.equal(output["logits"], x * 2) for output, x in zip(result.outputs, inputs, strict=True)
+        )
+
+
+def test_outputs_that_eval_keeps_have_memory_of_their_own(pool: RankPool) -> None:
+    pool.run(kept_by_eval, ranks=range(1))
