@@ -10,6 +10,7 @@ from pathlib import Path
 
 from differential.grammar import draw
 from differential.machine import Machine, Outcome
+from differential.mutants import table_of
 from differential.report import MOST_REFUSED, complaint, table
 from differential.script import script_of
 from differential.shrink import shrink
@@ -20,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     seeds = _numbers(options.seeds) if options.seeds else range(options.first, options.first + options.jobs)
     start = time.monotonic()
+    if options.mutants is not None:
+        return _try_mutants(options)
     outcomes = []
     with Machine() as machine:
         for outcome in machine.run(draw(seed, everything=options.everything) for seed in seeds):
@@ -48,7 +51,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--scripts", type=Path, help="cut each new kind of finding down to a script in this folder"
     )
+    parser.add_argument(
+        "--mutants",
+        nargs="?",
+        const="",
+        help="take out checks of ldt, those with this in their name, one at a time",
+    )
     return parser
+
+
+def _try_mutants(options: argparse.Namespace) -> int:
+    with Machine() as machine:
+        text, missed = table_of(machine, options.first, options.mutants)
+    if options.table is not None:
+        options.table.write_text(text)
+    print(f"not found: {', '.join(missed)}" if missed else "all were found")
+    return int(bool(missed))
 
 
 def _tell(outcome: Outcome, earlier: Sequence[Outcome], machine: Machine, scripts: Path | None) -> None:

@@ -51,7 +51,7 @@ def judge(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] 
         f"rank {rank}, call {call}: {line}"
         for rank, ending in enumerate(endings)
         for call, (mine, theirs) in enumerate(zip(ending.records, expected[ending.node], strict=True))
-        for line in differences(mine, theirs, exact)
+        for line in differences(job, mine, theirs)
     ]
     if not lines:
         return Verdict("equal", "bit for bit" if exact else "to rounding")
@@ -70,7 +70,7 @@ def _judge_errors(
     traces = "\n".join(error.trace for error in firsts)
     if len(errors) < len(raised):
         return Verdict("finding", "an error on some ranks only", f"{text}\n{traces}")
-    if len({error.call for error in errors}) > 1:
+    if not _together(errors):
         return Verdict("finding", "errors in different calls", f"{text}\n{traces}")
     if isinstance(expected, Exception):
         return _invalid(expected)
@@ -85,6 +85,12 @@ def _judge_errors(
     return Verdict(
         "finding", f"refused for no known reason: {_without_numbers(firsts[0].text)}", f"{text}\n{traces}"
     )
+
+
+def _together(errors: Sequence[Raised]) -> bool:
+    """Whether all raise in one call, or in the next, if theirs of the first was done before."""
+    first = min(error.call for error in errors)
+    return all(error.call == first or (error.remote and error.call == first + 1) for error in errors)
 
 
 def _invalid(error: Exception) -> Verdict:

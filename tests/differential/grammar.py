@@ -65,8 +65,24 @@ _RANDOM = {
     "LayerDrop",
     "Checkpointed",
 }  # one chunk of a stage draws, so that its order is that of microbatches
+# The end of a chunk and the beginning of the next one: what meets there seldom by chance.
+_OVER_A_HOP = (
+    ("Alias", "InPlace"),
+    ("Views", "InPlace"),
+    ("Branch", "Drop"),
+    ("Emit", "Drop"),
+    ("Emit", "Absorb"),
+    ("EmitOwn", "Absorb"),
+    ("KeptOutput", "Absorb"),
+    ("MovedWeight", "Absorb"),
+    ("StaticOutput", "Mlp"),
+    ("Affine", "Position"),
+    ("Mlp", "Detach"),
+    ("Accumulates", "Accumulates"),
+)
 _FIRST = ("Affine", "Mlp")  # what leaves the edge must not be the sample's own memory
 _TRIES = 1000
+Chunks = tuple[tuple[Item, ...], ...]
 
 
 def draw(seed: int, *, everything: bool = False) -> Job:
@@ -83,8 +99,9 @@ def _draw(numbers: random.Random, seed: int) -> Job:
     topology = Topology(**shape)  # type: ignore[arg-type]
     plan = numbers.choice(["ushape", "ushape", "optimize", "split", "split"])
     most = 3 if topology.laps == 2 and plan != "ushape" else 4
+    chunks = _chunks(numbers, topology)
     return Job(
-        chunks=_chunks(numbers, topology),
+        chunks=chunks,
         calls=_calls(numbers, most),
         **shape,  # type: ignore[arg-type]
         lanes=numbers.choice(["dedicated", "dedicated", "paired"]),
@@ -96,7 +113,7 @@ def _draw(numbers: random.Random, seed: int) -> Job:
         loss="Weighted" if numbers.random() < 0.15 else "Squares",
         optimizer=numbers.choice(["sgd", "momentum", "adamw"]),
         frozen=_frozen(numbers, topology),
-        ties=_ties(numbers, topology),
+        ties=_ties(numbers, topology, chunks),
         begin=_begin(numbers, topology),
         clips=numbers.random() < 0.2,
         slow=numbers.random() < 0.4,
@@ -104,12 +121,20 @@ def _draw(numbers: random.Random, seed: int) -> Job:
     )
 
 
-def _chunks(numbers: random.Random, topology: Topology) -> tuple[tuple[Item, ...], ...]:
+def _chunks(numbers: random.Random, topology: Topology) -> Chunks:
     draws = {stage: numbers.choice(topology.chunks_of(stage)) for stage in range(topology.num_stages)}
-    return tuple(
+    chunks = [
         _chunk(numbers, index, topology, draws[topology.stage_of(index)] == index)
         for index in range(topology.num_chunks)
-    )
+    ]
+    if numbers.random() < 0.6:
+        hop = numbers.randrange(topology.tail)
+        for index, kind in zip((hop, hop + 1), numbers.choice(_OVER_A_HOP), strict=True):
+            item = Item(kind, numbers.randrange(60))
+            static = index == hop and chunks[hop][-1:] and chunks[hop][-1].kind == "StaticOutput"
+            if _fits(kind, index, topology, draws=False) and not static:
+                chunks[index] = (*chunks[index], item) if index == hop else (item, *chunks[index])
+    return tuple(chunks)
 
 
 def _chunk(numbers: random.Random, index: int, topology: Topology, draws: bool) -> tuple[Item, ...]:
@@ -141,15 +166,18 @@ def _frozen(numbers: random.Random, topology: Topology) -> tuple[int, ...]:
     return tuple(index for index in range(topology.num_chunks) if numbers.random() < 0.5)
 
 
-def _ties(numbers: random.Random, topology: Topology) -> tuple[tuple[int, int], ...]:
-    """Mostly of chunks on one stage."""
+def _ties(numbers: random.Random, topology: Topology, chunks: Chunks) -> tuple[tuple[int, int], ...]:
+    """Mostly of chunks on one stage; behind a StaticOutput no layer may keep what it is given."""
     if numbers.random() > 0.15:
         return ()
-    if numbers.random() < 0.25:
-        first, second = sorted(numbers.sample(range(topology.num_chunks), 2))
-        return ((first, second),)
     pairs = [(c, c + topology.num_stages) for c in range(topology.num_chunks - topology.num_stages)]
-    return (numbers.choice(pairs),)
+    if numbers.random() < 0.25:
+        pairs = [(first, second) for second in range(topology.num_chunks) for first in range(second)]
+    static = {
+        index for index, chunk in enumerate(chunks) if any(item.kind == "StaticOutput" for item in chunk)
+    }
+    pairs = [pair for pair in pairs if not static & set(pair)]
+    return (numbers.choice(pairs),) if pairs else ()
 
 
 def _calls(numbers: random.Random, most: int) -> tuple[Call, ...]:

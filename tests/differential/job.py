@@ -6,7 +6,7 @@ import random
 import traceback
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,6 @@ from typing import Any
 import torch.distributed as dist
 
 import ldt
-from differential.known import crosses_stages
 from differential.model import (
     Loss,
     Microbatches,
@@ -63,20 +62,28 @@ class Ending:
     raised: Raised | None = None
 
 
-def run_jobs(jobs: Sequence[Job], folder: Path) -> list[Ending]:
-    """All of ``jobs``, which have the same mesh terms, one after the other."""
+def run_jobs(jobs: Sequence[Job], folder: Path, mutant: str = "") -> list[Ending]:
+    """All of ``jobs``, which have the same mesh terms, one after the other; with what ``mutant`` takes out missing."""
     warnings.simplefilter("ignore")
     endings, mesh = [], None
-    for job in jobs:
-        mesh = mesh or connect(job)
-        ending = run_job(mesh, job, folder)
-        endings.append(ending)
-        if _anywhere(ending.raised is not None):
+    with applied(mutant) if mutant else nullcontext():
+        for job in jobs:
+            mesh = mesh or connect(job)
+            ending = run_job(mesh, job, folder)
+            endings.append(ending)
+            if _anywhere(ending.raised is not None):
+                mesh.close()
+                mesh = None
+        if mesh is not None:
             mesh.close()
-            mesh = None
-    if mesh is not None:
-        mesh.close()
     return endings
+
+
+def applied(mutant: str) -> AbstractContextManager[None]:
+    """A mutant by name; those are not needed elsewhere."""
+    from differential.mutants import MUTANTS
+
+    return next(known for known in MUTANTS if known.name == mutant).applied()
 
 
 def connect(job: Job) -> ldt.Mesh:
@@ -140,7 +147,6 @@ class _Rank:
             loss_fn=loss,
             loss_reduction=job.reduction,
             sync_weights=job.begin == "synced",
-            allow_equal_weights=not crosses_stages(job),  # layers of one number begin alike
             plan_factory=None if job.plan == "ushape" else _Planner(job),
         )
         self.optimizer = make_optimizer(job, self.pipeline.parameters())
@@ -161,7 +167,10 @@ class _Rank:
 
     def _eval(self, call: Call) -> dict[str, Any]:
         result = self.pipeline.eval(self.batches[self.at])
-        return self._losses(result) | (outputs_of(result.outputs) if self.mesh.is_edge else {})
+        record = self._losses(result)
+        for number, output in enumerate(result.outputs if self.mesh.is_edge else ()):
+            record |= outputs_of(number, output)
+        return record
 
     def _losses(self, result: ldt.StepResult) -> dict[str, Any]:
         if not self.mesh.is_edge:

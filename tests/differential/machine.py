@@ -49,28 +49,30 @@ class Machine:
     ) -> None:
         self._open.close()
 
-    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
-        """The outcomes of all jobs, those of one mesh together."""
+    def run(self, jobs: Iterable[Job], mutant: str = "") -> Iterator[Outcome]:
+        """The outcomes of all jobs, those of one mesh together. With the ``mutant`` of that name in the ranks."""
         ordered = sorted(jobs, key=lambda job: repr(job.mesh_terms))
         for _, alike in groupby(ordered, key=lambda job: job.mesh_terms):
             while batch := list(islice(alike, _BATCH)):
-                yield from self._run_batch(batch)
+                yield from self._run_batch(batch, mutant)
 
     def run_one(self, job: Job) -> Verdict:
         """What comes of one job alone."""
         return next(self._run_batch([job])).verdict
 
-    def _run_batch(self, jobs: Sequence[Job]) -> Iterator[Outcome]:
-        running = self._runner.submit(self._on_ranks, jobs)
+    def _run_batch(self, jobs: Sequence[Job], mutant: str = "") -> Iterator[Outcome]:
+        running = self._runner.submit(self._on_ranks, jobs, mutant)
         expected = [_expected(job) for job in jobs]
         by_rank = running.result()
         if isinstance(by_rank, RankError):
-            yield from self._run_apart(jobs, expected, by_rank)
+            yield from self._run_apart(jobs, expected, by_rank, mutant)
             return
         for job, endings, right in zip(jobs, zip(*by_rank, strict=True), expected, strict=True):
             yield Outcome(job, judge(job, endings, right))
 
-    def _run_apart(self, jobs: Sequence[Job], expected: Sequence[Any], error: RankError) -> Iterator[Outcome]:
+    def _run_apart(
+        self, jobs: Sequence[Job], expected: Sequence[Any], error: RankError, mutant: str
+    ) -> Iterator[Outcome]:
         """After a hang or a crash: which job it was."""
         if len(jobs) == 1:
             late = "were not done after" in str(error)
@@ -79,9 +81,9 @@ class Machine:
             yield Outcome(jobs[0], Verdict(kind, name, str(error)))
             return
         for job in jobs:
-            yield from self._run_batch([job])
+            yield from self._run_batch([job], mutant)
 
-    def _on_ranks(self, jobs: Sequence[Job]) -> list[list[Ending]] | RankError:
+    def _on_ranks(self, jobs: Sequence[Job], mutant: str) -> list[list[Ending]] | RankError:
         self._runs += 1
         size = jobs[0].topology.world_size
         folder = self._folder / str(self._runs)
@@ -90,7 +92,7 @@ class Machine:
             self._pools[size] = self._open.enter_context(RankPool(size))
         try:
             limit = _BASE_SECONDS + _JOB_SECONDS * len(jobs)
-            return self._pools[size].run(run_jobs, list(jobs), folder, timeout=limit)
+            return self._pools[size].run(run_jobs, list(jobs), folder, mutant, timeout=limit)
         except RankError as error:
             return error
 

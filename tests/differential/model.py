@@ -74,7 +74,10 @@ class Loss(nn.Module):
 def build(job: Job, variation: int = 0) -> list[Chunk]:
     """All chunks of the model, with weights that ``variation`` changes."""
     with torch.random.fork_rng(devices=[]):
-        chunks = [Chunk(_part(job, item, variation) for item in items) for items in job.chunks]
+        chunks = [
+            Chunk(_part(item, job.seed, index, variation) for item in items)
+            for index, items in enumerate(job.chunks)
+        ]
         for first, second in job.ties:
             torch.manual_seed(_number(job.seed, first, second, variation))
             layer = chunks[first].tied or nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
@@ -132,8 +135,8 @@ def next_random_numbers() -> torch.Tensor:
     return torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
 
 
-def _part(job: Job, item: Item, variation: int) -> nn.Module:
-    torch.manual_seed(_number(job.seed, item.kind, item.number, variation))
+def _part(item: Item, *seeds: int) -> nn.Module:
+    torch.manual_seed(_number(item, *seeds))
     part: nn.Module = PARTS[item.kind](WIDTH, item.number)
     return part
 

@@ -66,8 +66,10 @@ class _Replica:
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         return copy.deepcopy(([m.state_dict() for m in self.modules.values()], optimizer)), self.random
 
-    def load(self, state: Any) -> None:
-        (modules, optimizer), self.random = copy.deepcopy(state)
+    def load(self, of_first: Any, own: Any) -> None:
+        """The weights and buffers of the first replica, and the random numbers of this one."""
+        modules, optimizer = copy.deepcopy(of_first[0])
+        self.random = own[1]
         for module, values in zip(self.modules.values(), modules, strict=True):
             module.load_state_dict(values)
             module.zero_grad()
@@ -93,9 +95,8 @@ class _Unsplit:
         self.nodes = {node: _Replica(job, node) for node in self.topology.nodes}
         self.edges = [node for node in self.topology.nodes if node.stage == 0]
         self.saved: dict[Node, Any] = {}
-        self.shared: set[torch.nn.Parameter] = (
-            set()
-        )  # had, since they were dropped, a gradient in another's memory
+        # Those whose gradient had another's memory at some time since they were dropped.
+        self.shared: set[torch.nn.Parameter] = set()
 
     def run(self) -> dict[Node, Records]:
         records: dict[Node, Records] = {node: [] for node in self.nodes}
@@ -111,10 +112,11 @@ class _Unsplit:
     # -- one method for each kind of call ------------------------------------------------------------------------
 
     def _step(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
-        earlier = self._take_gradients() if self._reduces_after else {}
-        found, count = self._losses(index, call, training=True)
-        if self._reduces_after:
-            self._reduce(count)
+        changes = self.job.reduction == "token" or self.topology.dp > 1
+        earlier = self._take_gradients() if changes else {}
+        found = self._losses(index, call, training=True)
+        if changes:
+            self._sum_over_replicas(self._tokens(call) if self.job.reduction == "token" else 1)
             _add_back(earlier)
         norm = self._clip() if self.job.clips else None
         for node, held in self.nodes.items():
@@ -127,8 +129,7 @@ class _Unsplit:
 
     def _eval(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
         with torch.no_grad():
-            found, _ = self._losses(index, call, training=False)
-        return found
+            return self._losses(index, call, training=False)
 
     def _save(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
         self.saved = {node: held.state() for node, held in self.nodes.items()}
@@ -136,7 +137,7 @@ class _Unsplit:
 
     def _load(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
         for node, held in self.nodes.items():
-            held.load(self.saved[node])
+            held.load(self.saved[Node(node.stage, 0)], self.saved[node])
         return {}
 
     def _restart(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
@@ -146,38 +147,53 @@ class _Unsplit:
 
     # -- parts of these ------------------------------------------------------------------------------------------
 
-    @property
-    def _reduces_after(self) -> bool:
-        """Whether gradients of a step are changed once it is done."""
-        return self.job.reduction == "token" or self.topology.dp > 1
-
-    def _losses(self, index: int, call: Call, training: bool) -> tuple[dict[Node, dict[str, Any]], float]:
-        """Of each edge replica, after the backward of each microbatch if ``training``; and the number of tokens."""
+    def _losses(self, index: int, call: Call, training: bool) -> dict[Node, dict[str, Any]]:
+        """Of each edge replica, after the backward of each microbatch if ``training``."""
+        self._share_buffers()
+        batches = {edge: microbatches(self.job, index, edge.replica) for edge in self.edges}
+        whole = len(call.batches) * self.topology.edge_dp
         found: dict[Node, dict[str, Any]] = {}
-        total = 0.0
-        for edge in self.edges:
-            losses, counts, outputs = [], [], []
-            for number, (x, target) in enumerate(microbatches(self.job, index, edge.replica)):
+        for edge, pairs in batches.items():
+            losses, outputs = [], {}
+            for number, (x, target) in enumerate(pairs):
                 output = self._forward(edge.replica, number, x)
-                outputs.append(output)
-                loss, count = _split(self.nodes[edge].loss(output, target))
+                outputs |= outputs_of(number, output)
+                loss = _sum_of(self.nodes[edge].loss(output, target))
                 if training and loss.requires_grad:
-                    scaled = loss if self.job.reduction == "token" else loss / len(call.batches)
-                    self._refuse_shared()
-                    with self.nodes[edge].drawing():
-                        torch.autograd.backward(scaled)
-                    self.shared |= self._part_gradients()
+                    self._backward(edge, loss if self.job.reduction == "token" else loss / whole)
                 losses.append(loss.detach())
-                counts.append(count)
-            total += sum(counts)
-            divisor = sum(counts) if self.job.reduction == "token" else len(losses)
+            weights = [self._weight(target) for _, target in pairs]
             found[edge] = {
-                "losses": torch.stack([loss / count for loss, count in zip(losses, counts, strict=True)]),
-                "loss": torch.stack(losses).sum() / divisor,
+                "losses": torch.stack([loss / weight for loss, weight in zip(losses, weights, strict=True)]),
+                "loss": torch.stack(losses).sum() / sum(weights),
             }
             if not training:
-                found[edge] |= outputs_of(outputs)
-        return found, total
+                found[edge] |= outputs
+        return found
+
+    def _share_buffers(self) -> None:
+        """Replicas begin a call with those of the first, but for those that are no state."""
+        for node, held in self.nodes.items():
+            first = self.nodes[Node(node.stage, 0)]
+            for index, chunk in held.chunks.items():
+                state = first.chunks[index].state_dict()
+                for name, buffer in chunk.named_buffers():
+                    if name in state:
+                        buffer.copy_(state[name])
+
+    def _tokens(self, call: Call) -> int:
+        return sum(call.batches) * self.topology.edge_dp
+
+    def _weight(self, target: torch.Tensor) -> int:
+        """Of a microbatch in the loss of the step."""
+        return len(target) if self.job.reduction == "token" else 1
+
+    def _backward(self, edge: Node, loss: torch.Tensor) -> None:
+        if any(parameter.grad is not None for parameter in self.shared):
+            raise UnsoundError("gradients of two parameters share memory, and PyTorch adds to both of them")
+        with self.nodes[edge].drawing():
+            torch.autograd.backward(loss)
+        self.shared |= self._part_gradients()
 
     def _forward(self, replica: int, number: int, x: torch.Tensor) -> Any:
         cloud = replica + self.topology.edge_dp * (number % self.topology.served)
@@ -187,11 +203,6 @@ class _Unsplit:
             with held.drawing():
                 output = held.chunks[chunk](*(output if isinstance(output, tuple) else (output,)))
         return output
-
-    def _refuse_shared(self) -> None:
-        """Raise UnsoundError where a gradient that is added to was another parameter's, too."""
-        if any(parameter.grad is not None for parameter in self.shared):
-            raise UnsoundError("gradients of two parameters share memory, and PyTorch adds to both of them")
 
     def _part_gradients(self) -> set[torch.nn.Parameter]:
         """Give each its own memory. Those that shared theirs."""
@@ -211,18 +222,14 @@ class _Unsplit:
             parameter.grad = None
         return earlier
 
-    def _reduce(self, count: float) -> None:
-        """As one model over all replicas: sums over those of the cloud that an edge serves, means over the edge's."""
+    def _sum_over_replicas(self, divisor: int) -> None:
+        """Each has gradients of its microbatches. Tokens divide them at the end: numbers of 16 bits see that."""
         for stage in range(self.topology.num_stages):
             held = [replica for node, replica in self.nodes.items() if node.stage == stage]
             for alike in zip(*(replica.parameters() for replica in held), strict=True):
                 grads = [p.grad for p in alike if p.grad is not None]
-                if not grads:
-                    continue
-                total = torch.stack(grads).sum(0)
-                total = total / (count if self.job.reduction == "token" else self.topology.edge_dp)
-                for parameter in alike:
-                    parameter.grad = total.clone()
+                for parameter in alike if grads else ():
+                    parameter.grad = torch.stack(grads).sum(0) / divisor
 
     def _clip(self) -> torch.Tensor:
         """Of one replica of each stage; the others are scaled alike."""
@@ -240,17 +247,19 @@ class _Unsplit:
             held.optimizer.zero_grad()
 
 
-def outputs_of(outputs: list[Any]) -> dict[str, Any]:
-    """What the tail returned for each microbatch, by name."""
-    found = {}
-    for number, output in enumerate(outputs):
-        for place, tensor in enumerate(output if isinstance(output, tuple) else (output,)):
-            found[f"output {place} of microbatch {number}"] = tensor.detach().clone()
-    return found
+def outputs_of(number: int, output: Any) -> dict[str, Any]:
+    """What the tail returned for a microbatch, by name."""
+    tensors = output if isinstance(output, tuple) else (output,)
+    return {
+        f"output {place} of microbatch {number}": tensor.detach().clone()
+        for place, tensor in enumerate(tensors)
+    }
 
 
-def _split(result: Any) -> tuple[torch.Tensor, float]:
-    return result if isinstance(result, tuple) else (result, 1.0)
+def _sum_of(loss: Any) -> torch.Tensor:
+    """Without the number of tokens that it is the sum of."""
+    total: torch.Tensor = loss[0] if isinstance(loss, tuple) else loss
+    return total
 
 
 def _add_back(earlier: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:

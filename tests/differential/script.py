@@ -33,7 +33,7 @@ def main() -> None:
             f"rank {rank}, call {call}: {line}"
             for rank, ending in enumerate(endings)
             for call, (mine, theirs) in enumerate(zip(ending.records, right[ending.node]))
-            for line in differences(mine, theirs, is_exact(JOB))
+            for line in differences(JOB, mine, theirs)
         ]
         print("\\n".join(lines) or "nothing that was computed differs from the unsplit model")
     dist.destroy_process_group()

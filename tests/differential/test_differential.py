@@ -21,6 +21,7 @@ from differential.compare import judge
 from differential.grammar import draw
 from differential.job import Ending, Raised
 from differential.machine import Outcome
+from differential.mutants import MUTANTS, Mutant, found
 from differential.reference import reference
 from differential.report import complaint, table
 from differential.script import script_of
@@ -83,7 +84,9 @@ REMOTE = error(remote=True)
         ([None, None], "bit for bit"),
         ([REMOTE, error()], "refused for no known reason: no"),
         ([REMOTE, None], "an error on some ranks only"),
-        ([REMOTE, error(call=1)], "errors in different calls"),
+        ([error(), error(call=1)], "errors in different calls"),
+        ([error(remote=True, call=2), error()], "errors in different calls"),
+        ([error(remote=True, call=1), error()], "refused for no known reason: no"),
         ([REMOTE, REMOTE], "every rank blames another one"),
         ([REMOTE, error(kind="KeyError", ours=False)], "unnamed error: KeyError"),
     ],
@@ -146,6 +149,15 @@ def test_a_script_needs_nothing_of_this_package(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "nothing that was computed differs" in done.stdout
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_what_is_taken_out_is_there_again(mutant: Mutant) -> None:
+    """`make differential ARGS=--mutants` shows that each is found."""
+    before = [getattr(*found(target)) for target in mutant.targets]
+    with mutant.applied():
+        assert all(getattr(*found(target)) is mutant.replacement for target in mutant.targets)
+    assert [getattr(*found(target)) for target in mutant.targets] == before
 
 
 def test_too_many_refusals_are_told() -> None:
