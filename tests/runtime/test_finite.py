@@ -231,7 +231,7 @@ def test_without_the_check_a_step_ends(pool: RankPool) -> None:
 
 
 class Sharded(nn.Module):
-    """A weight whose rows are split over the stage; the gradient of the last row, on the last rank, is infinite."""
+    """A weight whose rows are split over the stage; the gradient of the last row, on the last rank, is not finite."""
 
     def __init__(self, mesh: ldt.Mesh) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Sharded(nn.Module):
         mine = self.weight.to_local(grad_placements=[Shard(0)])
         mine.register_hook(lambda grad: grad * self.scale)  # type: ignore[no-untyped-call]
         part = torch.cat([x @ mine.T, x @ mine.T], dim=-1)
-        return x + part
+        return x + 0.0 * part  # so that all ranks return the same
 
 
 def sharded() -> tuple[str, str]:
