@@ -73,6 +73,9 @@ def __getattr__(name: str) -> Any:
         value: Any = _version()
     elif name == "plan":
         value = importlib.import_module("ldt.plan")
+    elif name == "runtime":
+        require_torch()
+        value = importlib.import_module("ldt.runtime")
     elif name in _PURE:
         value = getattr(importlib.import_module(_PURE[name]), name)
     elif name in _NEEDS_TORCH:

@@ -45,8 +45,8 @@ class BufferSync:
             if (None if buffer is None else buffer.shape) != known:
                 raise LdtError(
                     f"buffer {name} of a {type(owner).__name__} had the shape {known and list(known)} and has another "
-                    "now, so it cannot be sent from one replica to others: give Pipeline(sync_buffers=False), or keep "
-                    "it out of the state_dict (persistent=False)"
+                    "now, so it cannot be sent from one replica to others: give Pipeline(sync_buffers=False) (DDP: "
+                    "broadcast_buffers=False), or keep it out of the state_dict (persistent=False)"
                 )
             if buffer is not None and not spread(buffer, self._mesh)[1]:
                 tensors[id(buffer)] = buffer
@@ -66,7 +66,11 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for path, owner in unwrapped(module).named_modules():
         for name in owner._buffers:
             kept = wrapped or name not in owner._non_persistent_buffers_set
-            if kept and f"{path}.{name}".removeprefix(".") not in ignored:
+            if (
+                owner._buffers[name] is not None
+                and kept
+                and f"{path}.{name}".removeprefix(".") not in ignored
+            ):
                 yield owner, name
 
 

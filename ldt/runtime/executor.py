@@ -216,9 +216,12 @@ class Executor:
             for spec, grad in zip(wanted, found, strict=True)
             if spec.used is not False
         ]
-        flags = [grad is not None for spec, grad in zip(wanted, found, strict=True) if spec.used is None]
-        if flags:
-            leaving.append(torch.tensor(flags, dtype=torch.uint8, device=self._mesh.device))
+        doubts = [grad is not None for spec, grad in zip(wanted, found, strict=True) if spec.used is None]
+        if doubts:
+            flags = torch.zeros(len(doubts), dtype=torch.uint8, device=self._mesh.device)
+            for flag, present in zip(flags, doubts, strict=True):
+                flag.fill_(present)  # a copy from the host would wait for the device
+            leaving.append(flags)
         return leaving
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:

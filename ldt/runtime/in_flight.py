@@ -102,7 +102,8 @@ def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:
         return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return tuple(storage for name in names for storage in _memory(getattr(tensor, name)))
+        inner = (getattr(tensor, name) for name in names)
+        return tuple(storage for part in inner if isinstance(part, torch.Tensor) for storage in _memory(part))
     return (tensor.untyped_storage(),)
 
 

@@ -333,16 +333,8 @@ class Mesh(Place):
             key = f"{self._key}/carriers/{name}"
             return share(self._store, key, self.global_rank, self.ranks, value, self.failures, deadline)
 
-        return CarrierChoice(
-            self._terms.transport,
-            self.topology,
-            self.lanes,
-            self.transfers,
-            self.rank,
-            self._groups,
-            self.device,
-            share_with_all,
-        ).make()
+        place = (self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device)
+        return CarrierChoice(self._terms.transport, *place, share_with_all).make()
 
     @property
     def _is_here(self) -> bool:

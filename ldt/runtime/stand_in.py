@@ -235,7 +235,8 @@ def _is_of(hook: Callable[..., Any], modules: tuple[str, ...]) -> bool:
     """Whether the code of ``hook`` is in one of the Python ``modules``."""
     while isinstance(hook, partial):
         hook = hook.func
-    return (getattr(hook, "__module__", None) or type(hook).__module__).startswith(modules)
+    name = getattr(hook, "__module__", None) or type(hook).__module__
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _call(made: nn.Module, original: nn.Module, *args: Any, **kwargs: Any) -> Any:

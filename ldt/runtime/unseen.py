@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dis
+import functools
 import inspect
 import random
 import sys
@@ -149,6 +151,8 @@ class _Surroundings:
             value = value.func
         if isinstance(value, FunctionType):
             self._of_function(value)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._of_cache(value)
         elif isinstance(value, (list, collections.deque, dict, set, bytearray)):
             self._of_container(value)
         elif isinstance(value, (random.Random, torch.Generator)):
@@ -183,6 +187,12 @@ class _Surroundings:
             for entry in value.values() if isinstance(value, dict) else value:
                 self.of(entry)
 
+    def _of_cache(self, value: Any) -> None:
+        """What it keeps is of fake tensors, or can be computed again."""
+        if self._is_new(value):
+            self._undo.append(value.cache_clear)
+            self.of(value.__wrapped__)
+
     def _of_generator(self, value: Any) -> None:
         if self._is_new(value):
             python = isinstance(value, random.Random)
@@ -200,8 +210,9 @@ class _Surroundings:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Those of global variables in ``code`` and in the functions within; of attributes, too."""
-    yield from code.co_names
+    """Those of global variables that ``code`` and the functions within read or write."""
+    steps = dis.get_instructions(code)
+    yield from {str(step.argval) for step in steps if step.opname.endswith(("_GLOBAL", "_NAME"))}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)

@@ -141,3 +141,31 @@ def test_a_buffer_that_grows(pool: RankPool) -> None:
     for text in pool.run(growing):
         assert "buffer seen of a Growing had the shape [0] and has another now" in text
         assert "sync_buffers=False" in text
+
+
+class Filling(nn.Module):
+    """Its forward makes a buffer when it first runs, as masks and rotary tables are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("mask", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.ones(x.shape[-1])
+        return self.linear(x) * self.mask  # type: ignore[no-any-return]
+
+
+def filling() -> None:
+    topology = Topology([1, 1], dp=2)
+    with ldt.connect(topology) as mesh:
+        torch.manual_seed(mesh.stage)
+        mine = [Filling() for _ in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        for _ in range(3):
+            pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+
+
+def test_a_buffer_that_the_first_forward_makes(pool: RankPool) -> None:
+    pool.run(filling)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import itertools
+import queue
 import random
 import weakref
 from collections.abc import Callable, Iterator
@@ -188,9 +189,36 @@ def test_a_forward_leaves_nothing_behind(name: str, training: bool) -> None:
 
 
 class Leaking(Base):
-    @functools.cache  # noqa: B019 (that is the point)
+    queue: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
     def keep(self, x: Tensor) -> None:
-        pass
+        self.queue.put(x)
+
+
+@functools.cache
+def ramp(size: int) -> Tensor:
+    return torch.arange(float(size))
+
+
+data: list[str] = []
+add_data = data.append  # as another thread would
+
+
+class Remembering(Base):
+    @functools.cache  # noqa: B019 (that is the point)
+    def shift(self, size: int) -> Tensor:
+        data_of = self.linear.weight.data  # an attribute, and no global
+        add_data("written meanwhile")
+        return ramp(size) + data_of.sum()
+
+    def keep(self, x: Tensor) -> None:
+        x + self.shift(4)
+
+
+def test_what_functions_remember_is_forgotten_and_what_others_write_is_kept() -> None:
+    assert shapes_of(Remembering()) == shapes_of(nn.Linear(4, 4))
+    assert type(ramp(4)) is Tensor
+    assert data == ["written meanwhile"]
 
 
 def test_what_cannot_be_put_back_is_refused() -> None:

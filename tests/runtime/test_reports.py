@@ -258,10 +258,10 @@ def test_every_lane_is_aborted(
     ended: list[str] = []
     with ldt.connect(Topology([1])) as mesh:
         lanes = [Stuck("first", ended, kind), Stuck("second", ended, kind), Stuck("third", ended, None)]
-        monkeypatch.setattr(mesh, "all_lanes", lambda: lanes)
-        monkeypatch.setattr(mesh._groups, "abort", lambda: ended.append("groups"))
+        monkeypatch.setattr(mesh, "_watched", tuple(lanes))
+        monkeypatch.setattr(mesh._groups, "_groups", {"groups": Stuck("groups", ended, None)})
         mesh.failures.publish(FailureReport(0, 0, 0, "here", "x"))
-    assert ended[:4] == ["abort first", "abort second", "abort third", "groups"]
+    assert ended[:4] == ["abort first", "abort second", "abort third", "abort groups"]
     assert "could not abort lane first" in caplog.text
     assert "could not abort lane second" in caplog.text
 

@@ -142,10 +142,10 @@ def count(owner: object, name: str, calls: list[str], patch: pytest.MonkeyPatch)
 
 
 def test_one_message_of_the_edge_per_step(pool: RankPool) -> None:
-    """Shapes not met before cost one more per cloud chunk, two here, however many; nothing new a few bytes."""
+    """Shapes not met before cost one more per chunk behind the first, three here, however many; else a few bytes."""
     by_rank = pool.run(control_messages, ranks=range(3))
     assert [[numbers[:2] for numbers in steps] for steps in by_rank] == [
-        [(1, 2), (1, 0), (1, 2), (1, 0), (1, 2)]
+        [(1, 3), (1, 0), (1, 3), (1, 0), (1, 3)]
     ] * 3
     sent = [numbers[2] for numbers in by_rank[0]]
     assert max(sent) < 600, "to both other nodes"
