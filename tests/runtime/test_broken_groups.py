@@ -171,6 +171,9 @@ def forgotten(group_timeout: float) -> tuple[float, list[str]]:
         group = groups.make(name, f"forgotten/{name}", [0, 1], "gloo", timedelta(seconds=20))
         group.set_timeout(timedelta(seconds=group_timeout))
         del group
+    store = c10d._get_default_store()
+    store.set(f"forgotten/{dist.get_rank()}", "made")
+    store.wait(["forgotten/0", "forgotten/1"])  # gloo may still connect at the other end
     try:
         if dist.get_rank() == 1:
             time.sleep(group_timeout + 0.5)
