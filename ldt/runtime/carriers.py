@@ -101,11 +101,8 @@ class CarrierChoice:
             f"rank {self.rank} has lanes on {streams} streams, which wait on the GPU, and compute on another, but "
             f"{QUEUES_VARIABLE} gives it {found} hardware queues for these {needed}: {advice}"
         )
-        texts = [
-            text
-            for found in self.share("queues", {"short": mine} if short else {})
-            for text in found.values()
-        ]
+        told = self.share("queues", {"short": mine} if short else {})
+        texts = [text for of_rank in told for text in of_rank.values()]
         if texts:
             raise LdtError(
                 f"connect: {texts[0]}. Unless it is set, importing ldt before anything starts CUDA sets it to "

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ldt
 from ldt import _cuda
+from ldt.runtime import rendezvous
 from ldt.runtime.carriers import CarrierChoice, TransportChoice
 from ldt.runtime.strands import TransferChoice, Transfers
 from ldt.topology import LanePolicy, Topology
@@ -71,12 +75,15 @@ def choose(
     policy: LanePolicy = "dedicated",
     others: str = "",
 ) -> None:
-    """As far as the check of queues goes, on rank 0 of a mesh on GPUs."""
+    """As far as the check of queues goes, on rank 0 of a mesh on GPUs of which rank 1 says ``others``."""
+    store = dist.HashStore()
+    store.set("queues/1", json.dumps({"short": others} if others else {}))
 
     def share(name: str, value: Any) -> list[Any]:
         if name != "queues":
             raise CheckPassedError
-        return [value, others]
+        nobody_fails: Any = None
+        return rendezvous.share(store, name, 0, [0, 1], value, nobody_fails, time.monotonic() + 60.0)
 
     transfers, device = Transfers.of(topology, transfer), torch.device("cuda", 0)
     CarrierChoice(transport, topology, policy, transfers, 0, {}, device, share).make()
