@@ -174,8 +174,8 @@ def dry_run(
         gc.collect()
     if _any_alive(made):
         raise LdtError(
-            "its forward keeps tensors where they are found again in the next one, but cannot be put back (a cache of "
-            f"functools, an object of a compiled class): they were tensors without values. Keep them elsewhere, or "
+            "its forward keeps tensors where they are found again in the next one, but cannot be put back (in an "
+            "object of a compiled class): they were tensors without values. Keep them elsewhere, or "
             f"{_DECLARE}"
         )
     return answer
