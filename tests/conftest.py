@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ import pytest
 
 if TYPE_CHECKING:
     from ldt.testing import RankPool
+
+# As in the ranks: what is compared bit for bit is summed in the same order. Before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 MOST_REASONS = 9  # and one line for the others
 
