@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,78 @@ def test_parameters_are_found(way: str) -> None:
     found = loss_module(WAYS[way](module))
     assert found is not None
     assert [id(p) for p in found.parameters()] == [id(module.w), id(module.unused)]
+
+
+class Model(nn.Module):
+    """One whose numbers a loss may want, and whose head it may train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.scale = nn.Linear(3, 3), nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.config = SimpleNamespace(vocab_size=3, inner=SimpleNamespace(head=None))
+        self.parts = SimpleNamespace(heads=[self.head])
+
+    @property
+    def temperature(self) -> Tensor:
+        return self.scale.exp()
+
+    def score(self, output: Tensor) -> Any:
+        return self.head(output).sum()
+
+
+model = Model()
+
+
+class Reading:
+    def __init__(self, held: Model) -> None:
+        self.held = held
+
+    def __call__(self, output: Tensor, target: Tensor) -> Any:
+        return output.sum() * self.held.config.vocab_size if self.held.training else output.sum()
+
+
+def _given(output: Tensor, target: Tensor, held: Model) -> Any:
+    return output.sum() * held.config.vocab_size
+
+
+def _by_default(output: Tensor, target: Tensor, held: Model = model) -> Any:
+    return output.view(-1, held.config.vocab_size).to(held.scale.dtype).sum() * len(held.scale.shape)
+
+
+def _within(output: Tensor, target: Tensor) -> Any:
+    return sum(part.sum() for part in output if model.training and model.config.vocab_size)
+
+
+def _inner(output: Tensor, target: Tensor) -> Any:
+    config = model.config
+    return output.sum() * config.vocab_size
+
+
+READERS: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
+    "config of a global": (lambda o, t: o.view(-1, model.config.vocab_size).sum() * model.training, ()),
+    "config of a closure": ((lambda m: lambda o, t: o.sum() * m.config.vocab_size)(model), ()),
+    "config by a keyword": (functools.partial(_given, held=model), ()),
+    "config by place": (functools.partial(lambda m, o, t: o.sum() * m.config.vocab_size, model), ()),
+    "config by a default": (_by_default, ()),
+    "config by an attribute": (Reading(model), ()),
+    "config in a comprehension": (_within, ()),
+    "config by another name": (_inner, ()),
+    "a layer": (lambda o, t: model.head(o).sum() * model.config.vocab_size, ("head",)),
+    "layers in an object": (lambda o, t: model.parts.heads[0](o).sum(), ("head",)),
+    "a parameter": (lambda o, t: (model.scale.square() * o).sum(), ("scale",)),
+    "a view of a parameter": (lambda o, t: (o @ model.head.weight.T).sum(), ("head.weight",)),
+    "a method": (lambda o, t: model.score(o), ("body", "head", "scale")),
+    "a property": (lambda o, t: (o * model.temperature).sum(), ("body", "head", "scale")),
+    "all": (lambda o, t: _given(o, t, model) + model.training, ("body", "head", "scale")),
+}
+
+
+@pytest.mark.parametrize("way", READERS)
+def test_what_is_only_read_is_not_trained(way: str) -> None:
+    loss_fn, names = READERS[way]
+    found = loss_module(loss_fn)
+    wanted = {id(p) for name, p in model.named_parameters() if name.startswith(tuple(names)) and names}
+    assert {id(p) for p in ([] if found is None else found.parameters())} == wanted
 
 
 def test_a_function_of_torch_trains_nothing() -> None:
