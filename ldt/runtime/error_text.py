@@ -10,7 +10,17 @@ from types import CodeType, TracebackType
 
 from ldt.untrusted import MOST_CHARACTERS, plain
 
-__all__ = ["TEXT_LIMIT", "TRACEBACK_LINES", "frames_of", "is_a", "name_of", "place_of", "plain", "text_of"]
+__all__ = [
+    "TEXT_LIMIT",
+    "TRACEBACK_LINES",
+    "files_of",
+    "frames_of",
+    "is_a",
+    "name_of",
+    "place_of",
+    "plain",
+    "text_of",
+]
 
 TEXT_LIMIT = MOST_CHARACTERS
 _NAME_LIMIT = 200
@@ -40,13 +50,25 @@ def frames_of(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> tuple[str, int, str] | None:
     """The file, line and function that raised it; None if nothing did."""
-    trace = _trace_of(error)
-    if trace is None:
+    traces = _traces_of(error)
+    if not traces:
         return None
-    while trace.tb_next is not None:
+    code: CodeType = traces[-1].tb_frame.f_code
+    return code.co_filename, traces[-1].tb_lineno, code.co_name
+
+
+def files_of(error: BaseException) -> list[str]:
+    """The files of its traceback, that of what raised it last."""
+    return [trace.tb_frame.f_code.co_filename for trace in _traces_of(error)]
+
+
+def _traces_of(error: BaseException) -> list[TracebackType]:
+    traces = []
+    trace = _trace_of(error)
+    while trace is not None:
+        traces.append(trace)
         trace = trace.tb_next
-    code: CodeType = trace.tb_frame.f_code
-    return code.co_filename, trace.tb_lineno, code.co_name
+    return traces
 
 
 def _trace_of(error: BaseException) -> TracebackType | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
 from ldt.runtime.disclosure import disclose, reveal
-from ldt.runtime.error_text import is_a, place_of
+from ldt.runtime.error_text import files_of, is_a
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.heartbeat import Heartbeats, RollCall
 from ldt.runtime.managed import managed
@@ -29,7 +30,12 @@ __all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_of_transfer"]
 
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _CONSEQUENCES = (RemoteStageError, LaneError, dist.DistError)
-_TORCH_DISTRIBUTED = str(Path(dist.__file__).parent)
+_DISTRIBUTED = Path(dist.__file__).parent
+_WAITING = tuple(
+    str(_DISTRIBUTED / name) for name in ("distributed_c10d.py", "_functional_collectives.py", "fsdp")
+)
+_CALLING = str(_DISTRIBUTED.parent / "_ops.py")  # how Python gets from there into an operator
+_OF_GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[[^]]*gloo/(transport|rendezvous)/")
 _TELLING_SECONDS = 2.0
 _LEAST_ANSWER_SECONDS = 10.0  # of the store, on machines that have much else to do
 LEAST_SILENCE = timedelta(seconds=1)  # ranks leave a sign of life a few times a second
@@ -154,7 +160,7 @@ class Vigil:
     def _may_follow(self, error: BaseException) -> bool:
         """Whether ``error`` may have come of another rank's end: then that one is to blame.
 
-        What a text says does not matter: anyone can write one. Layers also wait where torch's frames do not show.
+        What the text of a user's error says does not matter. Layers also wait where torch's frames do not show.
         """
         return is_of_transfer(error) or (type(error) is RuntimeError and self._lost_connections() > 0)
 
@@ -255,9 +261,11 @@ class Vigil:
 def is_of_transfer(error: BaseException) -> bool:
     """Whether ``error`` may be what a rank sees when another one fails, with nothing to add to that one's report.
 
-    gloo has no class of its own for a connection that was lost: it counts where that was raised.
+    gloo has no class of its own for a connection that was lost: it is known by where it was raised, in torch's own
+    calls of collectives, and among what these raise by the file of gloo's that it begins with.
     """
-    if type(error) is RuntimeError:
-        place = place_of(error)
-        return place is not None and place[0].startswith(_TORCH_DISTRIBUTED)
-    return is_a(error, _CONSEQUENCES)
+    if type(error) is not RuntimeError:
+        return is_a(error, _CONSEQUENCES)
+    files = [file for file in files_of(error) if file != _CALLING]
+    text = error.args[0] if error.args else None
+    return bool(files) and files[-1].startswith(_WAITING) and type(text) is str and bool(_OF_GLOO.match(text))

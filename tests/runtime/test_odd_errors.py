@@ -7,15 +7,22 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from acting_jobs import chunks_doing
 from pipeline_jobs import build
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import ldt
 from ldt.runtime.disclosure import disclose, reveal
 from ldt.runtime.error_text import plain, text_of
+from ldt.runtime.vigil import is_of_transfer
 from ldt.testing import RankPool, toy_microbatches
 from ldt.topology import Topology
 
@@ -96,6 +103,23 @@ def unpicklable() -> BaseException:
     return error
 
 
+def of_torch(call: Callable[[], object]) -> Callable[[], BaseException]:
+    """What is raised in torch.distributed, by a mistake."""
+
+    def make() -> BaseException:
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        return caught.value
+
+    return make
+
+
+def of_shapes() -> object:
+    mesh = DeviceMesh("cpu", [dist.get_rank()])
+    part = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
+    return part.view(5)
+
+
 def with_text(text: Callable[[Any], Any]) -> Callable[[], BaseException]:
     return type("Boom", (Exception,), {"__str__": text, "__repr__": text})
 
@@ -115,6 +139,8 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "it says it is another": lambda: LiarError("gloo/transport/tcp/pair.cc: Connection closed by peer"),
     "it has no class": lambda: ShyError("gloo/transport"),
     "it says it is gloo's": lambda: RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer"),
+    "it is of a DTensor's shapes": of_torch(of_shapes),
+    "it is of a collective's dtype": of_torch(lambda: dist.all_reduce(torch.ones(1).to(torch.float8_e4m3fn))),
     "it is frozen": lambda: FrozenError("no"),
     "its causes are a cycle": of_cycle,
     "it cannot be pickled": unpicklable,
@@ -157,6 +183,28 @@ def test_an_error_is_raised_as_it_is_and_its_rank_is_named(pool: RankPool, name:
                 assert f"rank {chunk} (stage {chunk}, replica 0) failed first in action {chunk}F0 (" in text
                 assert len(text) < 12_000
                 assert plain(text, len(text)) == text
+
+
+def timed_out(through: str) -> bool:
+    """Whether it counts as a lost transfer that the other rank does not come."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
+    try:
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError) as caught:
+                dist.all_reduce(torch.ones(1), group=group) if through == "c10d" else functional(group)
+            return is_of_transfer(caught.value)
+        return True
+    finally:
+        dist.destroy_process_group(group)
+
+
+def functional(group: Any) -> None:
+    funcol.wait_tensor(funcol.all_reduce(torch.ones(1), "sum", group))
+
+
+@pytest.mark.parametrize("through", ["c10d", "functional"])
+def test_a_collective_that_is_not_joined_is_a_lost_transfer(pool: RankPool, through: str) -> None:
+    assert pool.run(timed_out, through, ranks=[0, 1]) == [True, True]
 
 
 # -- what leaves the edge ----------------------------------------------------------------------------------------
