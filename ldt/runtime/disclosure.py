@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ldt._C import LaneError
 from ldt.errors import LdtError
 from ldt.runtime.error_text import TEXT_LIMIT, frames_of, is_a, name_of, place_of, text_of
@@ -18,11 +20,23 @@ class InputTypeError(LdtError, TypeError):
 
 
 class QuotingError(LdtError):
-    """An error of the package's own whose text quotes an exception of the user's code; ``plain`` does not."""
+    """An error of the package's own whose text quotes an exception of the user's code; ``plain`` does not.
+
+    To users and other ranks it is an LdtError, in texts and tracebacks, too.
+    """
+
+    __module__ = LdtError.__module__
+    __qualname__ = LdtError.__qualname__
 
     def __init__(self, text: str, plain: str) -> None:
         super().__init__(text)
         self.plain = plain
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LdtError, self.args
+
+
+QuotingError.__name__ = LdtError.__name__
 
 
 def reveal(error: BaseException) -> tuple[str, str]:

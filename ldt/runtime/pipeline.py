@@ -61,9 +61,9 @@ class Pipeline:
     writes a line there for all that leaves it, and looks for copies of samples and labels, too; their own memory is
     never sent. ``check_finite`` looks at what each action computes: outputs of chunks, the loss, and the gradients of
     inputs and parameters, but these not with a ``grad_scaler``, as they may overflow then. The first that has a NaN or
-    an infinity raises NonFiniteError on its rank before it is sent, and RemoteStageError with the same text elsewhere.
-    It costs a pass over all of these, and on a device a wait of the host in each action that computes, two in the last
-    chunk's forward.
+    an infinity raises NonFiniteError on its rank before it is sent, and RemoteStageError with the same text elsewhere;
+    -inf passes in outputs, where masks have it. It costs a pass over all of these, and on a device a wait of the host
+    in each action that computes, two in the last chunk's forward.
 
     Ranks that hold the same weights, those of a stage and its replicas, must begin with equal parameters and buffers:
     LdtError on every rank names one that differs, and where. ``sync_weights`` gives them those of the first of these

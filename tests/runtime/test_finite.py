@@ -69,6 +69,16 @@ def test_sparse_and_narrow_types_are_looked_into() -> None:
     assert "has 1 NaN of 2 values" in (refused(torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fn)) or "")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64])
+def test_a_mask_passes_in_outputs_alone(dtype: torch.dtype) -> None:
+    mask = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf).to(dtype)
+    check = FiniteCheck(activations=True, gradients=True)
+    check.outputs(1, BAD, (torch.ones(3), mask, mask[:1, 1:]))
+    for call in (lambda: check.loss(1, BAD, mask), lambda: check.gradients(1, BAD, [mask])):
+        with pytest.raises(ldt.NonFiniteError, match="has 3 -inf"):
+            call()
+
+
 def test_what_is_not_asked_for_is_not_looked_at() -> None:
     bad = torch.tensor([math.nan])
     parameter = nn.Parameter(bad)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
+import traceback
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 import ldt
 from ldt.runtime import group_set
-from ldt.runtime.disclosure import disclose
+from ldt.runtime.disclosure import QuotingError, disclose
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
@@ -141,6 +143,14 @@ def test_the_package_s_own_texts_may_leave() -> None:
     assert SECRET not in disclose(KeyError(SECRET))
 
 
+def test_an_error_that_quotes_has_a_name_that_users_know() -> None:
+    error = QuotingError(f"a text with {SECRET}", plain="a text")
+    assert traceback.format_exception_only(error) == [f"ldt.errors.LdtError: a text with {SECRET}\n"]
+    assert disclose(error) == "LdtError: a text"
+    assert FailureReport.of(error, 0, 0, 0, "somewhere", in_full=False).error_type == "LdtError"
+    assert type(pickle.loads(pickle.dumps(error))) is ldt.LdtError
+
+
 class Reading(nn.Module):
     """Fails while its shapes are found, over a value that is no tensor."""
 
@@ -163,6 +173,7 @@ def test_a_refusal_tells_no_value_unless_it_may(pool: RankPool, share: bool) -> 
     at_edge, at_cloud = pool.run(failing_head, share, ranks=[0, 1])
     assert SECRET in at_edge
     assert "cannot tell what chunk 0 (Reading) returns for float32[4, 16]" in at_cloud
+    assert "LdtError: cannot tell" in at_cloud, "users know no other name of it"
     assert (SECRET in at_cloud) == share
     assert ("BoomError: cannot read" in at_cloud) == share
 
