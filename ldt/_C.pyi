@@ -126,6 +126,23 @@ class PeerRoutes:
         to_stage: PeerSender | None,
     ) -> None: ...
 
+def is_memory_own(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether torch has allocated the memory of each, and no other tensor or storage object refers to it.
+
+    False where this cannot be told: of tensors without strides, and of those that wrap others.
+    """
+
+class VersionCounters:
+    """How often each of ``tensors`` has been written to by now, as torch counts it. Holds no memory of theirs.
+
+    Passed over are None and tensors of inference mode, which have no counter. Writes by ``.data``, or in kernels that
+    torch does not know, are not counted.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None: ...
+    def first_changed(self) -> int | None:
+        """The place of the first tensor that has been written to since."""
+
 def abort_all(reason: str) -> None:
     """Aborts and stops every lane of this process; runs at exit."""
 

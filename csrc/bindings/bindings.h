@@ -11,5 +11,6 @@ void bind_interrupt();
 void bind_lanes(pybind11::module_& module);
 void bind_metadata(pybind11::module_& module);
 void bind_metadata_pack(pybind11::module_& module);
+void bind_tensors(pybind11::module_& module);
 
 }  // namespace ldt

@@ -11,4 +11,5 @@ PYBIND11_MODULE(_C, module) {
   ldt::bind_lanes(module);
   ldt::bind_metadata(module);
   ldt::bind_metadata_pack(module);
+  ldt::bind_tensors(module);
 }

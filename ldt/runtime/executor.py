@@ -53,7 +53,7 @@ class Executor:
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
         self._pace = Pace(mesh.device, mesh.failures)
         self._sends: dict[Channel, deque[tuple[AllOf, Entry]]] = {}
-        self._departures = Departures(mesh.device)
+        self._departures = Departures()
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes

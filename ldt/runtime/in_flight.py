@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ldt._C import VersionCounters, is_memory_own
 from ldt.errors import LdtError
 from ldt.runtime.mailbox import Slot
 
@@ -27,44 +28,28 @@ def own_memory(tensors: list[Any], always: Container[int] = ()) -> list[int]:
 
     The tensors must be fresh from ``detach``: who holds a tensor itself is not seen. Nothing here waits for a device.
     """
-    doubtful = [place for place, tensor in enumerate(tensors) if tensor is not None and not _is_alone(tensor)]
-    return _copy_held(tensors, always) if doubtful or always else doubtful
+    return _copy_held(tensors, always) if always or not is_memory_own(tensors) else []
 
 
 class Departures:
-    """What a rank has given away in a step, and how often each tensor had been written to by then, which torch counts.
+    """What a rank has given away in a step, and how often each tensor had been written to by then."""
 
-    Holds counters and no memory. What writes by ``.data``, or in kernels that torch does not know, is not counted.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._noted: dict[
-            Slot, list[tuple[torch.Tensor, int, int]]
-        ] = {}  # a counter, its value, and the place
-        self._nothing = torch.empty(0, device=device)
+    def __init__(self) -> None:
+        self._versions: dict[Slot, VersionCounters] = {}
 
     def begin(self, slot: Slot, tensors: Sequence[Any]) -> None:
         """``tensors``, where None is none, are on their way to ``slot``."""
-        noted = self._noted[slot] = []
-        for place, tensor in enumerate(tensors):
-            if tensor is not None:
-                try:
-                    counter = tensor.detach()
-                    counter.data = self._nothing  # it goes on counting
-                    noted.append((counter, counter._version, place))
-                except (
-                    RuntimeError
-                ):  # has no counter, or no memory of this device: never crosses, or from inference
-                    continue
+        self._versions[slot] = VersionCounters(tensors)
 
     def end(self, slot: Slot) -> None:
         """They are there. Raises LdtError if one was changed before this was known."""
-        for counter, version, place in self._noted.pop(slot, ()):
-            if counter._version != version:
-                raise LdtError(_changed(slot, place))
+        versions = self._versions.pop(slot, None)
+        changed = None if versions is None else versions.first_changed()
+        if changed is not None:
+            raise LdtError(_changed(slot, changed))
 
     def clear(self) -> None:
-        self._noted.clear()
+        self._versions.clear()
 
 
 def _changed(slot: Slot, place: int) -> str:
@@ -86,14 +71,6 @@ def _copy_held(tensors: list[Any], always: Container[int]) -> list[int]:
         if held or place in always or not all(storage.resizable() for storage in own):
             tensors[place] = tensors[place].clone()
     return shared
-
-
-def _is_alone(tensor: Any) -> bool:
-    """Whether torch has allocated its memory, for nobody else. False of what has none, or wraps others."""
-    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-        return False
-    storage = tensor.untyped_storage()
-    return _use_count(storage._cdata) == 2 and storage.resizable()  # the tensor, and ``storage``
 
 
 def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:

@@ -1,0 +1,16 @@
+// What the runtime asks of tensors between messages.
+#include <pybind11/stl.h>
+
+#include "bindings/bindings.h"
+#include "common/memory.h"
+
+namespace ldt {
+
+void bind_tensors(pybind11::module_& module) {
+  module.def("is_memory_own", &is_memory_own, pybind11::arg("tensors"));
+  pybind11::class_<VersionCounters>(module, "VersionCounters")
+      .def(pybind11::init<const MaybeTensors&>(), pybind11::arg("tensors"))
+      .def("first_changed", &VersionCounters::first_changed);
+}
+
+}  // namespace ldt
