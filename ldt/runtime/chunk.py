@@ -206,6 +206,11 @@ class ChunkRunner:
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
 
     @property
+    def declares(self) -> bool:
+        """Whether the module says itself what it returns."""
+        return getattr(self.module, "output_spec", None) is not None
+
+    @property
     def in_flight(self) -> int:
         return len(self._graphs)
 

@@ -32,6 +32,10 @@ class QuotingError(LdtError):
         super().__init__(text)
         self.plain = plain
 
+    def and_also(self, more: str) -> QuotingError:
+        """The same, with ``more`` at the end, which quotes nothing."""
+        return QuotingError(f"{self}{more}", plain=f"{self.plain}{more}")
+
     def __reduce__(self) -> tuple[Any, ...]:
         return LdtError, self.args
 

@@ -291,7 +291,7 @@ class Executor:
         if not crosses:
             self._local[microbatch, chunk] = specs
             return list(tensors)
-        difference = first_difference(self._hop(chunk, microbatch), specs)
+        difference = first_difference(self._hop(chunk, microbatch), specs, self._runners[chunk].declares)
         if difference is not None:
             raise LdtError(f"{what} is not what was agreed: {difference}")
         parts = list(map(self._mesh.shards.local, tensors))

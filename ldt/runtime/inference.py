@@ -20,12 +20,13 @@ from ldt.errors import LdtError
 from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.disclosure import InputTypeError, InputValueError, QuotingError, disclose, reveal
 from ldt.runtime.error_text import text_of
+from ldt.runtime.forward_hooks import left_out
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.reach import Answer, DryRun, Reach, of_loss, unknown
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
-from ldt.runtime.stand_in import StandIn, has_hooks
+from ldt.runtime.stand_in import StandIn
 from ldt.runtime.unseen import host_random_states, unseen
 
 __all__ = ["dry_run", "infer", "infer_reach", "infer_specs", "needs_values", "warm_up"]
@@ -211,7 +212,7 @@ def _dry_run(
             output = stand_in(*fake_args, **fake_kwargs)
             moved = copies.moved() or host_random_states() != drawn
             trained = [parameter for parameter in stand_in.parameters() if parameter.requires_grad]
-            answer = read(DryRun(output, inputs, trained, moved, has_hooks(module)))
+            answer = read(DryRun(output, inputs, trained, moved, any(left_out(module))))
         finally:
             copies.release()
     return answer, mode.made

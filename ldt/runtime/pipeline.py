@@ -147,7 +147,7 @@ class Pipeline:
             index: make_runner(mesh, index, module, free_outputs, self._loss_module, aliasing)
             for index, module in modules.items()
         }
-        self._shapes = ShapeBook(mesh, modules, all_reads)
+        self._shapes = ShapeBook(mesh, modules, all_reads, self._number)
         notices = Notices(mesh, self._shapes, self._plans, wanted, self._audit) if mesh.is_edge else None
         self._opening = Opening(mesh, self._shapes, self._plans, notices)
         self._guard: Guard | None = None

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
+from ldt.runtime.disclosure import QuotingError
+from ldt.runtime.forward_hooks import ForwardHooks
 from ldt.runtime.inference import infer, infer_reach, warm_up
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.mesh import Mesh
@@ -43,13 +45,19 @@ class ShapeBook:
     infers and tells all, for all microbatches at once, and with it which of its inputs get a gradient. Answers are kept
     until ``forget``, the most recent 4096 of the head and of the other chunks. Hops within a node are found by the way
     and have no specs here.
-    ``reads`` has by chunk the metadata whose values its answer may depend on, for chunks of all nodes.
+    ``reads`` has by chunk the metadata whose values its answer may depend on, for chunks of all nodes, ``number`` is
+    that of the pipeline.
     """
 
     def __init__(
-        self, mesh: Mesh, chunks: Mapping[int, nn.Module], reads: Mapping[str, Sequence[str]] | None = None
+        self,
+        mesh: Mesh,
+        chunks: Mapping[int, nn.Module],
+        reads: Mapping[str, Sequence[str]] | None = None,
+        number: int = 0,
     ) -> None:
         self.chunks = chunks
+        self.hooks = ForwardHooks(mesh.failures.store, f"{mesh.failures.key}/pipeline-{number}")
         self._reads = {int(chunk): names for chunk, names in (reads or {}).items()}
         self._mesh = mesh
         self._topology = mesh.topology
@@ -175,7 +183,12 @@ class ShapeBook:
         kwargs = self.keywords_for(chunk, offered, len(args))
         if chunk == self._topology.tail:
             return Answer((), (infer_reach(module, args, kwargs, mesh.device, mesh.shards),))
-        return infer(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
+        try:
+            answer = infer(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
+        except QuotingError as error:
+            raise error.and_also(self.hooks.advice(chunk, module)) from error.__cause__
+        self.hooks.tell(chunk, module)
+        return answer
 
     def keywords_for(self, chunk: int, offered: Mapping[str, Any], given: int) -> dict[str, Any]:
         """What ``chunk`` takes by name of what is ``offered``, behind ``given`` tensors of a hop."""

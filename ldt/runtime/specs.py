@@ -131,19 +131,32 @@ _CAUSES = (
     "the last step, call pipeline.forget_shapes() on every rank; what hooks make of it, or a state, is to be declared: "
     "give the module a method output_spec"
 )
+_DECLARED = (
+    "its output_spec must say what its forward returns, also under autocast and in train and eval mode; if a layer was "
+    "changed since the last step, call pipeline.forget_shapes() on every rank"
+)
 
 
-def first_difference(expected: Sequence[TensorSpec], got: Sequence[TensorSpec]) -> str | None:
+def first_difference(
+    expected: Sequence[TensorSpec], got: Sequence[TensorSpec], declared: bool = False
+) -> str | None:
     """Where ``got`` is not what was agreed, as the second half of an error text; None if it is.
 
+    ``declared`` says that an ``output_spec`` has told what to expect.
     A tensor that was announced with a gradient and has none is no difference: its gradient comes and is dropped.
     """
+    causes = _DECLARED if declared else _CAUSES
     if len(expected) != len(got):
         agreed = f"{len(expected)} tensors were agreed ({describe(expected)})"
-        return f"{agreed}, it has {len(got)} ({describe(got)}); {_CAUSES}"
+        return f"{agreed}, it has {len(got)} ({describe(got)}); {causes}"
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         if (want.shape, want.dtype, want.shard) != (have.shape, have.dtype, have.shard):
-            return f"tensor {index} was agreed as {want}, it is {have}; {_CAUSES}"
+            return f"tensor {index} was agreed as {want}, it is {have}; {causes}"
+        if have.requires_grad and not want.requires_grad and declared:
+            return (
+                f"tensor {index} requires a gradient, but the output_spec of the chunk says {want}: let it return "
+                "TensorSpec(..., requires_grad=True) there, which evals do not mind"
+            )
         if have.requires_grad and not want.requires_grad:
             return (
                 f"tensor {index} requires a gradient, but was agreed as {want}; if layers were unfrozen since "

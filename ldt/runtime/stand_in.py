@@ -9,7 +9,7 @@ import itertools
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from functools import partial, singledispatchmethod
@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
-from torch.nn.modules import module as modules
 
-__all__ = ["StandIn", "has_hooks", "is_plain", "slots_of"]
+from ldt.runtime.forward_hooks import call_with_layer_hooks, is_of
+
+__all__ = ["StandIn", "is_plain", "slots_of"]
 
 _MAX_ARRAY_BYTES = 1 << 24
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Hooks by which a layer works, and that no user wrote: they run.
-_OF_LAYERS = ("torch.distributed.tensor", "torch.nn.utils", "transformers.integrations")
 _BY_REFERENCE = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"types", "collections"})
 
 
@@ -119,7 +118,7 @@ class StandIn:
         for name, entry in vars(value).items():
             vars(made)[name] = collections.OrderedDict() if name in _HOOKS else self.of(entry)
         # What torch.nn.Module calls in place of the forward with its hooks and those of all modules.
-        vars(made)["_compiled_call_impl"] = partial(_call, made, value)
+        vars(made)["_compiled_call_impl"] = partial(call_with_layer_hooks, made, value)
         return made
 
     @_copy.register(list)
@@ -179,7 +178,7 @@ class StandIn:
 
     @_copy.register
     def _(self, value: FunctionType) -> Any:
-        if not value.__closure__ or _is_of(value, ("torch",)):
+        if not value.__closure__ or is_of(value, ("torch",)):
             return value
         code, space, name, defaults = value.__code__, value.__globals__, value.__name__, value.__defaults__
         made = self._keep(
@@ -217,44 +216,6 @@ def slots_of(value: object) -> Iterator[tuple[str, Any]]:
         for name in (names,) if isinstance(names, str) else names:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield name, getattr(value, name)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a run of its stand-in leaves out hooks of the forward."""
-    own = (
-        hook
-        for part in module.modules()
-        for hooks in (part._forward_pre_hooks, part._forward_hooks)
-        for hook in hooks.values()
-    )
-    everyones = modules._global_forward_pre_hooks or modules._global_forward_hooks
-    return bool(everyones) or not all(_is_of(hook, _OF_LAYERS) for hook in own)
-
-
-def _is_of(hook: Callable[..., Any], modules: tuple[str, ...]) -> bool:
-    """Whether the code of ``hook`` is in one of the Python ``modules``."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    name = getattr(hook, "__module__", None) or type(hook).__module__
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
-
-
-def _call(made: nn.Module, original: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``made``'s forward, with the hooks of ``original`` by which layers work."""
-    for key, hook in original._forward_pre_hooks.items():
-        if _is_of(hook, _OF_LAYERS):
-            if key in original._forward_pre_hooks_with_kwargs:
-                args, kwargs = hook(made, args, kwargs) or (args, kwargs)
-                continue
-            result = hook(made, args)
-            args = args if result is None else result if isinstance(result, tuple) else (result,)
-    output = made.forward(*args, **kwargs)
-    for key, hook in original._forward_hooks.items():
-        if _is_of(hook, _OF_LAYERS):
-            by_name = (kwargs,) if key in original._forward_hooks_with_kwargs else ()
-            result = hook(made, args, *by_name, output)
-            output = output if result is None else result
-    return output
 
 
 def _state(value: Any) -> object:

@@ -81,10 +81,11 @@ def _of_chunk(chunk: int, agreement: Agreement, training: bool) -> Iterable[_Cas
 
 def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) -> None:
     chunk, microbatch, args, offered, training = case
+    module = shapes.chunks[chunk]
     kwargs = shapes.keywords_for(chunk, offered, len(args))
     try:
         read = partial(_specs_of, mesh, case)
-        found = dry_run(shapes.chunks[chunk], args, kwargs, mesh.device, training, mesh.shards, read)
+        found = dry_run(module, args, kwargs, mesh.device, training, mesh.shards, read)
     except Exception as error:
         if needs_values(error):
             logger.info("chunk %d cannot run without values and is not checked: %s", chunk, reveal(error)[0])
@@ -93,15 +94,20 @@ def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) 
             [arg if isinstance(arg, TensorSpec) else TensorSpec.of(arg) for arg in args if _has_spec(arg)]
         )
         what = f"chunk {chunk} does not take what comes for microbatch {microbatch}, {comes}"
-        raise QuotingError(f"{what}: {reveal(error)[0]}", plain=f"{what}: {disclose(error)}") from error
+        advice = shapes.hooks.advice(chunk, module)
+        raise QuotingError(
+            f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
+            plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
+        ) from error
     if isinstance(found, Exception):
         raise found
     if mesh.topology.crosses(chunk):
-        difference = first_difference(agreement.hops[microbatch][chunk], found)
+        declared = getattr(module, "output_spec", None) is not None
+        difference = first_difference(agreement.hops[microbatch][chunk], found, declared)
         if difference is not None:
+            expected = "it declares (output_spec)" if declared else "was agreed"
             raise LdtError(
-                f"output of chunk {chunk} for microbatch {microbatch} is not what it declares (output_spec): "
-                f"{difference}"
+                f"output of chunk {chunk} for microbatch {microbatch} is not what {expected}: {difference}"
             )
 
 

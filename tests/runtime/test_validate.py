@@ -108,6 +108,66 @@ def test_a_boundary_that_does_not_fit(pool: RankPool, kind: str, sentence: str) 
         assert sentence in text
 
 
+class Forgetful(ToyChunk):
+    """Does not say that its output requires a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(16)
+
+    def output_spec(self, inputs: TensorSpec) -> TensorSpec:
+        return TensorSpec(inputs.shape, inputs.dtype)
+
+
+def first_half(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output[..., :8]
+
+
+def blamed(kind: str, validating: bool) -> str:
+    topology = Topology([1, 1])
+    chunks = toy_chunks(topology)
+    if kind == "forgets":
+        chunks[1] = Forgetful()
+    else:
+        chunks[0].register_forward_hook(first_half)
+        chunks[1] = ToyChunk(8)
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, chunks)
+        call = pipeline.validate if validating else pipeline.step
+        with pytest.raises(ldt.LdtError) as caught:
+            call(ragged() if mesh.is_edge else None)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("validating", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sentences"),
+    [
+        (
+            "forgets",
+            (
+                "output of chunk 1 for microbatch 0 is not what ",
+                "tensor 0 requires a gradient, but the output_spec of the chunk says float32[3, 16]: let it return "
+                "TensorSpec(..., requires_grad=True) there",
+            ),
+        ),
+        (
+            "hook",
+            (
+                "cannot tell what chunk 1 (ToyChunk) returns for float32[3, 16] with grad: RuntimeError: ",
+                "Chunk 0 has a forward hook (first_half), which does not run where shapes are found: if it changes "
+                "what that chunk takes or returns, give the chunk a method output_spec",
+            ),
+        ),
+    ],
+)
+def test_who_has_to_change_what(
+    pool: RankPool, kind: str, sentences: tuple[str, ...], validating: bool
+) -> None:
+    for text in pool.run(blamed, kind, validating, ranks=range(2)):
+        assert all(sentence in text for sentence in sentences), text
+        assert "unfrozen" not in text
+
+
 def refused() -> list[Any]:
     """Bad microbatches are refused as in a step, and the mesh stays usable."""
     topology = Topology([1, 1])
