@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from ldt.errors import LdtError, RemoteStageError
-from ldt.runtime.error_text import name_of
+from ldt.errors import CheckpointError, LdtError, RemoteStageError
+from ldt.runtime.error_text import is_a, name_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.received import plain, texts, texts_by_name
@@ -67,12 +67,13 @@ def agree(
 ) -> list[Any]:
     """Raise on every rank if one cannot begin (or finish) ``call`` for an ``error``, or was given other values.
 
-    A collective call. ``same`` has what must be equal, by the name it has in texts. Returns each rank's ``own``, as
-    ``read_own`` reads it.
+    A collective call. The others raise RemoteStageError, or CheckpointError where that is what the one raises. ``same``
+    has what must be equal, by the name it has in texts. Returns each rank's ``own``, as ``read_own`` reads it.
     """
     mine = {
         "error": None if error is None else mesh.tell(error),
         "error_type": None if error is None else name_of(error),
+        "of_checkpoint": error is not None and is_a(error, CheckpointError),
         "same": dict(same),
         "own": own,
     }
@@ -83,10 +84,13 @@ def agree(
         raise error
     for rank, answer in answers.items():
         if answer.error is not None:
+            stage = mesh.stage_of(rank)
+            if answer.of_checkpoint:
+                raise CheckpointError(f"rank {rank} (stage {stage}) cannot {doing} {call}: {answer.error}")
             raise RemoteStageError(
                 f"rank {rank} cannot {doing} {call}: {answer.error}",
                 rank=rank,
-                stage=mesh.stage_of(rank),
+                stage=stage,
                 place=f"the {_MOMENTS[doing]} of {call}",
                 error_type=answer.error_type,
             )
@@ -104,6 +108,7 @@ class _Answer(NamedTuple):
 
     error: str | None
     error_type: str | None
+    of_checkpoint: bool
     same: dict[str, str]
     own: Any
 
@@ -111,4 +116,5 @@ class _Answer(NamedTuple):
 def _answer(read_own: Callable[[Any], Any], value: Any) -> _Answer:
     told = [value[name] for name in ("error", "error_type")]
     error, error_type = (None if text is None else plain(texts([text])[0]) for text in told)
-    return _Answer(error, error_type, texts_by_name(value["same"]), read_own(value["own"]))
+    own, same = read_own(value["own"]), texts_by_name(value["same"])
+    return _Answer(error, error_type, value["of_checkpoint"] is True, same, own)

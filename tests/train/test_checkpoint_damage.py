@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -72,9 +73,10 @@ def outcomes(path: Path, cases: list[tuple[str, str, bool]]) -> list[list[str]]:
             before = job.state()
             try:
                 found.append(["loaded", str(getattr(job.load(mine), "step", None))])
-            except ldt.LdtError as error:
+            except ldt.CheckpointError as error:
                 found.append([type(error).__name__, str(error)])
             assert_equal_states(job.state(), before)
+            assert not older or job.load(mine, step=0) == ldt.LoadedCheckpoint(0)
         job.train([0])
         return found
 
@@ -93,6 +95,7 @@ CASES = [
     (move_away, "step-1/stage-1/rank-0.0/.metadata", "cannot be read: No such file"),
     (cut, "step-1/stage-1/rank-0.0/random_states.json", "random_states.json is damaged"),
     (move_away, "step-1/stage-1/rank-0.0/random_states.json", "cannot be read: No such file"),
+    (cut, "step-1/stage-1/rank-0.0/checksums.json", "checksums.json is damaged"),
 ]
 
 
@@ -101,8 +104,9 @@ def test_the_only_save_is_damaged(pool: RankPool, tmp_path: Path) -> None:
     answers = pool.run(outcomes, tmp_path, [(damage.__name__, file, False) for damage, file, _ in CASES])
     for number, (_, _, sentence) in enumerate(CASES):
         kinds, texts = zip(*(answer[number] for answer in answers), strict=True)
-        assert set(kinds) <= {"CheckpointError", "StorageError", "RemoteStageError"}, texts
+        assert set(kinds) <= {"CheckpointError", "StorageError"}, texts
         assert all(sentence in text for text in texts), (sentence, texts)
+        assert all("and no other: " in text and "or move it away to do without" in text for text in texts)
     for number, (damage, file, sentence) in enumerate(CASES):
         if "random_states" in file:
             continue  # of which the merged file has nothing
@@ -111,9 +115,45 @@ def test_the_only_save_is_damaged(pool: RankPool, tmp_path: Path) -> None:
         assert not (tmp_path / "merged").exists(), damage
 
 
-def test_an_older_save_is_loaded_by_all(pool: RankPool, tmp_path: Path) -> None:
-    answers = pool.run(outcomes, tmp_path, [(damage.__name__, file, True) for damage, file, _ in CASES[:8]])
-    assert answers == [[["loaded", "0"]] * 8] * WORLD_SIZE
+def test_an_older_save_is_named_whatever_is_damaged(pool: RankPool, tmp_path: Path) -> None:
+    answers = pool.run(outcomes, tmp_path, [(damage.__name__, file, True) for damage, file, _ in CASES[7::2]])
+    for text in (text for answer in answers for _, text in answer):
+        assert "step-1 is there but cannot be used, and complete are [0]: " in text
+        assert text.endswith("Repair it, move it away, or load another one, as with step=0"), text
+
+
+EDGE_FILES = ["stage.json", "rank-0.0/.metadata", "rank-0.0/__0_0.distcp", "rank-0.0/random_states.json"]
+EDGE_FILES += ["rank-0.0/checksums.json"]
+
+
+def folder_of_the_edge(path: Path) -> list[str]:
+    """What each rank says of each file of the edge, damaged and then away, in a folder that the others do not use."""
+    with Job(SHAPE) as job:
+        mine = path / ("secret" if job.mesh.is_edge else "cloud")
+        job.save(mine, 1)
+        texts = []
+        for name, damage in zip(EDGE_FILES, itertools.cycle([cut, move_away]), strict=False):
+            file = path / "secret" / "step-1" / "stage-0" / name
+            whole = file.read_bytes() if job.mesh.is_edge else b""
+            if job.mesh.is_edge:
+                damage(file)
+            with pytest.raises(ldt.CheckpointError) as caught:
+                job.load(mine)
+            texts.append(str(caught.value))
+            if job.mesh.is_edge:
+                file.write_bytes(whole)
+        assert job.load(mine) == ldt.LoadedCheckpoint(1)
+        return texts
+
+
+def test_paths_of_the_edge_stay_there(pool: RankPool, tmp_path: Path) -> None:
+    """All ranks are told which file it is, from the folder of the save on."""
+    edge, *cloud = pool.run(folder_of_the_edge, tmp_path)
+    for texts in cloud:
+        assert not [text for text in texts if "secret" in text]
+    for texts in (edge, *cloud):
+        for text, name in zip(texts, EDGE_FILES, strict=True):
+            assert f"step-1/stage-0/{name}" in text
 
 
 def sees_another_disk(path: Path) -> list[str]:
@@ -157,11 +197,14 @@ def test_a_step_that_is_asked_for_and_damaged(job: Job, tmp_path: Path) -> None:
     for step in (1, 2):
         job.save(tmp_path, step)
     cut(tmp_path / "step-2" / "stage-0" / "stage.json")
-    with pytest.raises(
-        ldt.CheckpointError, match=r"step-2 is there but cannot be used, and complete are \[1\]"
-    ):
-        job.load(tmp_path, step=2)
-    assert job.load(tmp_path) == ldt.LoadedCheckpoint(1)
+    for step in (2, None):
+        with pytest.raises(
+            ldt.CheckpointError, match=r"step-2 is there but cannot be used, and complete are \[1\]"
+        ):
+            job.load(tmp_path, step=step)
+    assert job.load(tmp_path, step=1) == ldt.LoadedCheckpoint(1)
+    job.save(tmp_path, 3)
+    assert job.load(tmp_path) == ldt.LoadedCheckpoint(3)
 
 
 @pytest.mark.parametrize("make", [replace_by_loop, link_to_nowhere])

@@ -9,8 +9,8 @@ import pytest
 
 import ldt
 from ldt.train.checkpoint.catalog import complete_saves, describe_incomplete, next_save
+from ldt.train.checkpoint.choice import choose
 from ldt.train.checkpoint.layout import Save, clear, saves_in
-from ldt.train.checkpoint.load import choose
 
 
 def seen(step: int, *stages: int, again: int = 0, of: int = 3, save_id: str = "a") -> list[Any]:
@@ -32,7 +32,8 @@ def seen(step: int, *stages: int, again: int = 0, of: int = 3, save_id: str = "a
 )
 def test_complete_saves(catalogs: list[Any], complete: list[Save]) -> None:
     assert complete_saves(catalogs) == complete
-    assert choose(catalogs, None) == (complete[-1] if complete else None)
+    choice = choose(catalogs, None)
+    assert (choice and choice.save) == (complete[-1] if complete else None)
 
 
 def test_what_the_newest_lacks() -> None:

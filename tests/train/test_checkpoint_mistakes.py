@@ -149,7 +149,8 @@ def not_in_the_optimizer(path: Path) -> list[str]:
 
 def test_an_optimizer_that_was_not_saved(pool: RankPool, tmp_path: Path) -> None:
     kinds, texts = zip(*pool.run(not_in_the_optimizer, tmp_path), strict=True)
-    assert kinds == ("RemoteStageError", "CheckpointError", "RemoteStageError")
+    assert set(kinds) == {"CheckpointError"}
+    assert all(text.startswith("rank 1 (stage 1) cannot finish") for text in (texts[0], texts[2]))
     assert all("the checkpoint has no optimizer state of blocks.2." in text for text in texts)
 
 

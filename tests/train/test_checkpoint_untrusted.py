@@ -63,10 +63,10 @@ def test_metadata_that_run_code(job: Job, tmp_path: Path) -> None:
         metadata.planner_data = Evil(tmp_path / "evil")
 
     folder = tampered(job, tmp_path, change)
-    assert refusal(job, tmp_path) == (
+    assert (
         f"{folder / '.metadata'} is not read: it asks for posix.mkdir, which has no place in the metadata of tensors. "
         "Do not use a checkpoint that you do not know"
-    )
+    ) in refusal(job, tmp_path)
     assert not (tmp_path / "evil").exists()
 
 
@@ -122,9 +122,8 @@ def test_a_file_that_is_cut_short(job: Job, tmp_path: Path) -> None:
     file = next(folder.glob("*.distcp"))
     size = file.stat().st_size
     os.truncate(file, size - 1)
-    assert (
-        refusal(job, tmp_path) == f"{file} is damaged: it is cut short: expected {size} bytes, got {size - 1}"
-    )
+    expected = f"{file} is damaged: it is cut short: expected {size} bytes, got {size - 1}"
+    assert expected in refusal(job, tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"no": "metadata"})])
@@ -162,16 +161,13 @@ OF_NO_STAGE = {
     "content",
     ["", "{", "[]", "{}", '{"format": 2}', '{"format": 99, "ldt": "7"}', json.dumps(OF_NO_STAGE)],
 )
-def test_a_damaged_record_makes_its_step_incomplete(
-    job: Job, tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_record(job: Job, tmp_path: Path, content: str) -> None:
     job.save(tmp_path, 1)
     job.save(tmp_path, 2)
     (tmp_path / "step-2" / "stage-0" / "stage.json").write_text(content)
-    assert job.load(tmp_path) == ldt.LoadedCheckpoint(1)
-    assert "step-2 is passed over for step-1" in caplog.text
     with pytest.raises(ldt.LdtError, match=r"step-2 is there but cannot be used, and complete are \[1\]"):
-        job.load(tmp_path, step=2)
+        job.load(tmp_path)
+    assert job.load(tmp_path, step=1) == ldt.LoadedCheckpoint(1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ldt.errors import CheckpointError, LdtError
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.received import plain
-from ldt.train.checkpoint.layout import Save, file_errors, is_gone, saves_in, stages_in
+from ldt.train.checkpoint.layout import Save, StorageError, file_errors, is_gone, saves_in, stages_in
 from ldt.train.checkpoint.record import FILE, StageRecord
 
 __all__ = [
@@ -46,7 +46,9 @@ def paths_of(given: Paths) -> list[Path]:
     """One path or several. Raises ldt's TypeError for anything else."""
     several = [given] if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(several, Sequence) or not several:
-        raise InputTypeError(f"expected the path of a checkpoint, or a list of such, got {given!r}")
+        raise InputTypeError(
+            f"expected the path of a checkpoint, or a list of such, got {type(given).__name__}"
+        )
     return list(map(folder_of, several))
 
 
@@ -93,9 +95,9 @@ def _look(path: Path, save: Save, stages: Stages) -> None:
                     raise
             continue
         if (record.stage, record.step) != (stage, save.step):
-            raise CheckpointError(
-                f"{folder / FILE} is that of stage {record.stage} of step {record.step}: expected stage {stage} of "
-                f"step {save.step}"
+            raise StorageError.of(
+                folder / FILE,
+                f"is that of stage {record.stage} of step {record.step}: expected stage {stage} of step {save.step}",
             )
         stages.setdefault(stage, (record.topology.num_stages, record.save_id))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ldt.errors import CheckpointError
+from ldt.train.checkpoint.layout import StorageError
 from ldt.untrusted import parse_file, read_file
 
 __all__ = ["damaged", "read_bytes", "read_json"]
@@ -15,9 +15,9 @@ MOST_BYTES = 256 << 20  # of one, the tensors apart
 _T = TypeVar("_T")
 
 
-def damaged(file: Path, problem: str) -> CheckpointError:
-    """The error for ``file``."""
-    return CheckpointError(f"{file} is damaged: {problem}")
+def damaged(file: Path, problem: str) -> StorageError:
+    """The error for ``file``, or for a folder."""
+    return StorageError.of(file, f"is damaged: {problem}")
 
 
 def read_bytes(file: Path) -> bytes:

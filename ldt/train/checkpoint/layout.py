@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -163,7 +163,25 @@ def sync(folder: Path) -> None:
 
 
 class StorageError(CheckpointError, QuotingError):
-    """What the file system refused. Of the edge's, other ranks do not learn the path."""
+    """What the file system refused, or what a file has that should not be there.
+
+    Of the edge's, other ranks do not learn the path.
+    """
+
+    @classmethod
+    def of(cls, path: Path, problem: str) -> StorageError:
+        """Of the file or folder at ``path``, which for other ranks begins with that of the save."""
+        return cls(f"{path} {problem}", f"{_in_save(path) or path.name} {problem}")
+
+    def reworded(self, change: Callable[[str], str]) -> StorageError:
+        """The same with ``change`` made to both of its texts."""
+        return type(self)(change(str(self)), change(self.plain))
+
+
+def _in_save(path: Path) -> str:
+    """The end of ``path``, from the folder of a save on; empty if it is in none."""
+    starts = [index for index, part in enumerate(path.parts) if _SAVE.fullmatch(part)]
+    return "/".join(path.parts[starts[-1] :]) if starts else ""
 
 
 @contextmanager
@@ -173,5 +191,8 @@ def file_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        file = "" if error.filename is None else f" ({error.filename})"
-        raise StorageError(f"{what}: {reason}{file}", f"{what}: {reason}") from error
+        file = "" if error.filename is None else os.fsdecode(error.filename)
+        text, plain = (
+            f"{what}: {reason}" + f" ({name})" * bool(name) for name in (file, _in_save(Path(file)))
+        )
+        raise StorageError(text, plain) from error

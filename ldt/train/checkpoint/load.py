@@ -17,16 +17,8 @@ from ldt.runtime.disclosure import InputTypeError, QuotingError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
-from ldt.train.checkpoint.catalog import (
-    Catalog,
-    Paths,
-    catalog,
-    complete_saves,
-    damaged_saves,
-    describe_incomplete,
-    folders_of,
-    paths_of,
-)
+from ldt.train.checkpoint.catalog import Catalog, Paths, catalog, folders_of, paths_of
+from ldt.train.checkpoint.choice import choose
 from ldt.train.checkpoint.files import parse_json
 from ldt.train.checkpoint.layout import Save
 from ldt.train.checkpoint.names import Names, named_tensors
@@ -36,7 +28,7 @@ from ldt.train.checkpoint.tensor_parallel import as_shard
 from ldt.train.checkpoint.together import together
 from ldt.train.checkpoint.values import from_json
 
-__all__ = ["LoadedCheckpoint", "choose", "load_checkpoint"]
+__all__ = ["LoadedCheckpoint", "load_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +62,9 @@ def load_checkpoint(
 
     What ``save_checkpoint`` could not save is refused here, before training, also when there is nothing to load yet.
     Raises on all ranks if one cannot load. CheckpointError says what is missing or damaged, or has another shape: then
-    nothing has been changed. A save of which a stage cannot be read is passed over for an older one, with a warning; if
-    there is none, CheckpointError names the file. If a file cannot be read to its end, weights have been changed in
-    part, as the error says.
+    nothing has been changed. Where a file cannot be read, or is not what was written, its text names the file and the
+    steps of other saves that are complete: no older one is taken in its place, as ``step`` or moving the damaged one
+    away asks for it. If a file cannot be read to its end, weights have been changed in part, as the error says.
     """
     mesh = pipeline.mesh
     mesh.check_usable()
@@ -88,39 +80,13 @@ def load_checkpoint(
             seen = catalog(paths, mesh.tell)
     except Exception as caught:
         error = caught
-    save = choose(agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)
-    if save is None:
+    chosen = choose(agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)
+    if chosen is None:
         return None
-    loading = _Loading(pipeline, optimizer, extra or {}, names, paths, save)
-    together(mesh, _CALL, loading.prepare)
-    together(mesh, _CALL, loading.finish)
-    return LoadedCheckpoint(save.step, loading.position)
-
-
-def choose(catalogs: list[Catalog], step: int | None) -> Save | None:
-    """The newest complete save, of ``step`` if one is asked for; None if there is none.
-
-    Raises CheckpointError if there is none that is asked for, or one is there that cannot be read.
-    """
-    complete, damaged = complete_saves(catalogs), damaged_saves(catalogs)
-    chosen = [save for save in complete if step is None or save.step == step]
-    unusable = max((save for save in damaged if step is None or save.step == step), default=None)
-    steps = sorted({save.step for save in complete})
-    if not chosen and unusable is not None:
-        raise CheckpointError(
-            f"{unusable.folder} is there but cannot be used, and {f'complete are {steps}' if steps else 'no other'}: "
-            f"{damaged[unusable]}. Repair it, or move it away to do without it"
-        )
-    if not chosen and step is not None:
-        raise CheckpointError(f"step {step} is not there, or is not complete: complete are {steps or 'none'}")
-    if chosen and unusable is not None and unusable > chosen[-1]:
-        logger.warning("%s is passed over for %s: %s", unusable.folder, chosen[-1].folder, damaged[unusable])
-    if not chosen:
-        partly = describe_incomplete(catalogs)
-        if partly:
-            logger.warning("no checkpoint is complete: of the newest that was begun, %s", partly)
-        return None
-    return chosen[-1]
+    loading = _Loading(pipeline, optimizer, extra or {}, names, paths, chosen.save)
+    for work in (loading.prepare, loading.finish):
+        together(mesh, _CALL, chosen.naming_others()(work))
+    return LoadedCheckpoint(chosen.save.step, loading.position)
 
 
 class _Loading:
@@ -180,11 +146,10 @@ class _Loading:
         """Reads it all."""
         try:
             self._shelf.read()
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"{error}. Weights of rank {self._mesh.ranks[self._mesh.rank]} may now be of the checkpoint in part: "
-                "load another step before they are used"
-            ) from error
+        except layout.StorageError as error:
+            rank = self._mesh.ranks[self._mesh.rank]
+            rest = f"Weights of rank {rank} may now be of the checkpoint in part: load before you use them"
+            raise error.reworded(lambda text: f"{text}. {rest}") from error
         if self._optimizer is not None:
             load = partial(optimizer_state.load, self._optimizer)
             _load_state(load, self._new_optimizer_state, "the optimizer")

@@ -11,8 +11,8 @@ import torch
 
 from ldt.errors import CheckpointError
 from ldt.train.checkpoint.catalog import Paths, catalog, folders_of, paths_of
+from ldt.train.checkpoint.choice import choose
 from ldt.train.checkpoint.layout import file_errors
-from ldt.train.checkpoint.load import choose
 from ldt.train.checkpoint.names import model_key
 from ldt.train.checkpoint.shelf import Shelf
 
@@ -38,15 +38,16 @@ def merge_checkpoint(paths: Paths, file: str | os.PathLike[str], *, step: int | 
     with file_errors("the checkpoint cannot be read"):
         folders = paths_of(paths)
         found = catalog(folders)
-    save = choose([found], step)
-    if save is None:
+    chosen = choose([found], step)
+    if chosen is None:
         raise CheckpointError(
             f"no checkpoint is complete under {', '.join(map(str, folders))}: give the paths of all stages, that of "
             "the edge and those of the cloud"
         )
     with file_errors("the checkpoint cannot be read"):
-        shelf = Shelf(folders_of(folders, save))
-    tensors = _tensors(shelf)
+        shelf = Shelf(folders_of(folders, chosen.save))
+    with chosen.naming_others():
+        tensors = _tensors(shelf)
     target = Path(file)
     unfinished = target.with_name(f".{target.name}.unfinished")
     with file_errors("the merged checkpoint cannot be written"):
@@ -55,8 +56,8 @@ def merge_checkpoint(paths: Paths, file: str | os.PathLike[str], *, step: int | 
             unfinished.replace(target)
         finally:
             unfinished.unlink(missing_ok=True)
-    logger.info("wrote %d tensors of step %d to %s", len(tensors), save.step, target)
-    return save.step
+    logger.info("wrote %d tensors of step %d to %s", len(tensors), chosen.save.step, target)
+    return chosen.save.step
 
 
 def _tensors(shelf: Shelf) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ldt.errors import CheckpointError
 from ldt.train.checkpoint.files import damaged
+from ldt.train.checkpoint.layout import StorageError
 
 __all__ = ["FILE", "parse_metadata", "places_in"]
 
@@ -79,7 +80,7 @@ def parse_metadata(file: Path, data: bytes) -> Metadata:
         return _checked(_MetadataUnpickler(io.BytesIO(data)).load())
     except CheckpointError as error:
         advice = "Do not use a checkpoint that you do not know"
-        raise CheckpointError(f"{file} is not read: {error}. {advice}") from None
+        raise StorageError.of(file, f"is not read: {error}. {advice}") from None
     except Exception as error:  # what a damaged pickle raises can be anything
         raise damaged(file, f"{type(error).__name__}: {str(error)[:200]}") from error
 

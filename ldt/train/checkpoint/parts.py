@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ldt.errors import CheckpointError
 from ldt.runtime.place import Place
 from ldt.topology import Node
+from ldt.train.checkpoint.files import damaged
 
 __all__ = ["joined", "part_of", "write_tensors"]
 
@@ -78,9 +78,9 @@ def joined(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
             assert isinstance(entry, TensorStorageMetadata)
             known = tensors.setdefault(key, dataclasses.replace(entry, chunks=[]))
             if _kind(known) != _kind(entry):
-                raise CheckpointError(
-                    f"{folder} is damaged: {key} is {_kind(entry)} in {name}, and {_kind(known)} in the parts of other "
-                    "ranks"
+                raise damaged(
+                    folder,
+                    f"{key} is {_kind(entry)} in {name}, and {_kind(known)} in the parts of other ranks",
                 )
             known.chunks.extend(entry.chunks)
         for index, info in part.storage_data.items():
@@ -103,6 +103,4 @@ def _check_whole(folder: Path, key: str, entry: TensorStorageMetadata) -> None:
     if not entry.size and len(entry.chunks) != 1:  # torch does not look at a tensor without dimensions
         errors.append(f"it has no dimensions, and {len(entry.chunks)} pieces")
     if errors:
-        raise CheckpointError(
-            f"{folder} is damaged: the parts of its ranks do not have each element of {key} once: {errors[0]}"
-        )
+        raise damaged(folder, f"the parts of its ranks do not have each element of {key} once: {errors[0]}")

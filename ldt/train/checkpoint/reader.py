@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ldt.errors import CheckpointError
+from ldt.train.checkpoint.files import damaged
 from ldt.train.checkpoint.layout import file_errors, rank_folder
 from ldt.train.checkpoint.metadata import FILE, parse_metadata
 from ldt.train.checkpoint.part import Part
@@ -78,11 +79,11 @@ class StageReader:
             cause = next((caught for caught, _ in error.failures.values()), error)
             if isinstance(cause, CheckpointError):
                 raise cause from None
-            with file_errors(f"{self.folder} cannot be read"):
+            with file_errors("a tensor of the checkpoint cannot be read"):
                 if isinstance(cause, OSError):
                     raise cause from None
             # Not with the text of torch.load, which suggests to trust the file.
-            raise CheckpointError(f"{self.folder} is damaged: a tensor in it cannot be read") from cause
+            raise damaged(self.folder, "a tensor in it cannot be read") from cause
 
     @cached_property
     def _parts(self) -> dict[str, Part]:

@@ -13,7 +13,7 @@ from ldt.errors import CheckpointError, TopologyError
 from ldt.topology import Topology
 from ldt.train.checkpoint.checksums import sealed, unsealed
 from ldt.train.checkpoint.files import MOST_BYTES, damaged, parse_json, read_json
-from ldt.train.checkpoint.layout import write_synced
+from ldt.train.checkpoint.layout import StorageError, write_synced
 
 __all__ = ["GroupRecord", "OptimizerRecord", "StageRecord"]
 
@@ -77,9 +77,10 @@ class StageRecord:
         file = folder / FILE
         data, anything = read_json(file, dict[str, Any])
         if anything.get("format") not in (2, FORMAT):
-            raise CheckpointError(
-                f"{file} has format {str(anything.get('format'))[:20]}, this version of ldt reads formats 2 and "
-                f"{FORMAT}: it was written by ldt {str(anything.get('ldt'))[:20]!r}, use that one"
+            raise StorageError.of(
+                file,
+                f"has format {str(anything.get('format'))[:20]}, this version of ldt reads formats 2 and {FORMAT}: it "
+                f"was written by ldt {str(anything.get('ldt'))[:20]!r}, use that one",
             )
         found = parse_json(file, data, _File)
         unsealed(data, file, always=found.format == FORMAT)

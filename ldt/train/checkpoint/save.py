@@ -72,8 +72,8 @@ def save_checkpoint(
 
     A kill at any moment leaves the last save that was complete: one is complete when all its stages are. Then those
     before the last ``keep`` are removed, also what earlier kills have left. One that is damaged counts as another does.
-    Raises on all ranks if one fails, such as LdtError for a full disk, RemoteStageError on the others; the last save
-    is then still there, nothing is left of this one, and the mesh stays usable.
+    Raises on all ranks if one fails, such as CheckpointError for a full disk; the last save is then still there,
+    nothing is left of this one, and the mesh stays usable.
     """
     mesh = pipeline.mesh
     mesh.check_usable()
@@ -232,10 +232,9 @@ class _Draft:
             return
         try:
             StageReader(layout.unfinished_folder(self.path, save, self.mesh.stage)).check_files()
-        except LdtError as error:
-            raise LdtError(
-                f"{error}: all ranks of stage {self.mesh.stage} must be given one folder, which each of them sees"
-            ) from error
+        except layout.StorageError as error:
+            advice = f"all ranks of stage {self.mesh.stage} must be given one folder, which each of them sees"
+            raise error.reworded(lambda text: f"{text}: {advice}") from error
         with layout.file_errors(
             f"stage {self.mesh.stage} of the checkpoint of step {save.step} cannot be finished"
         ):

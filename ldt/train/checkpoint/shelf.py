@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ldt.errors import CheckpointError
+from ldt.train.checkpoint.files import damaged
 from ldt.train.checkpoint.names import model_key
 from ldt.train.checkpoint.optimizer_state import tensor_key
 from ldt.train.checkpoint.reader import StageReader
@@ -56,7 +57,8 @@ class Shelf:
             shape = reader.tensors[model_key(stored)].size
             if shape != tensor.shape:
                 other.append(
-                    f"{names[0]} has shape {list(tensor.shape)} here, {list(shape)} in {reader.folder}"
+                    f"{names[0]} has shape {list(tensor.shape)} here, {list(shape)} in that of stage "
+                    f"{reader.record.stage}"
                 )
             self._want(reader, model_key(stored), tensor)
         if missing:
@@ -104,7 +106,7 @@ class Shelf:
         reader = self._reader_of(stored)
         key = model_key(stored) if state is None else tensor_key(stored, state)
         if key not in reader.tensors:
-            raise CheckpointError(f"{reader.folder} is damaged: it lacks {key}")
+            raise damaged(reader.folder, f"it lacks {key}")
         return reader.tensors[key].size, reader.tensors[key].properties.dtype
 
     def want_optimizer(self, stored: str, state: str, tensor: torch.Tensor) -> None:
