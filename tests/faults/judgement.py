@@ -150,12 +150,10 @@ def _right_error(fault: Fault, rank: int) -> tuple[str, Callable[[Raised], bool]
 
 
 def _is_full_disk(fault: Fault, rank: int, raised: Raised) -> bool:
-    """The ranks of a stage write together, and all of them fail; the texts say whose disk it was."""
+    """All ranks fail; the texts of the others say whose disk it was."""
     if rank == fault.rank:
         return not raised.remote
-    stages = {fault.topology.node_of(other).stage for other in (rank, fault.rank)}
-    named = raised.rank == fault.rank or f"rank {fault.rank} cannot write" in raised.text
-    return named and (raised.remote or len(stages) == 1)
+    return raised.rank == fault.rank or f"rank {fault.rank} cannot write" in raised.text
 
 
 def _unlike(report: Report, reference: Report) -> Iterator[str]:
