@@ -1,4 +1,4 @@
-"""Training in a world whose default group is NCCL, bound to a device or not (case A13). Skipped without two GPUs."""
+"""Training in a world whose default group is NCCL, bound to a device or not. Skipped without two GPUs."""
 
 from __future__ import annotations
 
