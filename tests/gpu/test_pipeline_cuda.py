@@ -1,4 +1,4 @@
-"""A whole step over NCCL on two GPUs equals the unsplit model (cases A1, A9, A13). Skipped without two GPUs."""
+"""A whole step over NCCL on two GPUs equals the unsplit model. Skipped without two GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lanes on streams, over NCCL on two GPUs (cases A2, A11, A12).
+"""Lanes on streams, over NCCL on two GPUs.
 
 NCCL takes one rank per GPU, and a fused receive has a sender, a leader and a member: here rank 0 is the sender and
 also the member. Skipped without two GPUs.

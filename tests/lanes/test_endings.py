@@ -1,4 +1,4 @@
-"""How lanes end: abort, close, a peer that dies, Ctrl-C, an interpreter that exits (case A10 at the lane's level)."""
+"""How lanes end: abort, close, a peer that dies, Ctrl-C, an interpreter that exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fused receive and broadcast between processes: data, waits, lifetimes, checks (cases A2, A3, A6, A11, A16)."""
+"""The fused receive and broadcast between processes: data, waits, lifetimes, checks."""
 
 from __future__ import annotations
 

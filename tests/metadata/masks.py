@@ -1,4 +1,4 @@
-"""Masks, positions and grids of every form that a data loader or an inventive user makes (case A20)."""
+"""Masks, positions and grids of every form that a data loader or an inventive user makes."""
 
 from __future__ import annotations
 

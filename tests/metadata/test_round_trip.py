@@ -1,4 +1,4 @@
-"""Whatever is packed is rebuilt bit-equal (case A20), and what is regular takes a few bytes."""
+"""Whatever is packed is rebuilt bit-equal, and what is regular takes a few bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls on a stream lane do to the host and to queued compute, and how a lane refuses and ends (A2, A11)."""
+"""What calls on a stream lane do to the host and to queued compute, and how a lane refuses and ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream lane on streams that are late at random, between a sender, a leader and a member (cases A2, A11, A12).
+"""A stream lane on streams that are late at random, between a sender, a leader and a member.
 
 What is missing, an event or the life of a tensor, shows here as wrong data: see npu.py. The same on GPUs is in
 tests/gpu/test_stream_lane.py.

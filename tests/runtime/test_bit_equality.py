@@ -32,7 +32,7 @@ def grid(stages: int, laps: int, policy: LanePolicy) -> int:
 def test_grid_of_stages_laps_and_microbatches(
     pool: RankPool, stages: int, laps: int, policy: LanePolicy
 ) -> None:
-    """Case A7, and A1 as its member with two stages and four channels of one shape."""
+    """Among them two stages with four channels of one shape."""
     results = pool.run(grid, stages, laps, policy, ranks=range(stages))
     assert all(number >= 3 for number in results)
 
@@ -46,7 +46,6 @@ def same_shape_both_ways(policy: LanePolicy) -> None:
 
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
 def test_channels_of_one_shape_are_never_interchanged(pool: RankPool, policy: LanePolicy) -> None:
-    """Case A1."""
     pool.run(same_shape_both_ways, policy, ranks=[0, 1])
 
 
@@ -63,7 +62,6 @@ def big_activations(policy: LanePolicy) -> None:
 
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
 def test_16_mib_in_both_directions(pool: RankPool, policy: LanePolicy) -> None:
-    """Case A2."""
     pool.run(big_activations, policy, ranks=[0, 1])
 
 

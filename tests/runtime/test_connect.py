@@ -199,7 +199,7 @@ def test_groups_of_backends_with_streams(broken: bool) -> None:
 
 
 def two_pipelines() -> list[int]:
-    """Case A15; the orders of ranks differ too."""
+    """The orders of ranks differ too."""
     mine = [3, 1] if dist.get_rank() in (1, 3) else [0, 2]
     topology = Topology([1, 1])
     chunks = toy_chunks(topology, seed=mine[0])
@@ -234,7 +234,6 @@ def test_several_meshes_over_the_same_ranks(pool: RankPool) -> None:
 
 
 def late() -> None:
-    """Case A18."""
     time.sleep(0.3 * dist.get_rank())
     topology = Topology([1, 1, 1, 1])
     with ldt.connect(topology, timeout=paced(20)) as mesh:

@@ -1,4 +1,4 @@
-"""Chunks in fully_shard and DistributedDataParallel: the right mean, one reduction for each step (cases A14, A17)."""
+"""Chunks in fully_shard and DistributedDataParallel: the right mean, one reduction for each step."""
 
 from __future__ import annotations
 

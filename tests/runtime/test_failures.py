@@ -1,4 +1,4 @@
-"""Case A10 as far as exceptions go: every rank raises within seconds, naming the first failure; nobody hangs."""
+"""Exceptions: every rank raises within seconds, naming the first failure; nobody hangs."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def seeded(*modules: type[nn.Module]) -> list[nn.Module]:
     return [module() for module in modules]
 
 
-# -- several tensors per hop (A3) --------------------------------------------------------------------------------
+# -- several tensors per hop -------------------------------------------------------------------------------------
 
 
 class ThreeOut(nn.Module):
@@ -54,7 +54,7 @@ def test_three_tensors_per_hop(pool: RankPool, stages: int, policy: LanePolicy) 
     pool.run(three_tensors, stages, policy, ranks=range(stages))
 
 
-# -- shapes that change (A4) -------------------------------------------------------------------------------------
+# -- shapes that change ------------------------------------------------------------------------------------------
 
 
 def varying_shapes() -> None:
@@ -72,7 +72,7 @@ def test_every_microbatch_may_have_another_shape(pool: RankPool) -> None:
     pool.run(varying_shapes, ranks=[0, 1, 2])
 
 
-# -- dtypes, with and without gradient (A5) ----------------------------------------------------------------------
+# -- dtypes, with and without gradient ---------------------------------------------------------------------------
 
 
 class MixedHead(nn.Module):
@@ -132,7 +132,7 @@ def test_dtypes_with_and_without_gradient(pool: RankPool) -> None:
     pool.run(mixed_dtypes, ranks=[0, 1, 2])
 
 
-# -- layouts (A6) ------------------------------------------------------------------------------------------------
+# -- layouts -----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "transposed": lambda x: x.t(),

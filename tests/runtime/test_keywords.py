@@ -1,4 +1,4 @@
-"""What chunks get by name: metadata, rebuilt bit-equal on every stage (cases A4 and A20), and on the edge any input."""
+"""What chunks get by name: metadata, rebuilt bit-equal on every stage, and on the edge any input."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MASKS = {
 
 
 def masked_batch(dtype: torch.dtype) -> list[tuple[Inputs, Tensor]]:
-    """One microbatch for each kind of mask, one without any, and ragged ones of case A4."""
+    """One microbatch for each kind of mask, one without any, and ragged ones."""
     generator = torch.Generator().manual_seed(3)
     batch = []
     masks: list[Tensor | None] = [torch.tensor(rows).to(dtype) for rows in MASKS.values()]

@@ -91,7 +91,7 @@ def test_unequal_stages(pool: RankPool, tp: list[int], dp: int, edge_dp: int, la
 
 
 def two_at_once(edge_dp: int) -> float:
-    """Case A15 with replicas: odd and even ranks, each a pipeline of their own, in orders of their own."""
+    """With replicas: odd and even ranks, each a pipeline of their own, in orders of their own."""
     even = dist.get_rank() % 2 == 0
     size = Topology([1, 2], dp=2, edge_dp=edge_dp).world_size
     return run([1, 2], 2, edge_dp, 1, range(0, 2 * size, 2) if even else range(2 * size - 1, 0, -2))

@@ -38,7 +38,7 @@ def eval_and_compare(
 
 
 def any_order(context: str) -> None:
-    """Case A9: eval(M=2, batch 1), step(M=4, batch 2), eval(M=1, batch 3), step."""
+    """eval(M=2, batch 1), step(M=4, batch 2), eval(M=1, batch 3), step."""
     mode: Any = {"none": contextlib.nullcontext, "no_grad": torch.no_grad}.get(context)
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
@@ -151,7 +151,7 @@ def test_eval_needs_no_targets(pool: RankPool) -> None:
     pool.run(eval_without_targets)
 
 
-# -- frozen parts (A8) -------------------------------------------------------------------------------------------
+# -- frozen parts ------------------------------------------------------------------------------------------------
 
 FROZEN = {"head": [0], "middle": [1], "all but the tail": [0, 1, 2], "two of three": [0, 1], "tail": [3]}
 
