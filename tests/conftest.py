@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 # As in the ranks: what is compared bit for bit is summed in the same order. Before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# A shell starts what it runs with & without Ctrl-C, and processes that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MOST_REASONS = 9  # and one line for the others
 
