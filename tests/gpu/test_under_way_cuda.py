@@ -5,75 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from sharing import my_device
-from torch import Tensor, nn
 
 import ldt
 from ldt.runtime.carriers import TransportChoice
 from ldt.testing import RankPool
-from ldt.testing.late_sends import each_kind_at_once, hold_sends
+from ldt.testing.late_steps import late_steps
 from ldt.topology import Topology
 
 WORLD_SIZE = 2
-ROWS, WIDTH = 3000, 1024  # 12 MB, so that messages take a while
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.w
-
-
-class Position(nn.Module):
-    """Keeps its output, which the next forward clears; its gradient has the memory of the one that leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos = nn.Parameter(torch.zeros(ROWS, WIDTH))
-        self.kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kept is not None:
-            with torch.no_grad():
-                self.kept.zero_()
-        self.kept = x + self.pos.unsqueeze(0)
-        return self.kept
-
-
-def dot(output: Tensor, target: Tensor) -> Tensor:
-    return (output * target).sum()
-
-
-def step(transport: TransportChoice, split: bool, held: bool) -> None:
-    topology = Topology([1, 1])
-    device = my_device()
-    chunks = [chunk.to(device) for chunk in (Scale(), Position(), nn.Identity())]
-    batch = [
-        (torch.ones(1, ROWS, WIDTH, device=device), torch.full((1, ROWS, WIDTH), 10.0**m, device=device))
-        for m in range(4)
-    ]
-    with ldt.connect(topology, "nccl", device=device, transport=transport) as mesh:
-        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
-        plan = each_kind_at_once(topology, 4, split)
-        pipeline = ldt.Pipeline(mine, mesh, plan, dot if mesh.is_edge else None)
-        for _ in range(3):
-            for chunk in chunks:
-                chunk.zero_grad()
-                chunk.kept = None
-            if held:
-                hold_sends(mesh)
-            result = pipeline.step(batch if mesh.is_edge else None)
-            if mesh.is_edge:
-                assert result.losses is not None
-                sums = [10.0**m * ROWS * WIDTH for m in range(4)]
-                assert torch.stack(result.losses).tolist() == pytest.approx(sums, rel=1e-5)
-                assert chunks[0].w.grad.unique().tolist() == [833_250.0]  # (1 + 10 + 100 + 1000) / 4 * 3000
-            else:
-                assert chunks[1].pos.grad.unique().tolist() == [1111 / 4]
+def run(transport: TransportChoice, split: bool, held: bool) -> None:
+    """Messages of 12 MB, so that they take a while."""
+    with ldt.connect(Topology([1, 1]), "nccl", device=my_device(), transport=transport) as mesh:
+        late_steps(mesh, 3000, 1024, split=split, held=held, steps=3, error=1e-5)
 
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl", "c10d"])
@@ -81,4 +28,4 @@ def step(transport: TransportChoice, split: bool, held: bool) -> None:
 def test_what_is_sent_late_is_what_was_computed(
     pool: RankPool, transport: TransportChoice, split: bool, held: bool
 ) -> None:
-    pool.run(step, transport, split, held, timeout=60)
+    pool.run(run, transport, split, held, timeout=60)

@@ -1,4 +1,4 @@
-"""Case A10: a rank of the middle stage fails or is killed. The others raise that soon, and all end by themselves."""
+"""A rank of the middle stage fails or is killed: the others raise soon and name it, and all end by themselves."""
 
 from __future__ import annotations
 
