@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ class ChunkRunner:
         self._shards = shards or NodeShards()
         self._keywords = keywords_of(module)
         self._graphs: dict[int, _InFlight] = {}
-        self._watch = FunctionWatch(lambda: chain(module.named_parameters(), module.named_buffers()))
+        self._watch = FunctionWatch(module)
         self._anchor = torch.empty(0, requires_grad=True)
 
     def forward(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.reduce import is_reduced_elsewhere
 
@@ -32,12 +33,28 @@ def refuse_hooks(
     if of_loss is not None:
         places["loss_fn"] = of_loss
     for where, module in places.items():
-        for name, parameter in module.named_parameters():
+        for parameter in _hooked(module):
             reduced = replicated and not is_reduced_elsewhere(parameter, mesh)
             sees = parameter.requires_grad and (per_token or reduced)
             hook = next(_hooks_of(parameter), None) if sees else None
             if hook is not None:
+                name = next(name for name, other in module.named_parameters() if other is parameter)
                 raise InputValueError(_text(where, name, hook, per_token))
+
+
+def _hooked(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters with any hook, found in each step."""
+    held = [parameter for part in parts_of(module) for parameter in part._parameters.values()]
+    return [
+        parameter
+        for parameter in held
+        if parameter is not None
+        and (
+            parameter._backward_hooks
+            or parameter._post_accumulate_grad_hooks
+            or getattr(parameter, "_in_backward_optimizers", None)
+        )
+    ]
 
 
 def _text(where: str, name: str, hook: str, per_token: bool) -> str:

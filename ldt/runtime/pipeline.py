@@ -276,7 +276,7 @@ class Pipeline:
             later = (
                 None
                 if upcoming is None
-                else replace(call, serial=self._serial + 1, microbatches=self._take(mode, upcoming))
+                else replace(call, serial=self._serial + 1, microbatches=self._parsed(mode, upcoming))
             )
             agreement = self._opening.open(call, later)
             work = StepWork(
@@ -304,30 +304,33 @@ class Pipeline:
 
     def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
         """This rank's microbatches, or a reason not to run, which is raised where the edge does not have one, too."""
-        reason: Exception | None = None
-        microbatches = None
         try:
-            if mode == "step" and torch.is_inference_mode_enabled():
-                raise LdtError(
-                    "step() computes gradients and cannot run under torch.inference_mode(): leave it"
-                )
             if mode == "step":
-                modules = {index: runner.module for index, runner in self._runners.items()}
-                refuse_hooks(modules, self._loss_module, self._mesh, self._reduction == "token")
+                self._check_training()
+        except Exception as caught:
+            return caught
+        return self._parsed(mode, given)
+
+    def _check_training(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise LdtError("step() computes gradients and cannot run under torch.inference_mode(): leave it")
+        modules = {index: runner.module for index, runner in self._runners.items()}
+        refuse_hooks(modules, self._loss_module, self._mesh, self._reduction == "token")
+        if self._mesh.is_edge and self._loss_fn is None:
+            raise InputValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
+
+    def _parsed(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
+        try:
             if self._mesh.is_edge:
-                if mode == "step" and self._loss_fn is None:
-                    raise InputValueError(
-                        "step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there"
-                    )
-                microbatches = parse_microbatches(given)
-            elif given is not None:
+                return parse_microbatches(given)
+            if given is not None:
                 raise InputValueError(
                     f"microbatches were given on a rank of stage {self._mesh.stage}: only the edge, stage 0, has "
                     f"samples; call {mode}() without arguments here"
                 )
         except Exception as caught:
-            reason = caught
-        return reason or microbatches
+            return caught
+        return None
 
     def _loss_of(self, num_microbatches: int) -> StepLoss | None:
         if self._loss_fn is None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from ldt.errors import LdtError
+from ldt.runtime.held import parts_of
 
 __all__ = ["FunctionWatch"]
 
-_Named = Iterable[tuple[str, torch.Tensor]]
+_Take = Callable[[], Sequence[torch.Tensor]]
 Start = tuple[GradientEdge, torch.Tensor]
 
 
@@ -21,18 +24,18 @@ class FunctionWatch:
     """Watches custom functions of a chunk that run in the first part of a split backward, and would in the second.
 
     A function that changes the gradients of its own parameters, as fused weight gradients do, runs in the first part
-    alone: what it returned is kept for the second. Anything else that is changed is an error.
-    ``named`` gives all parameters and buffers.
+    alone: what it returned is kept for the second. Anything else of ``module`` that is changed is an error. All its
+    parameters and buffers are looked at before and after each first part.
     """
 
-    def __init__(self, named: Callable[[], _Named]) -> None:
-        self._named = named
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._contents = True  # the first time they are looked at, too
         self._accumulate: set[type] = set()  # functions that do, as was seen
 
     def begin(self) -> PartWatch:
         """For one first part."""
-        watch = PartWatch(self._named, self._accumulate, self._contents)
+        watch = PartWatch(self._module, self._accumulate, self._contents)
         self._contents = False
         return watch
 
@@ -40,26 +43,31 @@ class FunctionWatch:
 class PartWatch:
     """Of one first part. ``kept`` has by node what a function returned for edges that the first part leaves out."""
 
-    def __init__(self, named: Callable[[], _Named], accumulate: set[type], contents: bool) -> None:
+    def __init__(self, module: nn.Module, accumulate: set[type], contents: bool) -> None:
+        self._module = module
         self._accumulate = accumulate
         self._contents = contents
         self._own: set[int] = set()  # parameters that functions changed, and that is all right
-        self._all = _Look(named, contents)
+        kept = [(part._parameters, part._buffers) for part in parts_of(module)]
+        self._all = _Look(
+            lambda: [t for kinds in kept for kind in kinds for t in kind.values() if t is not None], contents
+        )
         self.kept: dict[Node, list[Start]] = {}
 
     def around(self, node: Node, leaves: Iterable[Node], between: set[Node], hooks: ExitStack) -> None:
         """Look at the parameters ``leaves`` before and after ``node`` runs, until ``hooks`` end."""
-        own = [(str(index), leaf.variable) for index, leaf in enumerate(leaves)]  # type: ignore[attr-defined]
+        own = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
         looks: list[_Look] = []
 
         def before(_: object) -> None:
-            looks.append(_Look(lambda: own, self._contents))
+            if type(node) not in self._accumulate:
+                looks.append(_Look(lambda: own, self._contents))
 
         def after(grads: Any, _: object) -> None:
             if type(node) not in self._accumulate and looks.pop().changed() is None:
                 return
             self._accumulate.add(type(node))
-            self._own |= {id(parameter) for _, parameter in own}
+            self._own.update(map(id, own))
             self.kept[node] = [
                 (GradientEdge(child, index), grad)
                 for (child, index), grad in zip(node.next_functions, grads, strict=True)
@@ -73,9 +81,12 @@ class PartWatch:
         """Raise LdtError if something else was changed, ``names`` being those of the functions."""
         changed = self._all.changed(self._own)
         if changed is not None:
+            tensor, part = changed
+            named = chain(self._module.named_parameters(), self._module.named_buffers())
+            name = next((name for name, other in named if other is tensor), "a tensor")
             raise LdtError(
-                f"its backward cannot be split: it changes {changed} itself, and would do so again in the second part, "
-                "as custom functions that lead to inputs and parameters run in both "
+                f"its backward cannot be split: it changes {name}{part} itself, and would do so again in the second "
+                "part, as custom functions that lead to inputs and parameters run in both "
                 f"({', '.join(sorted(set(names)))}). Let the function return that gradient, or take a plan without "
                 "split backward"
             )
@@ -88,35 +99,60 @@ class _Look:
     goes by ``data``, or does not go by torch at all, leaves the version alone; that waits for the device.
     """
 
-    def __init__(self, named: Callable[[], _Named], contents: bool) -> None:
-        self._named = named
+    def __init__(self, take: _Take, contents: bool) -> None:
+        self._take = take
         self._contents = contents
-        self._before = self._seen(())
+        self._tensors = take()  # so that no other tensor gets their ids
+        self._before = self._columns(self._tensors)
 
-    def changed(self, apart_from: Iterable[int] = ()) -> str | None:
-        """What is not as it was, by its name, but for tensors of these ids; None if all is."""
-        for name, after in self._seen(apart_from).items():
-            before = self._before.get(name, {})
-            for part in {**before, **after}:
-                if before.get(part) != after.get(part):
-                    return name + part
+    def changed(self, apart_from: Collection[int] = ()) -> tuple[torch.Tensor, str] | None:
+        """A tensor that is not as it was, but for those of these ids, and what of it; None if all are."""
+        tensors = self._take()
+        after = self._columns(tensors)
+        if after == self._before:
+            return None
+        rows = dict(zip(self._before[0], zip(*self._before[1:], strict=True), strict=True))
+        for tensor, *row in zip(tensors, *after[1:], strict=True):
+            one, other = _by_part(rows.get(id(tensor), ())), _by_part(row)
+            differing = [part for part in {**one, **other} if one.get(part) != other.get(part)]
+            if differing and id(tensor) not in apart_from:
+                return tensor, differing[0]
         return None
 
-    def _seen(self, apart_from: Iterable[int]) -> dict[str, dict[str, object]]:
-        pairs = ((name, tensor) for name, tensor in self._named() if id(tensor) not in apart_from)
-        return {name: dict(self._parts(tensor)) for name, tensor in pairs}
+    def _columns(self, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
+        """What there is to see of them. By columns, as that takes the least time."""
+        grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
+        dicts = [tensor.__dict__ for tensor in tensors]
+        attributes = [self._attributes(held) if held else None for held in dicts]
+        return [_ids(tensors), self._contents_of(tensors), _ids(grads), self._contents_of(grads), attributes]
 
-    def _parts(self, tensor: torch.Tensor) -> Iterator[tuple[str, object]]:
-        yield "", self._look(tensor)
-        if tensor.is_leaf and tensor.grad is not None:
-            yield ".grad", self._look(tensor.grad)
-        for key, value in vars(tensor).items():
-            if isinstance(value, torch.Tensor):
-                yield f".{key}", self._look(value)
+    def _attributes(self, held: dict[str, object]) -> dict[str, object]:
+        tensors = {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
+        values = list(tensors.values())
+        return dict(zip(tensors, zip(_ids(values), self._contents_of(values), strict=True), strict=True))
 
-    def _look(self, tensor: torch.Tensor) -> object:
-        seen: tuple[Any, ...] = (id(tensor), None if tensor.is_inference() else tensor._version)
-        return (*seen, _sum(tensor)) if self._contents else seen
+    def _contents_of(self, tensors: Sequence[torch.Tensor | None]) -> list[object]:
+        if not self._contents:
+            with suppress(RuntimeError):  # one of inference mode has no version
+                return [None if tensor is None else tensor._version for tensor in tensors]
+        return [None if tensor is None else self._content_of(tensor) for tensor in tensors]
+
+    def _content_of(self, tensor: torch.Tensor) -> object:
+        version = None if tensor.is_inference() else tensor._version
+        return (version, _sum(tensor)) if self._contents else version
+
+
+def _ids(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    return list(map(id, tensors))
+
+
+def _by_part(row: Sequence[Any]) -> dict[str, object]:
+    """By its name what a row of the columns but the first says, nothing if it is empty."""
+    if not row:
+        return {}
+    content, grad_id, of_grad, attributes = row
+    named = {f".{key}": seen for key, seen in (attributes or {}).items()}
+    return {"": content, ".grad": (grad_id, of_grad), **named}
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -93,7 +94,10 @@ def as_unsplit() -> None:
     for inputs, target in batch:
         (toy_loss(nn.Sequential(*whole)(inputs), target) / len(batch)).backward()
     with ldt.connect(topology, ranks=range(2)) as mesh:
-        build(mesh, chunks).step(batch if mesh.is_edge else None)
+        pipeline, given = build(mesh, chunks), batch if mesh.is_edge else None
+        with mock.patch("ldt.runtime.pipeline.refuse_hooks") as looked:
+            pipeline.step(given, upcoming=given)
+        assert looked.call_count == 1, "they are looked for once in a step"
         assert assert_equal_grads(mesh, chunks, whole) > 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from ldt.errors import LdtError
 from ldt.plan import Action, Kind, Plan, ushape
 from ldt.plan.passes import add_communication, remove_communication
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.gradient_hooks import refuse_hooks
+from ldt.runtime.side_effects import FunctionWatch
 from ldt.runtime.specs import specs_of
 from ldt.runtime.work import StepWork
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
@@ -239,6 +243,8 @@ class Accumulating(torch.autograd.Function):
         owner, how = ctx.owner, ctx.owner.how
         if how == "buffer":
             owner.amax.copy_(grad.abs().max())
+        elif how == "another buffer":
+            owner.amax = grad.abs().max()
         elif how == "main_grad":
             owner.weight.main_grad += more
         elif how == "data":  # no version tells of it
@@ -281,7 +287,7 @@ def test_functions_that_accumulate_run_once(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "changed"),
-    [("of another", "other.grad"), ("buffer", "amax")],
+    [("of another", "other.grad"), ("buffer", "amax"), ("another buffer", "amax")],
 )
 def test_functions_that_would_change_something_twice(how: str, changed: str) -> None:
     runner = ChunkRunner(7, Fused(how), torch.device("cpu"), True)
@@ -290,6 +296,27 @@ def test_functions_that_would_change_something_twice(how: str, changed: str) -> 
     assert "chunk 7 (Fused): its backward cannot be split" in str(caught.value)
     assert f"it changes {changed} itself" in str(caught.value)
     assert "AccumulatingBackward" in str(caught.value)
+
+
+def test_a_look_at_many_parameters_is_cheap() -> None:
+    """In functions called, not in seconds: there is one for each parameter where each is looked at on its own."""
+    module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(300)])
+    watch = FunctionWatch(module)
+    watch.begin().check([])  # the first looks at contents
+    mesh: Any = SimpleNamespace(topology=SimpleNamespace(replicas=lambda stage: 1), stage=0)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        watch.begin().check([])
+        refuse_hooks({0: module}, None, mesh, per_token=True)
+    finally:
+        sys.setprofile(None)
+    assert calls < 100
 
 
 @pytest.mark.usefixtures("no_collector")
