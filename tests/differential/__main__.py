@@ -10,7 +10,8 @@ from pathlib import Path
 
 from differential.grammar import draw
 from differential.machine import Machine, Outcome
-from differential.mutants import table_of
+from differential.mutants import MUTANTS
+from differential.mutation import table_of
 from differential.report import MOST_REFUSED, complaint, table
 from differential.script import script_of
 from differential.shrink import shrink
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _try_mutants(options: argparse.Namespace) -> int:
     with Machine() as machine:
-        text, missed = table_of(machine, options.first, options.mutants)
+        text, missed = table_of(MUTANTS, machine, options.first, options.mutants)
     if options.table is not None:
         options.table.write_text(text)
     print(f"not found: {', '.join(missed)}" if missed else "all were found")

@@ -10,7 +10,16 @@ from torch import nn
 
 from differential.layers import Extras, Part
 
-__all__ = ["Accumulates", "Custom", "ForwardHook", "GradHook", "ModuleHook", "PostHook", "TensorHook"]
+__all__ = [
+    "Accumulates",
+    "Custom",
+    "ForwardHook",
+    "GradHook",
+    "ModuleHook",
+    "PostHook",
+    "Tally",
+    "TensorHook",
+]
 
 
 class _Product(torch.autograd.Function):
@@ -69,6 +78,32 @@ class Accumulates(Part):
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         return _Accumulating.apply(x, self.matrix), extras
+
+
+class _Tallying(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.total = total
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight = ctx.saved_tensors
+        ctx.total.add_(grad.sum(0))
+        return grad @ weight, grad.t() @ x, None
+
+
+class Tally(Part):
+    """A custom function that sums up in a buffer what comes back to it."""
+
+    def __init__(self, width: int, number: int) -> None:
+        super().__init__(width, number)
+        self.matrix = self.weight(width, width)
+        self.register_buffer("total", torch.zeros(width, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
+        return _Tallying.apply(x, self.matrix, self.total), extras
 
 
 class ForwardHook(Part):

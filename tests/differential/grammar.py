@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 from differential.known import OFF
 from differential.spec import Call, Item, Job
@@ -29,10 +30,12 @@ _TOPOLOGIES: tuple[dict[str, object], ...] = (
 _WEIGHTS = {
     "Affine": 6,
     "Mlp": 6,
+    "Single": 2,
+    "Complex": 2,
     "Scale": 3,
     "Position": 5,
     "Views": 4,
-    "InPlace": 4,
+    "InPlace": 3,
     "Twice": 2,
     "Checkpointed": 3,
     "Unused": 1,
@@ -40,7 +43,7 @@ _WEIGHTS = {
     "Branch": 3,
     "Absorb": 6,
     "Drop": 2,
-    "Alias": 2,
+    "Alias": 1,
     "EmitOwn": 2,
     "Detach": 1,
     "OddDetach": 1,
@@ -54,8 +57,10 @@ _WEIGHTS = {
     "LayerDrop": 2,
     "Custom": 2,
     "Accumulates": 2,
+    "Tally": 1,
     "ForwardHook": 2,
     "ModuleHook": 1,
+    "Uneven": 2,
     "TensorHook": 2,
     "GradHook": 1,
     "PostHook": 1,
@@ -65,9 +70,10 @@ _RANDOM = {
     "LayerDrop",
     "Checkpointed",
 }  # one chunk of a stage draws, so that its order is that of microbatches
-# The end of a chunk and the beginning of the next one: what meets there seldom by chance.
+# The end of a chunk, and the beginning of the next one or of a later one: what meets there seldom by chance.
 _OVER_A_HOP = (
     ("Alias", "InPlace"),
+    ("Alias", "Unused", "InPlace"),
     ("Views", "InPlace"),
     ("Branch", "Drop"),
     ("Emit", "Drop"),
@@ -79,7 +85,9 @@ _OVER_A_HOP = (
     ("Affine", "Position"),
     ("Mlp", "Detach"),
     ("Accumulates", "Accumulates"),
+    ("Uneven", "Affine"),
 )
+_OPTIMIZERS = ("sgd", "momentum", "adamw", "groups", "adagrad", "rmsprop")
 _FIRST = ("Affine", "Mlp")  # what leaves the edge must not be the sample's own memory
 _TRIES = 1000
 Chunks = tuple[tuple[Item, ...], ...]
@@ -100,9 +108,10 @@ def _draw(numbers: random.Random, seed: int) -> Job:
     plan = numbers.choice(["ushape", "ushape", "optimize", "split", "split"])
     most = 3 if topology.laps == 2 and plan != "ushape" else 4
     chunks = _chunks(numbers, topology)
+    scales = numbers.random() < 0.15
     return Job(
         chunks=chunks,
-        calls=_calls(numbers, most),
+        calls=_calls(numbers, most, scales),
         **shape,  # type: ignore[arg-type]
         lanes=numbers.choice(["dedicated", "dedicated", "paired"]),
         transfer=numbers.choice(["leader", "scatter", "direct", "auto"])
@@ -110,12 +119,18 @@ def _draw(numbers: random.Random, seed: int) -> Job:
         else "leader",
         plan=plan,
         reduction=numbers.choice(["mean", "mean", "token"]),
-        loss="Weighted" if numbers.random() < 0.15 else "Squares",
-        optimizer=numbers.choice(["sgd", "momentum", "adamw"]),
+        loss=numbers.choices(["Squares", "Weighted", "Hidden"], [0.82, 0.14, 0.04])[0],
+        optimizer=numbers.choice(_OPTIMIZERS),
         frozen=_frozen(numbers, topology),
         ties=_ties(numbers, topology, chunks),
+        torn=numbers.choice(["", "", "", "copy", "other"]),
+        names=numbers.random() < 0.25,
         begin=_begin(numbers, topology),
         clips=numbers.random() < 0.2,
+        scales=scales,
+        autocasts=numbers.random() < 0.15,
+        inputs="dict" if numbers.random() < 0.2 else "tensor",
+        shares_buffers=numbers.random() < 0.7,
         slow=numbers.random() < 0.4,
         seed=seed,
     )
@@ -128,13 +143,27 @@ def _chunks(numbers: random.Random, topology: Topology) -> Chunks:
         for index in range(topology.num_chunks)
     ]
     if numbers.random() < 0.6:
-        hop = numbers.randrange(topology.tail)
-        for index, kind in zip((hop, hop + 1), numbers.choice(_OVER_A_HOP), strict=True):
-            item = Item(kind, numbers.randrange(60))
-            static = index == hop and chunks[hop][-1:] and chunks[hop][-1].kind == "StaticOutput"
-            if _fits(kind, index, topology, draws=False) and not static:
-                chunks[index] = (*chunks[index], item) if index == hop else (item, *chunks[index])
+        _put_over_a_hop(numbers, chunks, topology)
     return tuple(chunks)
+
+
+def _put_over_a_hop(numbers: random.Random, chunks: list[tuple[Item, ...]], topology: Topology) -> None:
+    """At the end of a chunk and the beginning of a later one; in between nothing but what is said."""
+    first, *between, last = numbers.choice([kinds for kinds in _OVER_A_HOP if len(kinds) <= len(chunks)])
+    hop = numbers.randrange(len(chunks) - 1 - len(between))
+    numbered = partial(Item, number=numbers.randrange(60))
+    if not _fits(first, hop, topology, draws=False) or _is_static(chunks[hop]):
+        return
+    chunks[hop] = (*chunks[hop], numbered(first))
+    for index, kind in enumerate(between, hop + 1):
+        chunks[index] = (numbered(kind),)
+    after = hop + 1 + len(between)
+    chunks[after] = (numbered(last), *chunks[after])
+
+
+def _is_static(chunk: tuple[Item, ...]) -> bool:
+    """Whether nothing may come behind it."""
+    return any(item.kind == "StaticOutput" for item in chunk)
 
 
 def _chunk(numbers: random.Random, index: int, topology: Topology, draws: bool) -> tuple[Item, ...]:
@@ -152,6 +181,8 @@ def _fits(kind: str, index: int, topology: Topology, draws: bool) -> bool:
         return draws
     if kind == "StaticOutput":
         return topology.crosses(index)
+    if kind == "Uneven":
+        return index != topology.tail and topology.tp[topology.stage_of(index)] > 1
     return kind != "KeptOutput" or index != topology.tail
 
 
@@ -173,14 +204,12 @@ def _ties(numbers: random.Random, topology: Topology, chunks: Chunks) -> tuple[t
     pairs = [(c, c + topology.num_stages) for c in range(topology.num_chunks - topology.num_stages)]
     if numbers.random() < 0.25:
         pairs = [(first, second) for second in range(topology.num_chunks) for first in range(second)]
-    static = {
-        index for index, chunk in enumerate(chunks) if any(item.kind == "StaticOutput" for item in chunk)
-    }
+    static = {index for index, chunk in enumerate(chunks) if _is_static(chunk)}
     pairs = [pair for pair in pairs if not static & set(pair)]
     return (numbers.choice(pairs),) if pairs else ()
 
 
-def _calls(numbers: random.Random, most: int) -> tuple[Call, ...]:
+def _calls(numbers: random.Random, most: int, scales: bool) -> tuple[Call, ...]:
     kinds = ["step", *numbers.choice(_SEQUENCES)]
     calls = []
     for kind, following in zip(kinds, [*kinds[1:], ""], strict=True):
@@ -188,7 +217,8 @@ def _calls(numbers: random.Random, most: int) -> tuple[Call, ...]:
             calls.append(Call(kind))
             continue
         ahead = kind == following == "step" and numbers.random() < 0.4
-        calls.append(Call(kind, _batches(numbers, most), numbers.random() < 0.8, ahead))
+        overflows = scales and kind == "step" and numbers.random() < 0.3
+        calls.append(Call(kind, _batches(numbers, most), numbers.random() < 0.8, ahead, overflows))
     return tuple(calls)
 
 

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 import ldt
 from differential.model import (
@@ -25,7 +28,8 @@ from differential.model import (
     seed_everything,
     values_of,
 )
-from differential.reference import CLIP_NORM, Records, outputs_of
+from differential.ranks import Uneven
+from differential.reference import CLIP_NORM, SCALER, Records, autocast_of, outputs_of
 from differential.slow_lanes import slow_lanes
 from differential.spec import Call, Job
 from ldt.plan import Costs, Plan
@@ -119,6 +123,7 @@ class _Rank:
         self.folder = folder
         self.at = -1
         self.records: Records = []
+        self.scaler = ldt.GradScaler(mesh, **SCALER) if job.scales else None
 
     def run(self) -> None:
         job, mesh = self.job, self.mesh
@@ -136,8 +141,11 @@ class _Rank:
     def _build(self, variation: int) -> None:
         job, mesh = self.job, self.mesh
         chunks = build(job, variation + job.variation_of(mesh.stage, mesh.rank))
+        for part in chain(*(chunk.modules() for chunk in chunks)):
+            if isinstance(part, Uneven):
+                part.rank = mesh.tp_rank
         mine = {index: chunks[index] for index in job.topology.chunks_of(mesh.stage)}
-        loss = Loss(job.reduction, job.loss == "Weighted") if mesh.is_edge else None
+        loss = Loss(job) if mesh.is_edge else None
         self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in mine.items()}
         if loss is not None:
             self.modules["loss"] = loss
@@ -147,26 +155,43 @@ class _Rank:
             loss_fn=loss,
             loss_reduction=job.reduction,
             sync_weights=job.begin == "synced",
+            sync_buffers=job.shares_buffers,
+            grad_scaler=self.scaler,
             plan_factory=None if job.plan == "ushape" else _Planner(job),
         )
         self.optimizer = make_optimizer(job, self.pipeline.parameters())
+        nothing = nn.Parameter(torch.zeros(()))
+        self.scaled = self.optimizer or torch.optim.SGD([nothing])  # each rank has as many as the others
 
     # -- one method for each kind of call ------------------------------------------------------------------------
 
     def _step(self, call: Call) -> dict[str, Any]:
+        job = self.job
         ahead = self.batches[self.at + 1] if call.ahead else None
-        result = self.pipeline.step(self.batches[self.at], upcoming=ahead)
+        with autocast_of(job):
+            result = self.pipeline.step(self.batches[self.at], upcoming=ahead)
         record = self._losses(result)
-        if self.job.clips:
+        if self.scaler is not None and call.updates:
+            self.scaler.unscale_(self.scaled)
+        if job.clips and (call.updates or not job.scales):
             record["norm"] = ldt.clip_grad_norm_(self.pipeline.parameters(), CLIP_NORM, self.mesh).double()
         record |= values_of(self.modules, gradients=True)
-        if call.updates and self.optimizer is not None:
+        if call.updates:
+            self._update()
+        return record | {"scale": torch.tensor(1.0 if self.scaler is None else self.scaler.get_scale())}
+
+    def _update(self) -> None:
+        if self.scaler is not None:
+            self.scaler.step(self.scaled)
+            self.scaler.update()
+        elif self.optimizer is not None:
             self.optimizer.step()
+        if self.optimizer is not None:
             self.optimizer.zero_grad()
-        return record
 
     def _eval(self, call: Call) -> dict[str, Any]:
-        result = self.pipeline.eval(self.batches[self.at])
+        with autocast_of(self.job):
+            result = self.pipeline.eval(self.batches[self.at])
         record = self._losses(result)
         for number, output in enumerate(result.outputs if self.mesh.is_edge else ()):
             record |= outputs_of(number, output)

@@ -39,13 +39,20 @@ def _numbers(job: Job, kind: str) -> list[int]:
     return [item.number for chunk in job.chunks for item in chunk if item.kind == kind]
 
 
-def crosses_stages(job: Job) -> bool:
-    """Whether a layer that trains is shared by chunks of two stages."""
+def trains_apart(job: Job) -> bool:
+    """Whether a layer that trains is shared by chunks of two stages, or is two, and that can be seen."""
     stages = job.topology.num_stages
+    seen = job.torn != "other" or job.names
     return any(
-        first % stages != second % stages and not {first, second} & set(job.frozen)
+        seen
+        and (bool(job.torn) or first % stages != second % stages)
+        and not {first, second} & set(job.frozen)
         for first, second in job.ties
     )
+
+
+def _differs_over_a_stage(job: Job) -> bool:
+    return job.has("Uneven")
 
 
 def _begins_unequal(job: Job) -> bool:
@@ -62,7 +69,12 @@ def _reduces(job: Job) -> bool:
 
 
 def _changes_shared_gradients(job: Job) -> bool:
-    return len(_numbers(job, "Position")) > 1 and (job.clips or _reduces(job))
+    return len(_numbers(job, "Position")) > 1 and (job.clips or job.scales or _reduces(job))
+
+
+def _sums_otherwise(job: Job) -> bool:
+    """Whether gradients of layers in float32 are summed in another order, which would show in all that follows."""
+    return job.has("Single") and bool(job.ties or job.clips or _reduces(job))
 
 
 def _hooks_too_soon(job: Job) -> bool:
@@ -79,7 +91,7 @@ def _hooks_too_soon(job: Job) -> bool:
 
 _WITHOUT_WEIGHTS = {
     *("Views", "Emit", "Absorb", "Drop", "Alias", "Detach", "OddDetach", "StaticOutput"),
-    *("TensorHook", "Cache", "Memory", "Dropout"),
+    *("TensorHook", "Cache", "Memory", "Dropout", "Uneven"),
 }
 
 
@@ -88,6 +100,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "split backward of a reentrant checkpoint",
         "backward cannot be split: torch.utils.checkpoint with use_reentrant=True",
         lambda job: _splits(job) and any(number % 2 for number in _numbers(job, "Checkpointed")),
+    ),
+    Refusal(
+        "split backward of a function that changes a buffer",
+        "backward cannot be split: it changes .* itself",
+        lambda job: _splits(job) and job.has("Tally"),
     ),
     Refusal(
         "a graph that a counter cuts",
@@ -108,7 +125,17 @@ REFUSALS: tuple[Refusal, ...] = (
 
 # Jobs that cannot be right: whatever they end with but a refusal is a finding.
 MUST_REFUSE: tuple[Refusal, ...] = (
-    Refusal("a layer on two stages", "two stages hold it, and each would train its own", crosses_stages),
+    Refusal(
+        "a layer that is on two stages, or two",
+        "two stages hold it, and each would train its own|it was made two",
+        trains_apart,
+    ),
+    Refusal(
+        "a loss with what is no parameter",
+        "loss_fn computes with a tensor of shape .* that requires a gradient",
+        lambda job: job.loss == "Hidden" and _reduces(job),
+    ),
+    Refusal("outputs that differ over a stage", "would get that of one rank for all", _differs_over_a_stage),
     Refusal("hooks on gradients that change later", "has a hook on its gradient", _hooks_too_soon),
     Refusal(
         "ranks that hold the same begin unequal", "train one model and must begin equal", _begins_unequal
@@ -116,10 +143,14 @@ MUST_REFUSE: tuple[Refusal, ...] = (
 )
 
 OFF: tuple[Off, ...] = (
-    Off("aliases are cut", lambda job: job.has("Alias") and job.has("InPlace")),
     Off(
         "a layer on two stages that begins otherwise",
-        lambda job: crosses_stages(job) and job.begin != "equal",
+        lambda job: trains_apart(job) and job.begin != "equal",
     ),
     Off("gradients that share memory, changed in place", _changes_shared_gradients),
+    Off("float32 in another order", _sums_otherwise),
+    Off(
+        "ranks of a stage may differ where each sends its own",
+        lambda job: job.has("Uneven") and job.transfer in ("direct", "auto"),
+    ),
 )

@@ -1,74 +1,102 @@
-"""Checks of ldt that are taken out, one at a time: the machine must find each of them missing."""
+"""What is taken out of ldt, and for which jobs that must be found: data for ``differential.mutation``."""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import reduce
-from itertools import count, islice
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
-from differential.compare import Verdict
-from differential.grammar import draw
-from differential.machine import Machine
+import torch
+
+from differential.mutation import Mutant
 from differential.spec import Job
+from ldt.runtime import absences, chunk, ends, stand_in
 
-__all__ = ["MUTANTS", "Mutant", "found", "table_of"]
-
-_TRIED = 60  # jobs for each mutant
-_AT_ONCE = 6
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Its ``targets``, each as "module:name.name", become ``replacement``; jobs for which it ``holds`` are tried."""
-
-    name: str
-    targets: tuple[str, ...]
-    replacement: Any
-    holds: Callable[[Job], bool] = lambda job: True
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """In this process, for a while."""
-        with ExitStack() as patches:
-            for target in self.targets:
-                owner, name = found(target)
-                patches.enter_context(patch.object(owner, name, self.replacement))
-            yield
-
-
-def found(target: str) -> tuple[Any, str]:
-    """Where it stands, and its name there."""
-    module, names = target.split(":")
-    *path, last = names.split(".")
-    return reduce(getattr, path, importlib.import_module(module)), last
+__all__ = ["MUTANTS"]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Instead of a check."""
 
 
-MUTANTS: tuple[Mutant, ...] = (
+def _no_context(*args: Any, **kwargs: Any) -> Any:
+    return nullcontext()
+
+
+def _leaves_shared_memory(job: Job) -> bool:
+    return job.has("StaticOutput", "Position", "KeptOutput", "MovedWeight")
+
+
+def _changes_gradients(job: Job) -> bool:
+    return job.dp > 1 or job.reduction == "token"
+
+
+def _zeros_for_absent(specs: Any, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Whatever comes is a gradient."""
+    marked = absences.with_absent(specs, arrived)
+    grads = iter(arrived)
+    coming = [next(grads) if spec.requires_grad and spec.used is not False else None for spec in specs]
+    return [grad if found is None else found for grad, found in zip(coming, marked, strict=True)]
+
+
+def _with_plain_objects(copies: Any, value: Any) -> Any:
+    return value if isinstance(value, SimpleNamespace) else _copy_of(copies, value)
+
+
+_copy_of = stand_in.StandIn.of
+_map_only = ends.tree_map_only
+
+_UNDER_WAY: tuple[Mutant, ...] = (
     Mutant(
         "what leaves keeps its memory",
         ("ldt.runtime.executor:own_memory",),
-        _nothing,
-        lambda job: job.has("StaticOutput", "Position", "KeptOutput", "MovedWeight"),
+        lambda tensors, always=(): [],
+        _leaves_shared_memory,
     ),
     Mutant(
         "what leaves keeps its memory, and versions are not compared",
         ("ldt.runtime.executor:own_memory", "ldt.runtime.in_flight:Departures.end"),
-        _nothing,
-        lambda job: job.has("StaticOutput", "Position", "KeptOutput", "MovedWeight"),
+        lambda *args: [],
+        _leaves_shared_memory,
     ),
+    Mutant(
+        "outputs of an eval keep their memory",
+        ("ldt.runtime.ends:tree_map_only",),
+        lambda kind, function, tree: _map_only(kind, torch.detach, tree),
+        lambda job: job.has("MovedWeight") and any(call.kind == "eval" for call in job.calls),
+    ),
+    Mutant(
+        "work in place on an input is not told",
+        ("ldt.runtime.aliasing:Aliasing.changes",),
+        _nothing,
+        lambda job: job.has("InPlace"),
+    ),
+    Mutant(
+        "outputs that share memory are not told",
+        ("ldt.runtime.aliasing:Aliasing.shares",),
+        _nothing,
+        lambda job: job.has("InPlace"),
+    ),
+    Mutant(
+        "inputs that are passed on are not told",
+        ("ldt.runtime.aliasing:Aliasing.passes",),
+        _nothing,
+        lambda job: job.has("InPlace") and job.has("Alias") and len(job.chunks) > 2,
+    ),
+)
+
+_WEIGHTS: tuple[Mutant, ...] = (
     Mutant(
         "weights of ranks are not compared",
         ("ldt.runtime.weights:Weights.compare",),
         _nothing,
+        lambda job: job.begin == "unequal",
+    ),
+    Mutant(
+        "of weights of ranks only shapes are compared",
+        ("ldt.runtime.weights:digests",),
+        lambda tensors: [""] * len(tensors),
         lambda job: job.begin == "unequal",
     ),
     Mutant(
@@ -78,11 +106,56 @@ MUTANTS: tuple[Mutant, ...] = (
         lambda job: job.begin == "synced",
     ),
     Mutant(
+        "what stages share is not looked for",
+        ("ldt.runtime.ties:Ties.compare",),
+        _nothing,
+        lambda job: bool(job.ties),
+    ),
+    Mutant(
+        "what stages share is known by its name alone",
+        ("ldt.runtime.ties:_contents",),
+        lambda tensors: [None] * len(list(tensors)),
+        lambda job: bool(job.ties) and not job.names,
+    ),
+    Mutant(
+        "what stages share is known by its values alone",
+        ("ldt.runtime.ties:_name_mark",),
+        _nothing,
+        lambda job: bool(job.ties) and job.names and job.torn == "other",
+    ),
+    Mutant(
+        "buffers of replicas are not sent",
+        ("ldt.runtime.buffers:BufferSync.run",),
+        _nothing,
+        lambda job: job.dp > 1 and job.has("RunningMean", "KeptOutput") and job.shares_buffers,
+    ),
+    Mutant(
+        "outputs of a stage's ranks are not compared",
+        ("ldt.runtime.likeness:Likeness.check",),
+        _nothing,
+        lambda job: job.has("Uneven"),
+    ),
+    Mutant(
         "parameters of the loss are not found",
         ("ldt.runtime.pipeline:loss_module",),
         _nothing,
         lambda job: job.loss == "Weighted",
     ),
+    Mutant(
+        "parameters of the loss are not trained",
+        ("ldt.runtime.ends:TailRunner.named_parameters",),
+        chunk.ChunkRunner.named_parameters,
+        lambda job: job.loss == "Weighted",
+    ),
+    Mutant(
+        "what the loss trains besides is not looked for",
+        ("ldt.runtime.loss:refuse_unknown",),
+        _nothing,
+        lambda job: job.loss == "Hidden" and _changes_gradients(job),
+    ),
+)
+
+_GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens do not count",
         ("ldt.runtime.loss:TokenScale.finish",),
@@ -99,34 +172,113 @@ MUTANTS: tuple[Mutant, ...] = (
         "earlier gradients are lost",
         ("ldt.runtime.reduce:EarlierGradients.add_back",),
         _nothing,
-        lambda job: any(not call.updates for call in job.calls) and (job.dp > 1 or job.reduction == "token"),
+        lambda job: any(not call.updates for call in job.calls) and _changes_gradients(job),
+    ),
+    Mutant(
+        "infinite gradients are not told to other stages",
+        ("ldt.train.grad_scaler:GradScaler._unscale_grads_",),
+        torch.amp.GradScaler._unscale_grads_,
+        lambda job: any(call.overflows for call in job.calls),
+    ),
+    Mutant(
+        "hooks on gradients are not looked for",
+        ("ldt.runtime.pipeline:refuse_hooks",),
+        _nothing,
+        lambda job: job.has("GradHook", "PostHook") and _changes_gradients(job),
+    ),
+    Mutant(
+        "absent gradients are zeros",
+        ("ldt.runtime.executor:with_absent",),
+        _zeros_for_absent,
+        lambda job: job.has("LayerDrop", "OddDetach", "Detach", "Drop"),
+    ),
+    Mutant(
+        "all that crosses is taken for used",
+        ("ldt.runtime.shapes:used",),
+        lambda inputs, outputs, reaches: inputs,
+        lambda job: job.has("Drop", "Detach"),
+    ),
+    Mutant(
+        "all that crosses is taken for used, and absent gradients are not counted",
+        ("ldt.runtime.shapes:used", "ldt.runtime.absences:Absences.note"),
+        lambda inputs, *args: inputs,
+        lambda job: job.has("Drop", "Detach"),
+    ),
+    Mutant(
+        "functions that accumulate by themselves run twice",
+        ("ldt.runtime.side_effects:PartWatch.around",),
+        _nothing,
+        lambda job: job.has("Accumulates") and job.plan == "split",
+    ),
+    Mutant(
+        "functions that change buffers run twice",
+        ("ldt.runtime.side_effects:PartWatch.check",),
+        _nothing,
+        lambda job: job.has("Tally") and job.plan == "split",
+    ),
+    Mutant(
+        "what hooks return the second time is taken",
+        ("ldt.runtime.split_backward:_instead",),
+        _nothing,
+        lambda job: job.has("TensorHook") and job.plan == "split",
+    ),
+    Mutant(
+        "reentrant checkpoints are split",
+        ("ldt.runtime.split_backward:_WHOLE",),
+        {},
+        lambda job: job.has("Checkpointed") and job.plan == "split",
     ),
 )
 
+_DRY_RUN: tuple[Mutant, ...] = (
+    Mutant(
+        "what a dry run had requires a gradient, and no more",
+        ("ldt.runtime.reach:DryRun.may_require_grad",),
+        lambda run, outputs: [output.requires_grad for output in outputs],
+        lambda job: job.has("LayerDrop", "OddDetach"),
+    ),
+    Mutant(
+        "a dry run took all ways",
+        ("ldt.runtime.reach:DryRun._is_whole",),
+        lambda run, outputs: True,
+        lambda job: job.has("LayerDrop", "OddDetach"),
+    ),
+    Mutant(
+        "a dry run moves random generators",
+        ("ldt.runtime.unseen:_random_states",),
+        _no_context,
+        lambda job: job.has("LayerDrop"),
+    ),
+    Mutant(
+        "a dry run leaves globals behind",
+        ("ldt.runtime.unseen:_Surroundings.put_back",),
+        _nothing,
+        lambda job: job.has("Cache"),
+    ),
+    Mutant(
+        "a dry run fills autocast's cache",
+        ("ldt.runtime.unseen:_without_autocast_cache",),
+        _no_context,
+        lambda job: job.autocasts and job.has("Single"),
+    ),
+    Mutant(
+        "a dry run has plain objects in common",
+        ("ldt.runtime.stand_in:StandIn.of",),
+        _with_plain_objects,
+        lambda job: job.has("Memory", "Cache", "RunningMean", "ForwardHook"),
+    ),
+    Mutant(
+        "a dry run calls hooks",
+        ("ldt.runtime.forward_hooks:is_of",),
+        lambda *args: True,
+        lambda job: job.has("ForwardHook"),
+    ),
+    Mutant(
+        "state that decides is not seen",
+        ("ldt.runtime.stand_in:StandIn.moved",),
+        lambda copies: False,
+        lambda job: job.has("LayerDrop", "OddDetach"),
+    ),
+)
 
-def first_found(mutant: Mutant, machine: Machine, seeds: Iterable[int]) -> tuple[Job, Verdict] | None:
-    """The first job that shows that it is missing, of those that are tried."""
-    drawn = (job for job in map(draw, seeds) if mutant.holds(job))
-    jobs = list(islice(drawn, _TRIED))
-    while jobs:
-        batch, jobs = jobs[:_AT_ONCE], jobs[_AT_ONCE:]
-        for job, verdict in machine.run(batch, mutant.name):
-            if verdict.is_finding:
-                return job, verdict
-    return None
-
-
-def table_of(machine: Machine, first: int = 0, names: str = "") -> tuple[str, list[str]]:
-    """A row for each mutant whose name has ``names``, in Markdown, and the names of those that were not found."""
-    rows = ["| taken out | found by seed | as |", "| --- | ---: | --- |"]
-    missed = []
-    for mutant in MUTANTS:
-        if names not in mutant.name:
-            continue
-        seen = first_found(mutant, machine, count(first))
-        if seen is None:
-            missed.append(mutant.name)
-        seed, what = ("none", "") if seen is None else (str(seen[0].seed), seen[1].name)
-        rows.append(f"| {mutant.name} | {seed} | {what} |")
-        print(rows[-1], flush=True)
-    return "\n".join(rows) + "\n", missed
+MUTANTS: tuple[Mutant, ...] = _UNDER_WAY + _WEIGHTS + _GRADIENTS + _DRY_RUN

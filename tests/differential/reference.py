@@ -5,30 +5,21 @@ Replicas are copies that keep their own buffers and random numbers, and have the
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from differential.model import (
-    Loss,
-    build,
-    make_optimizer,
-    microbatches,
-    next_random_numbers,
-    seed_everything,
-    values_of,
-)
+from differential.model import ON_EVERY_STAGE, microbatches, next_random_numbers, values_of
+from differential.replica import Replica
 from differential.spec import Call, Job
 from ldt.topology import Node
 
-__all__ = ["CLIP_NORM", "Records", "UnsoundError", "outputs_of", "reference"]
+__all__ = ["CLIP_NORM", "SCALER", "Records", "UnsoundError", "autocast_of", "outputs_of", "reference"]
 
 CLIP_NORM = 0.05
+SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 
 Records = list[dict[str, Any]]  # for each call what is compared, by name
 
@@ -50,52 +41,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class _Replica:
-    """What a node holds."""
-
-    def __init__(self, job: Job, node: Node) -> None:
-        self.job = job
-        self.node = node
-        seed_everything(job.seed_of(node))
-        self.random = _random_states()
-        self.renew(0)
-
-    def renew(self, variation: int) -> None:
-        """Other modules, of other weights."""
-        rank = self.job.topology.ranks_of_stage(self.node.stage)[0]
-        chunks = build(self.job, variation + self.job.variation_of(self.node.stage, rank))
-        self.chunks = {index: chunks[index] for index in self.job.topology.chunks_of(self.node.stage)}
-        self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in self.chunks.items()}
-        self.loss = Loss(self.job.reduction, self.job.loss == "Weighted") if self.node.stage == 0 else None
-        if self.loss is not None:
-            self.modules["loss"] = self.loss
-        self.optimizer = make_optimizer(self.job, self.parameters())
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return list(dict.fromkeys(p for module in self.modules.values() for p in module.parameters()))
-
-    def state(self) -> Any:
-        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        return copy.deepcopy(([m.state_dict() for m in self.modules.values()], optimizer)), self.random
-
-    def load(self, of_first: Any, own: Any) -> None:
-        """The weights and buffers of the first replica, and the random numbers of this one."""
-        modules, optimizer = copy.deepcopy(of_first[0])
-        self.random = own[1]
-        for module, values in zip(self.modules.values(), modules, strict=True):
-            module.load_state_dict(values)
-            module.zero_grad()
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(optimizer)
-
-    @contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Random numbers are this node's."""
-        _set_random_states(self.random)
-        yield
-        self.random = _random_states()
-
-
 class UnsoundError(Exception):
     """PyTorch itself is wrong: parameters whose gradients share memory get each other's sums."""
 
@@ -104,11 +49,13 @@ class _Unsplit:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.topology = job.topology
-        self.nodes = {node: _Replica(job, node) for node in self.topology.nodes}
+        self.nodes = {node: Replica(job, node) for node in self.topology.nodes}
         self.edges = [node for node in self.topology.nodes if node.stage == 0]
         self.saved: dict[Node, Any] = {}
         # Those whose gradient had another's memory at some time since they were dropped.
         self.shared: set[torch.nn.Parameter] = set()
+        self.scaler = torch.amp.GradScaler("cpu", enabled=job.scales, **SCALER)
+        self.scaler.scale(torch.zeros(()))  # makes the scale, also where no loss is ever scaled
 
     def run(self) -> dict[Node, Records]:
         records: dict[Node, Records] = {node: [] for node in self.nodes}
@@ -128,15 +75,22 @@ class _Unsplit:
         earlier = self._take_gradients() if changes else {}
         found = self._losses(index, call, training=True)
         if changes:
-            self._sum_over_replicas(self._tokens(call) if self.job.reduction == "token" else 1)
+            self._sum_over_replicas(
+                self._tokens(call) if self.job.reduction == "token" else self.topology.edge_dp
+            )
             _add_back(earlier)
-        norm = self._clip() if self.job.clips else None
+        whole = self._unscale() if self.job.scales and call.updates else None
+        norm = self._clip() if self.job.clips and (call.updates or not self.job.scales) else None
         for node, held in self.nodes.items():
             found.setdefault(node, {}).update(values_of(held.modules, gradients=True))
             if norm is not None:
                 found[node]["norm"] = norm
             if call.updates:
-                self._update(held)
+                self._update(held, whole)
+        if whole is not None:
+            self.scaler.update()
+        for record in found.values():
+            record["scale"] = torch.tensor(self.scaler.get_scale())
         return found
 
     def _eval(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
@@ -161,18 +115,20 @@ class _Unsplit:
 
     def _losses(self, index: int, call: Call, training: bool) -> dict[Node, dict[str, Any]]:
         """Of each edge replica, after the backward of each microbatch if ``training``."""
-        self._share_buffers()
+        if self.job.shares_buffers:
+            self._share_buffers()
         batches = {edge: microbatches(self.job, index, edge.replica) for edge in self.edges}
-        whole = len(call.batches) * self.topology.edge_dp
         found: dict[Node, dict[str, Any]] = {}
         for edge, pairs in batches.items():
             losses, outputs = [], {}
-            for number, (x, target) in enumerate(pairs):
-                output = self._forward(edge.replica, number, x)
-                outputs |= outputs_of(number, output)
-                loss = _sum_of(self.nodes[edge].loss(output, target))
+            for number, (inputs, target) in enumerate(pairs):
+                with autocast_of(self.job):
+                    output = self._forward(edge.replica, number, inputs)
+                    outputs |= outputs_of(number, output)
+                    loss = _sum_of(self.nodes[edge].loss(output, target))
                 if training and loss.requires_grad:
-                    self._backward(edge, loss if self.job.reduction == "token" else loss / whole)
+                    root = loss if self.job.reduction == "token" else loss / len(pairs)
+                    self._backward(edge, self.scaler.scale(root))
                 losses.append(loss.detach())
             weights = [self._weight(target) for _, target in pairs]
             found[edge] = {
@@ -207,13 +163,16 @@ class _Unsplit:
             torch.autograd.backward(loss)
         self.shared |= self._part_gradients()
 
-    def _forward(self, replica: int, number: int, x: torch.Tensor) -> Any:
+    def _forward(self, replica: int, number: int, inputs: Any) -> Any:
         cloud = replica + self.topology.edge_dp * (number % self.topology.served)
-        output: Any = x
+        named = dict(inputs) if isinstance(inputs, dict) else {"x": inputs}
+        output: Any = named.pop("x")
         for chunk in range(self.topology.num_chunks):
-            held = self.nodes[self.topology.node_at(chunk, cloud)]
-            with held.drawing():
-                output = held.chunks[chunk](*(output if isinstance(output, tuple) else (output,)))
+            node = self.topology.node_at(chunk, cloud)
+            given = {name: named[name] for name in named if node.stage == 0 or name in ON_EVERY_STAGE}
+            with self.nodes[node].drawing():
+                tensors = output if isinstance(output, tuple) else (output,)
+                output = self.nodes[node].chunks[chunk](*tensors, **given)
         return output
 
     def _part_gradients(self) -> set[torch.nn.Parameter]:
@@ -252,11 +211,28 @@ class _Unsplit:
             torch.nn.utils.clip_grads_with_norm_(held.parameters(), CLIP_NORM, norm)
         return norm.double()
 
-    def _update(self, held: _Replica) -> None:
+    def _unscale(self) -> torch.optim.Optimizer:
+        """One optimizer of all that only stands for them with the scaler: it changes nothing."""
+        every = [parameter for held in self.nodes.values() for parameter in held.parameters()]
+        grads = [parameter.grad for parameter in every if parameter.grad is not None]
+        holders = [torch.nn.Parameter(torch.zeros(())), *map(_holder_of, grads)]
+        holders[0].grad = torch.zeros(())  # so that there is one
+        whole = torch.optim.SGD(holders, lr=0.0)
+        self.scaler.unscale_(whole)
+        return whole
+
+    def _update(self, held: Replica, whole: torch.optim.Optimizer | None) -> None:
         self.shared -= set(held.parameters())
+        overflown = whole is not None and any(self.scaler._found_inf_per_device(whole).values())
         if held.optimizer is not None:
-            held.optimizer.step()
+            if not overflown:
+                held.optimizer.step()
             held.optimizer.zero_grad()
+
+
+def autocast_of(job: Job) -> AbstractContextManager[object]:
+    """Under which forwards run."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=job.autocasts)
 
 
 def outputs_of(number: int, output: Any) -> dict[str, Any]:
@@ -274,17 +250,15 @@ def _sum_of(loss: Any) -> torch.Tensor:
     return total
 
 
+def _holder_of(grad: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter with this gradient, as real numbers, which are all that torch unscales on a CPU."""
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    holder = torch.nn.Parameter(torch.zeros_like(real))
+    holder.grad = real
+    return holder
+
+
 def _add_back(earlier: dict[torch.nn.Parameter, torch.Tensor | None]) -> None:
     for parameter, grad in earlier.items():
         if grad is not None:
             parameter.grad = grad if parameter.grad is None else grad + parameter.grad
-
-
-def _random_states() -> Any:
-    return torch.get_rng_state(), random.getstate(), np.random.get_state()
-
-
-def _set_random_states(states: Any) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])

@@ -7,15 +7,29 @@ import inspect
 from collections.abc import Iterable, Iterator
 from types import ModuleType
 
-from differential import beside, differences, functions, layers, model, reference, slow_lanes, spec, stateful
+from differential import (
+    beside,
+    differences,
+    dtypes,
+    functions,
+    layers,
+    model,
+    ranks,
+    reference,
+    replica,
+    slow_lanes,
+    spec,
+    stateful,
+)
 from differential import job as running
 from differential.compare import Verdict
 from differential.spec import Job
 
 __all__ = ["script_of"]
 
-_PARTS = (layers, beside, stateful, functions)
-_REST = (model, reference, slow_lanes, running, differences)
+_PARTS = (layers, beside, stateful, functions, dtypes, ranks)
+_REST = (model, replica, reference, slow_lanes, running, differences)
+_ALWAYS = {"Part", "Uneven"}  # which the rest refers to
 _MAIN = '''
 def main() -> None:
     """Says on every rank what it raised, and on the first where values differ from the unsplit model's."""
@@ -49,7 +63,7 @@ def script_of(job: Job, verdict: Verdict) -> str:
     imports: dict[str, None] = {}
     body: list[str] = []
     for module in (spec, *_PARTS, *_REST):
-        wanted = kinds | {"Part"} if module in _PARTS else None
+        wanted = kinds | _ALWAYS if module in _PARTS else None
         for node, text in _pieces(module, wanted):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 imports[text] = None

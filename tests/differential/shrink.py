@@ -15,6 +15,12 @@ _TRIES = 120
 _PLAIN: dict[str, Any] = {
     "slow": False,
     "clips": False,
+    "scales": False,
+    "autocasts": False,
+    "inputs": "tensor",
+    "shares_buffers": True,
+    "names": False,
+    "torn": "",
     "frozen": (),
     "ties": (),
     "begin": "equal",
@@ -77,6 +83,8 @@ def _fewer(chunks: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 
 
 def _smaller_calls(call: Call) -> Iterator[Call]:
+    if call.overflows:
+        yield replace(call, overflows=False)
     if call.ahead:
         yield replace(call, ahead=False)
     if len(call.batches) > 1:

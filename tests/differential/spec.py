@@ -22,13 +22,15 @@ class Call:
     """A call of all ranks: "step", "eval", "save", "load", or "restart", which is a load into other modules.
 
     ``batches`` are the rows of each microbatch of an edge replica. After a step the optimizer runs if it ``updates``,
-    and gradients stay otherwise. ``ahead`` tells a step of the next one's microbatches.
+    and gradients stay otherwise. ``ahead`` tells a step of the next one's microbatches. If it ``overflows``, a target
+    is infinite, and so are gradients.
     """
 
     kind: str
     batches: tuple[int, ...] = ()
     updates: bool = True
     ahead: bool = False
+    overflows: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,18 @@ class Job:
     optimizer: str = "sgd"
     frozen: tuple[int, ...] = ()  # chunks
     ties: tuple[tuple[int, int], ...] = ()  # chunks that share a layer, put behind the other parts of both
+    torn: str = (
+        ""  # what the second one has in its place: "copy", or "other", a layer with weights of its own
+    )
+    names: bool = False  # chunks know what their tensors are called in the whole model
     begin: str = (
         "equal"  # "unequal": ranks of the cloud begin with weights of their own; "synced": and are sent one's
     )
     clips: bool = False
+    scales: bool = False  # the loss, by a GradScaler
+    autocasts: bool = False  # to bfloat16
+    inputs: str = "tensor"  # or "dict", some of which the cloud gets as metadata
+    shares_buffers: bool = True  # of the first replica with the others
     slow: bool = False  # lanes
     seed: int = 0
 

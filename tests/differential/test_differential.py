@@ -21,7 +21,8 @@ from differential.compare import judge
 from differential.grammar import draw
 from differential.job import Ending, Raised
 from differential.machine import Outcome
-from differential.mutants import MUTANTS, Mutant, found
+from differential.mutants import MUTANTS
+from differential.mutation import Mutant, found
 from differential.reference import reference
 from differential.report import complaint, table
 from differential.script import script_of
