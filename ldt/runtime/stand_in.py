@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import itertools
 import random
 import sys
 import weakref
@@ -21,12 +20,19 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 
 from ldt.runtime.forward_hooks import call_with_layer_hooks, is_of
+from ldt.runtime.plain_state import ATOMS, pickled, refused, slots_of, state_of
 
-__all__ = ["StandIn", "is_plain", "slots_of"]
+__all__ = ["StandIn", "is_plain"]
 
 _MAX_ARRAY_BYTES = 1 << 24
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_DICTS: tuple[Any, ...] = (
+    collections.OrderedDict,
+    dict,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+)
+_CONTAINERS: tuple[Any, ...] = (list, set, collections.deque, weakref.WeakSet, *_DICTS)
 _BY_REFERENCE = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"types", "collections"})
 
 
@@ -46,7 +52,7 @@ class StandIn:
 
     def of(self, value: Any) -> Any:
         """The copy of ``value``."""
-        if type(value) in _ATOMS:
+        if type(value) in ATOMS:
             return value
         if id(value) not in self._copies:
             self._originals.append(value)
@@ -60,14 +66,14 @@ class StandIn:
     def moved(self) -> bool:
         """Whether a random generator of the host, or a number or word that something keeps, is not as its original."""
         pairs = ((value, self._copies[id(value)]) for value in self._originals)
-        return any(_state(one) != _state(other) for one, other in pairs if one is not other)
+        return any(state_of(one) != state_of(other) for one, other in pairs if one is not other)
 
     def release(self) -> None:
         """Let go of all copies, which hold each other."""
         copies = [made for value in self._originals if (made := self._copies[id(value)]) is not value]
         self._copies.clear()
         for made in copies:
-            if isinstance(made, (list, dict, set, collections.deque)):
+            if isinstance(made, _CONTAINERS):
                 made.clear()
             elif isinstance(made, CellType):
                 del made.cell_contents
@@ -87,6 +93,9 @@ class StandIn:
     def _copy(self, value: Any) -> Any:
         if type(value).__module__.partition(".")[0] == "numpy":
             return copy.deepcopy(value) if getattr(value, "nbytes", 0) <= _MAX_ARRAY_BYTES else value
+        return self._copy_object(value)
+
+    def _copy_object(self, value: Any) -> Any:
         if not is_plain(type(value)):
             return value
         try:
@@ -118,7 +127,9 @@ class StandIn:
         for name, entry in vars(value).items():
             vars(made)[name] = collections.OrderedDict() if name in _HOOKS else self.of(entry)
         # What torch.nn.Module calls in place of the forward with its hooks and those of all modules.
-        vars(made)["_compiled_call_impl"] = partial(call_with_layer_hooks, made, value)
+        impl = vars(value).get("_compiled_call_impl")
+        original = impl.args[1] if isinstance(impl, partial) and impl.func is call_with_layer_hooks else value
+        vars(made)["_compiled_call_impl"] = partial(call_with_layer_hooks, made, original)
         return made
 
     @_copy.register(list)
@@ -129,28 +140,56 @@ class StandIn:
             made[place] = self.of(entry)
         return made
 
-    @_copy.register
-    def _(self, value: dict) -> Any:  # type: ignore[type-arg]
+    @_copy.register(dict)
+    @_copy.register(weakref.WeakKeyDictionary)
+    @_copy.register(weakref.WeakValueDictionary)
+    def _(self, value: Any) -> Any:
         made = self._keep(value, copy.copy(value))
-        for key, entry in value.items():
-            dict.__setitem__(made, key, self.of(entry))
+        kind = next(
+            kind for kind in _DICTS if isinstance(value, kind)
+        )  # not what a class of the user's makes of it
+        pairs = [(self.of(key), self.of(entry)) for key, entry in value.items()]
+        if any(key is not old for (key, _), old in zip(pairs, value, strict=True)):
+            kind.clear(made)
+        for key, entry in pairs:
+            kind.__setitem__(made, key, entry)
+        return made
+
+    @_copy.register(tuple)
+    @_copy.register(frozenset)
+    def _(self, value: Any) -> Any:
+        old = list(value)
+        entries = list(map(self.of, old))
+        same = all(one is other for one, other in zip(entries, old, strict=True))
+        root = tuple if isinstance(value, tuple) else frozenset
+        return value if same else root.__new__(type(value), entries)
+
+    @_copy.register(set)
+    @_copy.register(weakref.WeakSet)
+    def _(self, value: Any) -> Any:
+        made = self._keep(value, copy.copy(value))
+        entries = list(map(self.of, value))
+        made.clear()
+        made.update(entries)
         return made
 
     @_copy.register
-    def _(self, value: tuple) -> Any:  # type: ignore[type-arg]
-        entries = list(map(self.of, value))
-        same = all(one is other for one, other in zip(entries, value, strict=True))
-        return value if same else tuple.__new__(type(value), entries)
+    def _(self, value: Iterator) -> Any:  # type: ignore[type-arg]
+        if type(value).__module__ not in ("builtins", "itertools"):
+            return self._copy_object(value)
+        try:
+            make, args, *state = pickled(value)
+        except TypeError:
+            return refused(type(value).__name__)
+        made = make(*map(self.of, args))
+        if state:
+            made.__setstate__(self.of(state[0]))
+        return made
 
-    @_copy.register(set)
     @_copy.register(bytearray)
-    @_copy.register(weakref.WeakKeyDictionary)
-    @_copy.register(weakref.WeakValueDictionary)
-    @_copy.register(itertools.count)
-    @_copy.register(itertools.cycle)
     @_copy.register(random.Random)
     def _(self, value: Any) -> Any:
-        return copy.copy(value) if not isinstance(value, random.Random) else copy.deepcopy(value)
+        return copy.deepcopy(value)
 
     @_copy.register
     def _(self, value: SimpleNamespace) -> Any:
@@ -207,29 +246,3 @@ def is_plain(kind: type) -> bool:
         or not kind.__flags__ & 1 << 9  # compiled
         or issubclass(kind, (type, ModuleType, Enum))
     )
-
-
-def slots_of(value: object) -> Iterator[tuple[str, Any]]:
-    """The attributes of ``value`` that lie in ``__slots__``."""
-    for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                yield name, getattr(value, name)
-
-
-def _state(value: Any) -> object:
-    """Where a random generator of the host stands, which plain values are kept; None for anything else."""
-    if isinstance(value, (list, collections.deque)):
-        return [entry if type(entry) in _ATOMS else None for entry in value]
-    kept = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-    if isinstance(kept, dict) and not isinstance(value, (torch.Tensor, FunctionType)):
-        names = {name: entry for name, entry in kept.items() if type(entry) in _ATOMS}
-        return names | {
-            f"__slots__.{name}": entry for name, entry in slots_of(value) if type(entry) in _ATOMS
-        }
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if type(value).__module__.startswith("numpy.random"):
-        return repr(getattr(value, "bit_generator", value).__getstate__())
-    return None

@@ -20,7 +20,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ldt.runtime.stand_in import is_plain, slots_of
+from ldt.runtime.plain_state import slots_of
+from ldt.runtime.stand_in import is_plain
 
 __all__ = ["host_random_states", "unseen"]
 

@@ -1,0 +1,83 @@
+"""State of a module that is no tensor: numbers and words that it keeps, where iterators and random generators stand."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import itertools
+import random
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ldt.errors import LdtError
+
+__all__ = ["ATOMS", "pickled", "refused", "slots_of", "state_of"]
+
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+
+
+def slots_of(value: object) -> Iterator[tuple[str, Any]]:
+    """The attributes of ``value`` that lie in ``__slots__``."""
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                yield name, getattr(value, name)
+
+
+def state_of(value: Any) -> object:
+    """Where a random generator of the host or an iterator stands, which plain values are kept; else nothing."""
+    if isinstance(value, (torch.Tensor, FunctionType)):
+        return None
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if type(value).__module__.partition(".")[0] == "numpy":
+        generator = getattr(value, "bit_generator", value)
+        return value.tobytes() if hasattr(value, "tobytes") else repr(generator.__getstate__())
+    if isinstance(value, (list, collections.deque)):
+        return [entry if type(entry) in ATOMS else None for entry in value]
+    if isinstance(value, (set, bytearray)):
+        return len(value), {entry for entry in value if type(entry) in ATOMS}
+    kept = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    names = kept.items() if isinstance(kept, dict) else ()
+    atoms = [
+        {name: entry for name, entry in entries if type(entry) in ATOMS}
+        for entries in (names, slots_of(value))
+    ]
+    return len(value) if isinstance(value, dict) else None, atoms, _position(value)
+
+
+def pickled(value: Any) -> Any:
+    """The class of an iterator of Python's own and what to make a copy of. Raises TypeError where there is none."""
+    if isinstance(value, itertools.count):  # newer versions of Python do not pickle iterators
+        return itertools.count, ast.literal_eval(f"({repr(value).partition('(')[2][:-1]},)")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return value.__reduce__()
+
+
+def _position(value: Any) -> object:
+    """Where an iterator stands, to be compared; None where that cannot be told."""
+    if isinstance(value, tuple):
+        return [_position(part) for part in value]
+    if isinstance(value, list):
+        return len(value)
+    if isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools"):
+        with suppress(TypeError):
+            return [_position(part) for part in pickled(value)[1:]]
+    return value if type(value) in ATOMS else None
+
+
+def refused(kind: str) -> Iterator[Any]:
+    """In place of an iterator that has no copy. Raises LdtError when something is taken from it."""
+    raise LdtError(
+        f"its forward takes from a {kind}, which cannot be put back: keep what it runs over, and how far it is, or "
+        "declare the result: give the module a method output_spec(*input_specs) that returns one "
+        "ldt.runtime.TensorSpec per output"
+    )
+    yield
