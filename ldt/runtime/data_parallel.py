@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -16,7 +17,7 @@ from ldt.runtime.place import Place
 
 __all__ = [
     "GradientSync",
-    "check_sharded",
+    "check_groups",
     "check_sharded_alike",
     "is_fully_sharded",
     "sharding_of",
@@ -63,8 +64,14 @@ def check_sharded_alike(place: Place, shardings: Sequence[Mapping[str, list[str]
     return {stage for stage, sharding in zip(stages, shardings, strict=True) if sharding}
 
 
-def check_sharded(module: nn.Module, place: Place) -> None:
-    """Raise ValueError where parts of ``fully_shard`` would divide by a wrong number."""
+def check_groups(where: str, module: nn.Module, place: Place) -> None:
+    """Raise ValueError where the module in ``where`` would talk to ranks that run something else."""
+    _check_sharded(module, place)
+    _check_batch_norms(where, module, place)
+
+
+def _check_sharded(module: nn.Module, place: Place) -> None:
+    """Parts of ``fully_shard`` would divide by a wrong number."""
     parts = _sharded_parts(module)
     for mesh in (p.device_mesh for part in parts for p in part.parameters() if isinstance(p, DTensor)):
         if mesh.ndim == 1 and place.spans_node(mesh) and not place.spans_replicas(mesh):
@@ -72,6 +79,19 @@ def check_sharded(module: nn.Module, place: Place) -> None:
                 f"fully_shard must go over the replicas, ranks {list(place.replica_ranks)}, got a mesh of ranks "
                 f"{mesh.mesh.tolist()}, which are of one stage and see the same microbatches: use mesh.dp_mesh"
             )
+
+
+def _check_batch_norms(where: str, module: nn.Module, place: Place) -> None:
+    """A batch norm would wait for ranks of other nodes, which are at other actions of the plan."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm) and dist.is_initialized():
+            ranks = dist.get_process_group_ranks(part.process_group or dist.group.WORLD)
+            if not set(ranks) <= set(place.node_ranks):
+                raise InputValueError(
+                    f"{where}: {name or 'it'} is a SyncBatchNorm over ranks {ranks}, which run other chunks or other "
+                    "microbatches, so that its forward would wait for them in vain: take BatchNorm, whose running "
+                    "statistics replicas get from the first, or process_group=mesh.tp_mesh.get_group()"
+                )
 
 
 def _sharded_parts(module: nn.Module) -> list[Any]:

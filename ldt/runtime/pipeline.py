@@ -17,7 +17,7 @@ from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.buffers import BufferSync
 from ldt.runtime.building import Own, WeightAgreement, WeightOptions
 from ldt.runtime.calls import Call, Mode, Refusal, agree
-from ldt.runtime.data_parallel import check_sharded, check_sharded_alike, sharding_of, unwrapped
+from ldt.runtime.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
@@ -109,6 +109,8 @@ class Pipeline:
             check_reduction(loss_reduction)
             check_scaler(grad_scaler)
             self._loss_module = loss_module(loss_fn) if mesh.is_edge else None
+            if self._loss_module is not None:
+                check_groups("loss_fn", self._loss_module, mesh)
             refuse_hooks(modules, self._loss_module, mesh, loss_reduction == "token")
             self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
             same = {
@@ -393,5 +395,5 @@ def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
     for index, module in zip(wanted, modules, strict=True):
         if not isinstance(module, nn.Module):
             raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
-        check_sharded(module, mesh)
+        check_groups(f"chunk {index}", module, mesh)
     return dict(zip(wanted, map(unwrapped, modules), strict=True))

@@ -143,6 +143,28 @@ def test_a_buffer_that_grows(pool: RankPool) -> None:
         assert "sync_buffers=False" in text
 
 
+def synced() -> list[Any]:
+    topology = Topology([1, 1], dp=2)
+    with ldt.connect(topology) as mesh:
+        texts: list[Any] = [mesh.stage, list(mesh.replica_ranks)]
+        for group in (None, mesh.dp_mesh.get_group(), mesh.tp_mesh.get_group()):
+            torch.manual_seed(mesh.stage)
+            mine: list[nn.Module] = [nn.Sequential(Normed(), nn.SyncBatchNorm(16, process_group=group))]
+            mine += [Normed() for _ in topology.chunks_of(mesh.stage)[1:]]
+            try:
+                ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+            except ValueError as error:
+                texts.append(str(error))
+        return texts
+
+
+def test_batch_norms_that_wait_for_other_nodes_are_refused(pool: RankPool) -> None:
+    for stage, replicas, *texts in pool.run(synced):
+        groups = [[0, 1, 2, 3], replicas]
+        sentences = [f"chunk {stage}: 1 is a SyncBatchNorm over ranks {ranks}, which run" for ranks in groups]
+        assert [text[: len(sentence)] for text, sentence in zip(texts, sentences, strict=True)] == sentences
+
+
 class Filling(nn.Module):
     """Its forward makes a buffer when it first runs, as masks and rotary tables are made."""
 
