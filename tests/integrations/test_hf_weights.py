@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import text_config, vision_config
+from hf_models import text_config, tokens, vision_config, walk
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedConfig
 
 import ldt
@@ -191,3 +192,33 @@ def test_merged_chunks_are_a_checkpoint_of_transformers(tmp_path: Path) -> None:
     again = hf.split(config, layers, laps=laps).build(range(len(layers)))
     hf.load_weights(again, tmp_path)
     assert_equal_states(hf.state_dict(again), hf.state_dict(chunks))
+
+
+MIXTURE = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MIXTURE |= {"moe_intermediate_size": 24, "q_lora_rank": 16, "kv_lora_rank": 16, "num_key_value_heads": 4}
+MIXTURE |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+def test_buffers_come_from_the_file_and_begin_as_those_of_the_model(tmp_path: Path) -> None:
+    """The bias of a router is a buffer; that of a mixture of experts decides who is asked."""
+    config = text_config("deepseek_v3", **MIXTURE)
+    torch.manual_seed(0)
+    model = model_class(config, 1)(config).eval()
+    chunks = hf.split(config, [2, 2, 1]).build(range(3))
+    biases = {name: buffer for name, buffer in model.named_buffers() if name.endswith("correction_bias")}
+    for name, tensor in hf.state_dict(chunks).items():
+        assert torch.equal(tensor, biases[name]) if name in biases else tensor.isnan().all(), name
+    for buffer in biases.values():
+        buffer.normal_()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    hf.load_weights(chunks, tmp_path)
+    inputs = {"input_ids": tokens(2, 9)}
+    with torch.no_grad():
+        whole = model(**inputs, use_cache=False)[0]
+        assert torch.equal(whole, walk([chunk.eval() for chunk in chunks], {0, 2}, inputs))

@@ -164,11 +164,13 @@ def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, 
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Fill the buffers that no checkpoint has, such as the frequencies of rotary embeddings."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():  # it may draw weights, too
+    """Fill buffers as transformers begins with them, such as the frequencies of rotary embeddings."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         for _, part, owner in with_owners(model):
-            if part._non_persistent_buffers_set:
+            if part._buffers:
                 owner._init_weights(part)
+                for parameter in part.parameters(recurse=False):  # which it may have drawn, too
+                    parameter.fill_(torch.nan)
 
 
 def _filled(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
