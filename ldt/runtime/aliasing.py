@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.received import parse, understood
 
 __all__ = ["Aliasing", "passed_on"]
 
@@ -35,7 +36,9 @@ class Aliasing:
                 if self._is_told("changed", hop, place):
                     raise LdtError(_conflict(hop, place))
                 if self._is_told("passed", hop, place):
-                    self.shares(hop + 1, [int(self._store.get(self._name("passed", hop, place)))])
+                    who = f"the rank of chunk {hop + 1}"
+                    told = self._store.get(self._name("passed", hop, place))
+                    self.shares(hop + 1, [understood(told, _output_in, who)])
 
     def changes(self, hop: int, places: Iterable[int]) -> None:
         """The chunk behind ``hop`` has changed in place what it got."""
@@ -75,6 +78,14 @@ def passed_on(inputs: Sequence[torch.Tensor], output: Any) -> list[tuple[int, in
         if root in places:
             found.append((places[root], place))
     return found
+
+
+def _output_in(told: bytes) -> int:
+    """Raises TypeError or ValueError for what is no place of an output."""
+    place = parse(told)
+    if type(place) is not int or place < 0:
+        raise TypeError("expected the place of an output")
+    return place
 
 
 def _mode() -> str:

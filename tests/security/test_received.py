@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 
 import ldt
 from ldt.errors import LdtError
+from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.attendance import Attendance
 from ldt.runtime.calls import agree
 from ldt.runtime.control import ControlPlane
@@ -113,6 +114,15 @@ def test_a_bad_card_is_of_a_rank(card: bytes) -> None:
     store.set("mesh/here/7", card)
     with pytest.raises(LdtError, match="connect: rank 7 sent something of another form"):
         check_in(store, "mesh", 4, [4, 7], {"lanes": "paired"}, 5.0)
+
+
+@pytest.mark.parametrize("told", [b"", DEEP, b"1_0", b"-1", b"true", b"1.5", b"9" * 5000, b'"1"', b"\xff"])
+def test_a_bad_place_of_an_output_is_of_a_rank(told: bytes) -> None:
+    store = HashStore()
+    Aliasing(store, "mesh").passes(0, [(0, 3)])
+    store.set("mesh/aliasing/step/0/passed/0", told)
+    with pytest.raises(LdtError, match="the rank of chunk 1 sent something of another form"):
+        Aliasing(store, "mesh").shares(0, [0])
 
 
 def test_other_settings_and_verdicts_are_cut() -> None:
