@@ -16,6 +16,7 @@ from ldt.plan.excerpt import excerpt
 from ldt.runtime.absences import Absences, with_absent
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.grad_memory import GradMemory
 from ldt.runtime.in_flight import Departures, own_memory
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
@@ -54,6 +55,7 @@ class Executor:
         self._pace = Pace(mesh.device, mesh.failures)
         self._sends: dict[Channel, deque[tuple[AllOf, Entry]]] = {}
         self._departures = Departures()
+        self._gradients = GradMemory()
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
         self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
@@ -103,6 +105,7 @@ class Executor:
     def _backward(self, action: Action, entry: Entry) -> None:
         self._runners[action.chunk].sync.set_last(action == self._last[action.chunk])
         self._run_backward(action, entry, self._runners[action.chunk].backward)
+        self._separate_gradients(action.chunk)
 
     def _backward_input(self, action: Action, entry: Entry) -> None:
         self._runners[action.chunk].sync.refuse_split(action.chunk)
@@ -110,6 +113,7 @@ class Executor:
 
     def _backward_weight(self, action: Action, entry: Entry) -> None:
         self._runners[action.chunk].backward_weight(self._work, _microbatch(action))
+        self._separate_gradients(action.chunk)
 
     def _send(self, action: Action, entry: Entry) -> None:
         end = self._mesh.endpoints.get(self._channel(action))
@@ -191,6 +195,9 @@ class Executor:
             found = self._leaving(found, chunk, microbatch)
         self._compare(chunk - 1, "B", microbatch, found)
         return [None if grad is None else grad.detach() for grad in found]
+
+    def _separate_gradients(self, chunk: int) -> None:
+        self._gradients.separate(chunk, (found for _, found in self._runners[chunk].named_parameters()))
 
     def _compare(self, hop: int, direction: Direction, microbatch: int, tensors: list[Any]) -> None:
         """Raise LdtError on all ranks of the node where they are about to send different tensors as the same."""

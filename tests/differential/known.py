@@ -68,10 +68,6 @@ def _reduces(job: Job) -> bool:
     return job.reduction == "token" or job.dp > 1
 
 
-def _changes_shared_gradients(job: Job) -> bool:
-    return len(_numbers(job, "Position")) > 1 and (job.clips or job.scales or _reduces(job))
-
-
 def _sums_otherwise(job: Job) -> bool:
     """Whether gradients of layers in float32 are summed in another order, which would show in all that follows."""
     return job.has("Single") and bool(job.ties or job.clips or _reduces(job))
@@ -147,7 +143,6 @@ OFF: tuple[Off, ...] = (
         "a layer on two stages that begins otherwise",
         lambda job: trains_apart(job) and job.begin != "equal",
     ),
-    Off("gradients that share memory, changed in place", _changes_shared_gradients),
     Off("float32 in another order", _sums_otherwise),
     Off(
         "ranks of a stage may differ where each sends its own",

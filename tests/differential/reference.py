@@ -16,7 +16,7 @@ from differential.replica import Replica
 from differential.spec import Call, Job
 from ldt.topology import Node
 
-__all__ = ["CLIP_NORM", "SCALER", "Records", "UnsoundError", "autocast_of", "outputs_of", "reference"]
+__all__ = ["CLIP_NORM", "SCALER", "Records", "autocast_of", "outputs_of", "reference"]
 
 CLIP_NORM = 0.05
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
@@ -41,10 +41,6 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class UnsoundError(Exception):
-    """PyTorch itself is wrong: parameters whose gradients share memory get each other's sums."""
-
-
 class _Unsplit:
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -52,8 +48,6 @@ class _Unsplit:
         self.nodes = {node: Replica(job, node) for node in self.topology.nodes}
         self.edges = [node for node in self.topology.nodes if node.stage == 0]
         self.saved: dict[Node, Any] = {}
-        # Those whose gradient had another's memory at some time since they were dropped.
-        self.shared: set[torch.nn.Parameter] = set()
         self.scaler = torch.amp.GradScaler("cpu", enabled=job.scales, **SCALER)
         self.scaler.scale(torch.zeros(()))  # makes the scale, also where no loss is ever scaled
 
@@ -157,11 +151,9 @@ class _Unsplit:
         return len(target) if self.job.reduction == "token" else 1
 
     def _backward(self, edge: Node, loss: torch.Tensor) -> None:
-        if any(parameter.grad is not None for parameter in self.shared):
-            raise UnsoundError("gradients of two parameters share memory, and PyTorch adds to both of them")
         with self.nodes[edge].drawing():
             torch.autograd.backward(loss)
-        self.shared |= self._part_gradients()
+        self._part_gradients()
 
     def _forward(self, replica: int, number: int, inputs: Any) -> Any:
         cloud = replica + self.topology.edge_dp * (number % self.topology.served)
@@ -175,8 +167,8 @@ class _Unsplit:
                 output = self.nodes[node].chunks[chunk](*tensors, **given)
         return output
 
-    def _part_gradients(self) -> set[torch.nn.Parameter]:
-        """Give each its own memory. Those that shared theirs."""
+    def _part_gradients(self) -> None:
+        """Give each its own memory: where two share theirs, PyTorch would add to both of them."""
         by_memory: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in dict.fromkeys(p for held in self.nodes.values() for p in held.parameters()):
             if parameter.grad is not None:
@@ -185,7 +177,6 @@ class _Unsplit:
         for parameter in shared:
             assert parameter.grad is not None
             parameter.grad = parameter.grad.clone()
-        return shared
 
     def _take_gradients(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         earlier = {p: p.grad for held in self.nodes.values() for p in held.parameters()}
@@ -222,7 +213,6 @@ class _Unsplit:
         return whole
 
     def _update(self, held: Replica, whole: torch.optim.Optimizer | None) -> None:
-        self.shared -= set(held.parameters())
         overflown = whole is not None and any(self.scaler._found_inf_per_device(whole).values())
         if held.optimizer is not None:
             if not overflown:

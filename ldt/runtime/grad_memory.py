@@ -1,0 +1,54 @@
+"""Gradients of parameters have memory of their own, so that what changes one in place changes no other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["GradMemory"]
+
+
+class GradMemory:
+    """Looks, in one step, at each gradient once: after the backward that made it.
+
+    Autograd keeps what arrives at a parameter as its ``grad``. Where views of one tensor arrive at two parameters, as
+    for ``x + p.unsqueeze(0) + q.unsqueeze(0)``, what then adds to one, divides or clips it would do so to both.
+    """
+
+    def __init__(self) -> None:
+        self._without: dict[int, list[nn.Parameter]] = {}  # by chunk, those that had none so far
+
+    def separate(self, chunk: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Copy new gradients of ``parameters``, all that the chunk trains, that overlap others of them in memory."""
+        pending = self._without.setdefault(chunk, list(parameters))
+        if not pending:
+            return
+        self._without[chunk] = [parameter for parameter in pending if parameter.grad is None]
+        spans = [span for parameter in pending for span in _spans(parameter)]
+        last = 0
+        for start, end, parameter in sorted(spans, key=lambda span: span[:2]):
+            if start < last and parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
+            last = max(last, end)
+
+
+def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
+    """The addresses that its gradient has."""
+    for part in () if parameter.grad is None else _parts(parameter.grad):
+        if part.numel() and (start := part.data_ptr()):
+            last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+            yield start, start + (last + 1) * part.element_size(), parameter
+
+
+def _parts(grad: torch.Tensor) -> Iterator[torch.Tensor]:
+    if is_traceable_wrapper_subclass(grad):
+        names, _ = grad.__tensor_flatten__()
+        for name in names:
+            yield from _parts(getattr(grad, name))
+    elif grad.layout is torch.sparse_coo:
+        yield from _parts(grad._values())
+    elif grad.layout is torch.strided:
+        yield grad
