@@ -72,10 +72,9 @@ class WeightAgreement:
         places = {f"chunk {index}": module for index, module in modules.items()}
         if of_loss is not None:
             places["loss_fn"] = of_loss
-        if not (options.check_weights or options.sync_weights):
-            modules, places = {}, {}
-        self._weights = Weights(mesh, places, values=not options.sync_weights)
-        self._ties = Ties(mesh, modules)
+        compares = options.check_weights or options.sync_weights
+        self._weights = Weights(mesh, places if compares else {}, values=not options.sync_weights)
+        self._ties = Ties(mesh, modules if options.check_weights else {})
 
     def tell(self, own: Own) -> None:
         own.weights, own.marks = self._weights.tell(), self._ties.tell()

@@ -68,8 +68,9 @@ class Pipeline:
     Ranks that hold the same weights, those of a stage and its replicas, must begin with equal parameters and buffers:
     LdtError on every rank names one that differs, and where. ``sync_weights`` gives them those of the first of these
     ranks instead. A trainable parameter on two stages, or two tensors of what was one on a stage, are an LdtError that
-    names both: known by the name in the whole model, and by equal values, as those of one seed are, too; these may be
-    with ``allow_equal_weights``. ``check_weights=False`` leaves all of this out, for weights that are loaded later.
+    names both: known by the name in the whole model, or by equal values together with what holds them (see
+    ``ldt.runtime.tie_evidence``), which ``allow_equal_weights`` leaves out. What is only alike is logged.
+    ``check_weights=False``, for weights that are loaded later, compares nothing but what ``sync_weights`` sends.
 
     Before each call replicas get the buffers of the first, but with ``sync_buffers=False``: those in a ``state_dict``,
     such as running statistics. Chunks in DistributedDataParallel do as its ``broadcast_buffers`` says, with all.

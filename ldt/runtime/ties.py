@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
+import itertools
+import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ldt.errors import LdtError
-from ldt.runtime.digests import components
 from ldt.runtime.held import Held, NamesItself, unwrapped_name
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.received import plain, texts_by_name
+from ldt.runtime.received import plain
+from ldt.runtime.tie_evidence import Evidence, Witness, content_of, evidence_by_key, hashed, is_one_weight
 
 __all__ = ["Ties"]
 
-_ROWS, _COLUMNS = 4, 8  # of each parameter, that are looked at
+logger = logging.getLogger(__name__)
+
 _NAME, _CONTENT = "n", "c"  # what a mark is of
 Marks = Mapping[str, Sequence[str]]  # by chunk
 
@@ -32,25 +32,23 @@ class _Place(NamedTuple):
 class Ties:
     """The marks of this rank's trainable parameters: what they are called in the whole model, and how they begin.
 
-    A parameter that several chunks of a rank hold has its marks once, with the first. A second tensor of one name, or
-    of one content in another chunk, is one weight that trains in two places. Contents that say nothing are left out:
-    those that are constant or repeat themselves, and those that a chunk has twice, as copies of one layer do.
+    A parameter that several chunks of a rank hold has its marks once, with the first. A second tensor of one name is
+    one weight that trains in two places. So may be a second one of one content in another chunk: ``is_one_weight``
+    decides. Contents that say nothing are left out: those that are constant or repeat themselves, and those that a
+    chunk has twice, as copies of one layer do.
     """
 
     def __init__(self, mesh: Mesh, modules: Mapping[int, nn.Module]) -> None:
         self._mesh = mesh
-        first = mesh.topology.ranks_of_stage(mesh.stage)[0] == mesh.rank  # it speaks for its stage
-        self._held = dict(_trainable(modules)) if first else {}
+        self._modules = modules
         self._marks: dict[str, list[str]] = {}
-        self._labels: dict[tuple[str, str], str] = {}
-        contents = _contents([held.tensor for held in self._held.values()])
-        for held, content in zip(self._held.values(), contents, strict=True):
-            chunk = held.where.removeprefix("chunk ")
-            for mark in filter(None, (_name_mark(modules[int(chunk)], held), content)):
-                self._marks.setdefault(chunk, []).append(mark)
-                known = self._labels.get((chunk, mark))
-                label = f"{held.label} ({held.describe()})"
-                self._labels[chunk, mark] = label if known is None else f"{known} and {label}"
+        self._held: dict[str, dict[str, Held]] = {}  # by chunk and mark; the first of them
+        first = mesh.topology.ranks_of_stage(mesh.stage)[0] == mesh.rank  # it speaks for its stage
+        for index, held in _trainable(modules) if first else ():
+            content = content_of(held.tensor)
+            for mark in filter(None, (_name_mark(modules[index], held), content and _CONTENT + content)):
+                self._marks.setdefault(str(index), []).append(mark)
+                self._held.setdefault(str(index), {}).setdefault(mark, held)
 
     def tell(self) -> Marks:
         return self._marks
@@ -58,72 +56,79 @@ class Ties:
     def compare(self, told: Sequence[Marks], *, contents: bool) -> None:
         """Raise LdtError on every rank, naming both, if a weight is on two stages or a tie is broken.
 
-        ``told`` is what each rank told; ``contents`` says whether equal ones count, or only names.
+        ``told`` is what each rank told; ``contents`` says whether equal ones count, or only names. Those that are only
+        alike are logged, by a rank that has one.
         """
-        places = next(_shared(told, contents), None)
-        if places is None:
+        pairs = list(_pairs(told, contents))
+        if not pairs:
             return
-        mark, found = places
+        found = self._gather(pairs)
+        alike = []
+        for mark, places in pairs:
+            evidence = [found[place.rank].get(_key(place, mark), Evidence("?")) for place in places]
+            named = all(_is_named(told, place) for place in places)
+            if mark.startswith(_NAME) or is_one_weight(*evidence, named=named):
+                raise LdtError(_sentence(self._mesh, mark, places, [one.label for one in evidence]))
+            alike += [] if named or places[0].rank != self._mesh.rank else [evidence]
+        if alike:
+            one, other = (plain(evidence.label) for evidence in alike[0])
+            logger.warning(
+                "%s and %s, and %d other pairs, begin equal. They are taken for different weights, which train by "
+                "themselves: if they are one, give it to one chunk",
+                *(one, other, len(alike) - 1),
+            )
+
+    def _gather(self, pairs: Sequence[tuple[str, Sequence[_Place]]]) -> Sequence[Mapping[str, Evidence]]:
+        """By rank and key what each knows of its own of ``pairs``."""
         mine = {
-            place.chunk: self._labels[place.chunk, mark] for place in found if place.rank == self._mesh.rank
+            _key(place, mark): self._held[place.chunk][mark]
+            for mark, places in pairs
+            for place in places
+            if place.rank == self._mesh.rank
         }
         with self._mesh.collective("Pipeline()"):
-            labels: list[dict[str, str]] = self._mesh.control.gather(mine, texts_by_name)
-        raise LdtError(
-            _sentence(self._mesh, mark, found, [labels[rank].get(chunk, "?") for rank, chunk in found])
-        )
+            evidence = {key: one.to_json() for key, one in Witness(self._modules).of(mine).items()}
+            found: list[dict[str, Evidence]] = self._mesh.control.gather(evidence, evidence_by_key)
+        return found
 
 
 def _trainable(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, Held]]:
-    """Each parameter once, by its ``id``."""
+    """Each parameter once, with its chunk."""
     seen: set[int] = set()
     for index, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield id(parameter), Held(f"chunk {index}", name, parameter)
+                yield index, Held(f"chunk {index}", name, parameter)
 
 
 def _name_mark(chunk: nn.Module, held: Held) -> str | None:
     if not isinstance(chunk, NamesItself):
         return None
-    return _NAME + _hashed(chunk.whole_model_name(unwrapped_name(held.name)).encode())
+    return _NAME + hashed(chunk.whole_model_name(unwrapped_name(held.name)).encode())
 
 
-@torch.no_grad()
-def _contents(tensors: Iterable[torch.Tensor]) -> list[str | None]:
-    """A mark for the first elements of the first rows of each, which a shard of the first rank has, too."""
-    return [next((_content(tensor, part) for part in components(tensor)), None) for tensor in tensors]
+def _is_named(told: Sequence[Marks], place: _Place) -> bool:
+    """Whether its chunk knows names in the whole model."""
+    return any(mark.startswith(_NAME) for mark in told[place.rank].get(place.chunk, ()))
 
 
-def _content(tensor: torch.Tensor, part: torch.Tensor) -> str | None:
-    part = part.squeeze() if 1 in part.shape else part
-    rows = part[:_ROWS] if part.dim() > 1 else part.reshape(-1)[: _ROWS * _COLUMNS]
-    if rows.dim() > 1:
-        rows = (rows.flatten(1) if rows.dim() > 2 else rows)[:, :_COLUMNS]
-    rows = rows.cpu().contiguous()
-    data = ctypes.string_at(rows.data_ptr(), rows.nbytes)  # in one call: there are many parameters
-    width = len(data) // max(1, len(rows))
-    if len({data[start : start + width] for start in range(0, len(data), width or 1)}) < 2:
-        return None
-    return _CONTENT + _hashed(f"{tensor.dtype} {list(tensor.shape)}".encode() + data)
+def _key(place: _Place, mark: str) -> str:
+    return f"{place.chunk}/{mark}"
 
 
-def _hashed(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
-
-
-def _shared(told: Sequence[Marks], contents: bool) -> Iterator[tuple[str, list[_Place]]]:
-    """Marks of several tensors, and where these are."""
+def _pairs(told: Sequence[Marks], contents: bool) -> Iterator[tuple[str, tuple[_Place, _Place]]]:
+    """Marks of several tensors, and where two of these are; those of names first."""
     found: dict[str, list[_Place]] = {}
     for rank, marks in enumerate(told):
         for chunk, of_chunk in marks.items():
             for mark, number in Counter(of_chunk).items():
                 found.setdefault(mark, []).extend([_Place(rank, chunk)] * number)
-    for mark, places in found.items():
-        is_content = mark.startswith(_CONTENT)
-        if len(places) > 1 and not (is_content and (not contents or len(set(places)) < len(places))):
-            yield mark, list(dict.fromkeys(places))
+    for mark in sorted(found, key=lambda mark: mark.startswith(_CONTENT)):
+        places = found[mark]
+        counts = mark.startswith(_NAME) or (contents and len(set(places)) == len(places))
+        for one, other in itertools.combinations(places, 2) if counts else ():
+            yield mark, (one, other)
 
 
 def _sentence(mesh: Mesh, mark: str, places: Sequence[_Place], labels: Sequence[str]) -> str:

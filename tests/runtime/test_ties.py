@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -43,6 +44,12 @@ class Scaled(nn.Module):
         return self.linear(x * self.weight)  # type: ignore[no-any-return]
 
 
+def compiled(module: nn.Module) -> nn.Module:
+    """One that was compiled beside, too."""
+    _kept.append(torch.compile(module))  # type: ignore[arg-type]
+    return module
+
+
 class Frozen(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -66,22 +73,57 @@ class Repeating(nn.Module):
         return self.matrix(self.norm(x))  # type: ignore[no-any-return]
 
 
+class Formulas(nn.Module):
+    """Has what formulas make, beside what is drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log, self.steps = (
+            nn.Parameter(torch.log(torch.arange(1.0, 17))),
+            nn.Parameter(torch.arange(16.0)),
+        )
+        self.even, self.table = nn.Parameter(torch.linspace(-1, 1, 16)), nn.Parameter(torch.arange(256.0))
+        self.unit, self.matrix = nn.Parameter(torch.eye(16)), nn.Linear(16, 16)
+        self.waves = nn.Parameter(torch.outer(torch.arange(16.0), 0.01 ** torch.linspace(0, 1, 16)).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x @ self.unit) @ (self.table.view(16, 16) / 256 + self.waves)
+        return self.matrix(torch.tanh(x * self.log + self.steps * self.even))  # type: ignore[no-any-return]
+
+
+def layers(number: int) -> list[nn.Module]:
+    return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), number).layers)
+
+
+_kept: list[nn.Module] = []  # what a script has beside the model, such as averages of its weights
+
+
 def shared(case: str) -> list[nn.Module]:
     """All chunks of three stages, of which chunks 0 and 1 or 1 and 2 are to share; made alike on every rank."""
     torch.manual_seed(0)
-    layer, weight = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+    layer, block, weight = nn.Linear(16, 16), ToyChunk(16), nn.Parameter(torch.randn(16))
     chunks: dict[str, list[nn.Module]] = {
         "a module": [layer, layer, ToyChunk(16), ToyChunk(16)],
+        "a block": [nn.Tanh(), block, block, nn.Tanh()],
+        "a wrapped block": [nn.Tanh(), nn.Sequential(block), nn.Sequential(block), nn.Tanh()],
         "inside": [nn.Sequential(nn.Tanh(), layer), nn.Sequential(layer, ToyChunk(16)), nn.Tanh(), nn.Tanh()],
         "a vector": [Scaled(weight), Scaled(weight), ToyChunk(16), ToyChunk(16)],
         "on the cloud": [ToyChunk(16), layer, nn.Sequential(layer), ToyChunk(16)],
         "with the tail": [ToyChunk(16), layer, ToyChunk(16), layer],
         "a name": [Named(nn.Linear(16, 16), 0), Named(nn.Linear(16, 16), 0), nn.Tanh(), nn.Tanh()],
         "frozen": [Frozen(layer), Frozen(layer), ToyChunk(16), ToyChunk(16)],
+        "formulas": [Formulas() for _ in range(4)],
+        "an encoder": layers(4),
+        "an encoder inside": [nn.Linear(16, 16), *map(nn.Sequential, layers(2)), nn.Linear(16, 16)],
+        "compiled": [compiled(one) for one in layers(4)],
+        "copies of a layer": [copy.deepcopy(layer) for _ in range(4)],
+        "copies with names": [Named(copy.deepcopy(layer), index) for index in range(4)],
+        "a vector with names": [Named(Scaled(nn.Parameter(weight.detach().clone())), i) for i in range(4)],
         "repeating": [Repeating(), Repeating(), Repeating(), Repeating()],
         "copies": [nn.Linear(16, 16), Repeating(layer), nn.Sequential(layer), ToyChunk(16)],
         "names": [Named(nn.Linear(16, 16), index) for index in range(4)],
     }
+    _kept[:] = [copy.deepcopy(nn.ModuleList(chunks[case]))]
     return chunks[case]
 
 
@@ -98,6 +140,10 @@ def building(case: str, **options: Any) -> str:
     return ""
 
 
+def unchecked(case: str) -> str:
+    return building(case, check_weights=False) + building(case, check_weights=False, sync_weights=True)
+
+
 def building_allowed(case: str) -> str:
     return building(case, allow_equal_weights=True)
 
@@ -110,6 +156,8 @@ def building_allowed(case: str) -> str:
         ("a vector", "weight of chunk 0 (float32[16]", "weight of chunk 1 (float32[16]"),
         ("on the cloud", "weight of chunk 1", "0.weight of chunk 2"),
         ("with the tail", "weight of chunk 3", "weight of chunk 1"),
+        ("a block", "first.weight of chunk 1", "first.weight of chunk 2"),
+        ("a wrapped block", "0.first.weight of chunk 1", "0.first.weight of chunk 2"),
     ],
 )
 def test_a_parameter_on_two_stages(pool: RankPool, case: str, first: str, second: str) -> None:
@@ -128,12 +176,40 @@ def test_a_name_on_two_stages(pool: RankPool) -> None:
             in text
         )
         assert "are one weight of the model: two stages hold it" in text
+    assert pool.run(unchecked, "a name", ranks=range(3)) == [""] * 3
 
 
-@pytest.mark.parametrize("case", ["frozen", "repeating", "copies", "names"])
-def test_what_may_begin_equal(pool: RankPool, case: str) -> None:
-    """What does not train, what many layers begin with, and copies of a layer that are beside each other."""
-    assert pool.run(building, case, ranks=range(3)) == [""] * 3
+MAY_BEGIN_EQUAL = (
+    *("frozen", "repeating", "copies", "names", "formulas", "an encoder", "an encoder inside", "compiled"),
+    *("copies of a layer", "copies with names", "a vector with names"),
+)
+
+
+def warnings_of(case: str, alone: bool) -> int:
+    """Of Pipeline. ``alone``: a process keeps no more of the model than its chunks."""
+    topology, records = Topology([1, 1, 1]), []  # type: ignore[var-annotated]
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("ldt.runtime.ties").addHandler(handler)
+    with ldt.connect(topology, ranks=range(3)) as mesh:
+        chunks: Any = shared(case)
+        if alone:
+            _kept.clear()
+            chunks = [
+                chunk if i in topology.chunks_of(mesh.stage) else None for i, chunk in enumerate(chunks)
+            ]
+        build(mesh, chunks)
+    logging.getLogger("ldt.runtime.ties").removeHandler(handler)
+    return len(records)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_may_begin_equal(pool: RankPool, alone: bool) -> None:
+    """What does not train, what formulas make, and copies of layers, of which a rank that has the first tells."""
+    for case in MAY_BEGIN_EQUAL:
+        told = sum(pool.run(warnings_of, case, alone, ranks=range(3)))
+        assert told == 0 or "names" not in case, case
+        assert told > 0 or case not in ("an encoder", "an encoder inside", "copies of a layer"), case
 
 
 class Tied(nn.Module):
