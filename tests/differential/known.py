@@ -40,9 +40,9 @@ def _numbers(job: Job, kind: str) -> list[int]:
 
 
 def trains_apart(job: Job) -> bool:
-    """Whether a layer that trains is shared by chunks of two stages, or is two, and that can be seen."""
+    """Whether a layer that trains is shared by chunks of two stages, or is two that have one name."""
     stages = job.topology.num_stages
-    seen = job.torn != "other" or job.names
+    seen = not job.torn or job.names
     return any(
         seen
         and (bool(job.torn) or first % stages != second % stages)

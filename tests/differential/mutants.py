@@ -113,9 +113,9 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what stages share is known by its name alone",
-        ("ldt.runtime.ties:_contents",),
-        lambda tensors: [None] * len(list(tensors)),
-        lambda job: bool(job.ties) and not job.names,
+        ("ldt.runtime.ties:content_of",),
+        _nothing,
+        lambda job: bool(job.ties) and not job.names and not job.torn,
     ),
     Mutant(
         "what stages share is known by its values alone",
