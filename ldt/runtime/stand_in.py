@@ -136,7 +136,7 @@ class StandIn:
     @_copy.register(collections.deque)
     def _(self, value: Any) -> Any:
         made = self._keep(value, copy.copy(value))
-        for place, entry in enumerate(value):
+        for place, entry in () if ATOMS.issuperset(map(type, value)) else enumerate(value):
             made[place] = self.of(entry)
         return made
 

@@ -20,12 +20,13 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ldt.runtime.plain_state import slots_of
+from ldt.runtime.plain_state import ATOMS, slots_of
 from ldt.runtime.stand_in import is_plain
 
 __all__ = ["host_random_states", "unseen"]
 
 _MAX_OBJECTS = 10_000  # that are looked at for one module
+_MAX_ENTRIES = 100_000  # of all containers together; one that has more than are left stays as it is
 _ABSENT = object()
 _LIBRARIES = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
 
@@ -35,7 +36,8 @@ def unseen(module: nn.Module, device: torch.device) -> Iterator[None]:
     """What runs in here leaves no trace in modes, random generators, nor in what the code of ``module`` can reach.
 
     That is: global variables, variables of enclosing functions and attributes of classes that its functions name, with
-    the entries of containers and the attributes of plain objects in them. Code of installed libraries is not searched.
+    the entries of containers and the attributes of plain objects in them, up to 100,000 entries: a container that has
+    more is neither put back nor looked into. Code of installed libraries is not searched.
     """
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
@@ -128,6 +130,7 @@ class _Surroundings:
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}
+        self._entries_left = _MAX_ENTRIES
 
     def put_back(self) -> None:
         for undo in self._undo:
@@ -183,9 +186,12 @@ class _Surroundings:
             self.of(value)
 
     def _of_container(self, value: Any) -> None:
-        if self._is_new(value):
-            self._undo.append(partial(_replace, value, value.copy()))
-            for entry in value.values() if isinstance(value, dict) else value:
+        if len(value) > self._entries_left or not self._is_new(value):
+            return
+        self._entries_left -= len(value)
+        self._undo.append(partial(_replace, value, value.copy()))
+        for entry in value.values() if isinstance(value, dict) else value:
+            if type(entry) not in ATOMS:
                 self.of(entry)
 
     def _of_cache(self, value: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import random
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -69,6 +70,41 @@ def test_a_forward_leaves_collections_as_they_were(training: bool) -> None:
     assert module.left() == before
     module(torch.ones(2, 4))
     assert module.left() != before, "this test needs a forward that leaves something"
+
+
+MANY = list(range(300_000))
+
+
+class Naming(nn.Module):
+    """Names a global that has many entries."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.keeps = keeps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            MANY.append(x)  # type: ignore[arg-type]
+        return x * len(MANY)
+
+
+def test_many_entries_are_not_looked_at() -> None:
+    """In functions called, not in seconds; what would be found again there is refused all the same."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        infer_specs(0, Naming(keeps=False), (torch.ones(2, 4),), {}, CPU, True)
+    finally:
+        sys.setprofile(None)
+    assert calls < len(MANY) / 2
+    with pytest.raises(LdtError, match="its forward keeps tensors where they are found again"):
+        infer_specs(0, Naming(keeps=True), (torch.ones(2, 4),), {}, CPU, True)
+    del MANY[300_000:]
 
 
 class Taking(nn.Module):
