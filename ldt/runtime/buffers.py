@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import unwrapped
 from ldt.runtime.held import spread
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.weights import broadcast
+from ldt.runtime.weights import broadcast, refuse_unwritable
 
 __all__ = ["BufferSync"]
 
@@ -23,6 +24,7 @@ class BufferSync:
 
     Of a module in DistributedDataParallel all, unless that has ``broadcast_buffers=False``; of ``plain`` ones those
     that are in their ``state_dict``, such as the running statistics of BatchNorm, but not constants that were computed.
+    LdtError for one that cannot be written.
     """
 
     def __init__(self, mesh: Mesh, modules: Iterable[nn.Module], plain: bool) -> None:
@@ -34,6 +36,11 @@ class BufferSync:
             else []
         )
         self._owned = dict.fromkeys(found)
+        for owner, name in self._owned:
+            buffer = owner._buffers[name]
+            if buffer is not None and not is_lazy(buffer):
+                label = f"buffer {name} of a {type(owner).__name__}"
+                refuse_unwritable(label, buffer, "sync_buffers (DDP: broadcast_buffers)")
         self._sizes = {id(owner): dict(_shapes(owner)) for owner, _ in self._owned}
 
     def run(self) -> None:

@@ -47,8 +47,19 @@ def components(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from components(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        yield tensor.int_repr() if tensor.is_quantized else tensor
+    elif tensor.is_nested:
+        for part in tensor.unbind():
+            yield from components(part)
+    elif tensor.is_quantized:
+        yield from (tensor.int_repr(), *_scales(tensor))
+    else:
+        yield tensor if tensor.layout is torch.strided else tensor.to_dense()
+
+
+def _scales(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return (torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64),)
+    return (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

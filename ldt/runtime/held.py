@@ -61,7 +61,8 @@ class Held(NamedTuple):
         split = f" {self.tensor.placements}" if isinstance(self.tensor, DTensor) else ""
         kind = str(self.tensor.dtype).removeprefix("torch.")
         wanted = ", requires a gradient" if self.tensor.requires_grad else ""
-        return f"{kind}{list(self.tensor.shape)}{split}{wanted}"
+        shape = "[nested]" if self.tensor.is_nested else list(self.tensor.shape)
+        return f"{kind}{shape}{split}{wanted}"
 
 
 def tensors_held(modules: Mapping[str, nn.Module]) -> Iterator[Held]:

@@ -125,6 +125,8 @@ class Pipeline:
             own.scaled = grad_scaler is not None
             weights = WeightAgreement(mesh, modules, self._loss_module, options)
             weights.tell(own)
+            holders = [*chunks, *filter(None, [self._loss_module])]
+            self._buffers = BufferSync(mesh, holders, plain=sync_buffers)
             if audit is not None and mesh.is_edge:
                 self._audit = Audit(audit)
         except Exception as caught:
@@ -141,8 +143,6 @@ class Pipeline:
         all_reads = {chunk: found for answer in answers for chunk, found in answer.reads.items()}
         scaled = any(answer.scaled for answer in answers)  # the edge's scaler is in the gradients of all
         self._finite = FiniteCheck(activations=check_finite, gradients=check_finite and not scaled)
-        holders = [*chunks, *filter(None, [self._loss_module])]
-        self._buffers = BufferSync(mesh, holders, plain=sync_buffers)
         self._likeness = Likeness(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
         self._number = mesh.count_pipeline()
         aliasing = Aliasing(mesh.failures.store, f"{mesh.failures.key}/pipeline-{self._number}")

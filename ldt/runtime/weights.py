@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.errors import LdtError
 from ldt.runtime.digests import components, digests, raw_bytes
@@ -17,7 +19,7 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.received import plain, texts_by_name
 from ldt.runtime.relay import wait_or_fail
 
-__all__ = ["Weights", "broadcast"]
+__all__ = ["Weights", "broadcast", "refuse_unwritable"]
 
 _BUCKET_BYTES = 32 << 20
 _ASKED = 8  # ranks whose tensors are compared one by one
@@ -28,7 +30,7 @@ class Weights:
 
     The ranks of a stage, of all its replicas, hold the same but for what is split over them: shards of DTensors, and
     parts of tensor-parallel layers (``tensor_model_parallel``). With ``values`` these must be equal, else only names,
-    shapes, dtypes and what requires a gradient.
+    shapes, dtypes and what requires a gradient. LdtError for what then cannot be written by ``send``.
     """
 
     def __init__(self, mesh: Mesh, modules: Mapping[str, nn.Module], values: bool) -> None:
@@ -37,6 +39,8 @@ class Weights:
         alone = len(mesh.topology.ranks_of_stage(mesh.stage)) == 1
         for held in () if alone else tensors_held(modules):
             self._by_part.setdefault(_part(held.tensor, mesh), []).append(held)
+            if not values:
+                refuse_unwritable(held.label, held.tensor, "sync_weights=True")
         self._lines = {part: _lines(found, values) for part, found in self._by_part.items()}
 
     def tell(self) -> dict[str, str]:
@@ -85,6 +89,38 @@ def broadcast(
         if dist.get_rank(group) != 0:
             for part, raw in zip(bucket, torch.split(flat, [part.nbytes for part in bucket]), strict=True):
                 part.copy_(raw.clone().view(part.dtype).view(part.shape))
+
+
+def refuse_unwritable(label: str, tensor: torch.Tensor, option: str) -> None:
+    """Raise LdtError, naming it, for a tensor that ``broadcast``, which ``option`` asks for, cannot write as it is."""
+    kind = next(filter(None, map(_unwritable, _inner(tensor.detach()))), "")
+    if kind:
+        raise LdtError(
+            f"{label} is {kind}, whose values cannot be taken from another rank: make it a tensor with plain memory "
+            f"before Pipeline(), or leave out {option}"
+        )
+
+
+def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _inner(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _unwritable(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor) or tensor.is_meta:
+        return "a tensor without values"
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
+        return (
+            "quantized"
+            if tensor.is_quantized
+            else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+        )
+    if any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "a tensor whose elements share memory, as of expand()"
+    return "a tensor of inference mode" if tensor.is_inference() else ""
 
 
 def _buckets(parts: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
