@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.specs import TensorSpec
 
-__all__ = ["Absences", "with_absent"]
+__all__ = ["Absences", "with_absent", "without_absent"]
 
 _STATE = "if a state that this depends on was changed since the last step, call pipeline.forget_shapes() on every rank"
 
@@ -28,6 +28,27 @@ def with_absent(specs: Sequence[TensorSpec], arrived: Sequence[torch.Tensor]) ->
         grad = next(grads) if spec.requires_grad and spec.used is not False else None
         found.append(grad if grad is None or spec.used is True or next(flags) else None)
     return found
+
+
+def without_absent(
+    wanted: Sequence[TensorSpec],
+    found: Sequence[torch.Tensor | None],
+    zeros: Callable[[TensorSpec], torch.Tensor],
+    device: torch.device,
+) -> list[torch.Tensor]:
+    """What ``with_absent`` reads, for the tensors ``wanted`` that require a gradient and those ``found``."""
+    leaving = [
+        zeros(spec) if grad is None else grad
+        for spec, grad in zip(wanted, found, strict=True)
+        if spec.used is not False
+    ]
+    doubts = [grad is not None for spec, grad in zip(wanted, found, strict=True) if spec.used is None]
+    if doubts:
+        flags = torch.zeros(len(doubts), dtype=torch.uint8, device=device)
+        for flag, present in zip(flags, doubts, strict=True):
+            flag.fill_(present)  # a copy from the host would wait for the device
+        leaving.append(flags)
+    return leaving
 
 
 class Absences:

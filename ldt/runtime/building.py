@@ -1,19 +1,32 @@
-"""What each rank tells all others when a pipeline is built, and what they agree on of their weights."""
+"""How a pipeline is built: each rank checks what it was given, and all agree on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from ldt.plan import Plan
+from ldt.runtime.audit import Audit
+from ldt.runtime.buffers import BufferSync
+from ldt.runtime.calls import agree
+from ldt.runtime.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
+from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.gradient_hooks import refuse_hooks
+from ldt.runtime.keywords import metadata_taken, read_by_shapes
+from ldt.runtime.loss import LossFn, LossReduction, check_reduction, check_scaler
+from ldt.runtime.loss_state import loss_module
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.received import texts, texts_by_name
 from ldt.runtime.ties import Ties
 from ldt.runtime.weights import Weights
 
-__all__ = ["Own", "WeightAgreement", "WeightOptions"]
+__all__ = ["Given", "Own", "Parts", "WeightOptions", "agreed_parts"]
 
 
 @dataclass
@@ -87,3 +100,89 @@ class WeightAgreement:
         )
         if self._options.sync_weights:
             self._weights.send()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What ``Pipeline`` was given on this rank."""
+
+    chunks: Sequence[nn.Module]
+    plan: Plan | None
+    plan_factory: PlanFactory | None
+    loss_fn: LossFn | None
+    loss_reduction: LossReduction
+    grad_scaler: torch.amp.GradScaler | None
+    audit: str | Path | None
+    options: WeightOptions
+
+
+class Parts:
+    """What a pipeline has on this rank, ``modules`` by chunk. Raises ValueError, TypeError or LdtError."""
+
+    def __init__(self, mesh: Mesh, given: Given) -> None:
+        self.modules = modules = _by_index(given.chunks, mesh)
+        check_reduction(given.loss_reduction)
+        check_scaler(given.grad_scaler)
+        self.loss_module = loss_module(given.loss_fn) if mesh.is_edge else None
+        if self.loss_module is not None:
+            check_groups("loss_fn", self.loss_module, mesh)
+        refuse_hooks(modules, self.loss_module, mesh, given.loss_reduction == "token")
+        self.plans = PlanBook(mesh.topology, mesh.lanes, given.plan, given.plan_factory)
+        self.same = {
+            "plans": self.plans.digest_of_all(),
+            "values of loss_reduction": given.loss_reduction,
+            **given.options.same(),
+        }
+        self.own = Own(
+            sharding=sharding_of(modules),
+            metadata=[] if mesh.is_edge else metadata_taken(modules),
+            reads=read_by_shapes(modules),
+            scaled=given.grad_scaler is not None,
+        )
+        self.weights = WeightAgreement(mesh, modules, self.loss_module, given.options)
+        self.weights.tell(self.own)
+        holders = [*given.chunks, *filter(None, [self.loss_module])]
+        self.buffers = BufferSync(mesh, holders, plain=given.options.sync_buffers)
+        self.audit = Audit(given.audit) if given.audit is not None and mesh.is_edge else None
+
+
+def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
+    """This rank's, and what each rank told of its own. A collective call: if one rank cannot, every rank raises."""
+    parts: Parts | None = None
+    error: Exception | None = None
+    try:
+        parts = Parts(mesh, given)
+    except Exception as caught:
+        error = caught
+    own, same = (Own(), {}) if parts is None else (parts.own, parts.same)
+    try:
+        answers: list[Own] = agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
+        assert parts is not None, "agree raises what was caught"
+        parts.plans.keep_lockstep(check_sharded_alike(mesh, [answer.sharding for answer in answers]))
+        parts.weights.settle(answers)
+    except BaseException:
+        if parts is not None and parts.audit is not None:
+            parts.audit.discard()
+        raise
+    return parts, answers
+
+
+def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
+    """Chunk number to module. Raises ValueError or TypeError if they are not this rank's."""
+    wanted = mesh.topology.chunks_of(mesh.stage)
+    if isinstance(chunks, nn.Module) and not isinstance(chunks, (nn.ModuleList, nn.Sequential)):
+        raise InputTypeError(
+            f"chunks must be a list of modules, got one {type(chunks).__name__}: write [module]"
+        )
+    modules = list(chunks)
+    if len(modules) != len(wanted):
+        raise InputValueError(
+            f"stage {mesh.stage} of topology {mesh.topology.to_text()} has {len(wanted)} chunks "
+            f"({', '.join(map(str, wanted))}), got {len(modules)} modules: give those of "
+            "topology.chunks_of(mesh.stage)"
+        )
+    for index, module in zip(wanted, modules, strict=True):
+        if not isinstance(module, nn.Module):
+            raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
+        check_groups(f"chunk {index}", module, mesh)
+    return dict(zip(wanted, map(unwrapped, modules), strict=True))

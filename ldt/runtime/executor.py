@@ -13,7 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.absences import Absences, with_absent
+from ldt.runtime.absences import Absences, with_absent, without_absent
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.grad_memory import GradMemory
@@ -218,18 +218,7 @@ class Executor:
         """The message with the gradients of a chunk's inputs, as its receiver expects it."""
         wanted = [spec for spec in self._hop(chunk - 1, microbatch) if spec.requires_grad]
         self._absences.note(chunk, microbatch, wanted, found)
-        leaving = [
-            self._zeros(spec) if grad is None else grad
-            for spec, grad in zip(wanted, found, strict=True)
-            if spec.used is not False
-        ]
-        doubts = [grad is not None for spec, grad in zip(wanted, found, strict=True) if spec.used is None]
-        if doubts:
-            flags = torch.zeros(len(doubts), dtype=torch.uint8, device=self._mesh.device)
-            for flag, present in zip(flags, doubts, strict=True):
-                flag.fill_(present)  # a copy from the host would wait for the device
-            leaving.append(flags)
-        return leaving
+        return without_absent(wanted, found, self._zeros, self._mesh.device)
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
         """In place of the gradient of an input that a chunk did not use for once: its sender waits for one."""

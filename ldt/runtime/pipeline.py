@@ -13,26 +13,22 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
 from ldt.runtime.aliasing import Aliasing
-from ldt.runtime.audit import Audit, Guard
-from ldt.runtime.buffers import BufferSync
-from ldt.runtime.building import Own, WeightAgreement, WeightOptions
-from ldt.runtime.calls import Call, Mode, Refusal, agree
-from ldt.runtime.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
-from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.audit import Guard
+from ldt.runtime.building import Given, WeightOptions, agreed_parts
+from ldt.runtime.calls import Call, Mode, Refusal
+from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
 from ldt.runtime.gradient_hooks import refuse_hooks
-from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.likeness import Likeness
-from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale, check_reduction, check_scaler
-from ldt.runtime.loss_state import loss_module
+from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.notices import Notices
 from ldt.runtime.opening import Opening
-from ldt.runtime.plans import PlanBook, PlanFactory
+from ldt.runtime.plans import PlanFactory
 from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
@@ -101,44 +97,11 @@ class Pipeline:
         self._reduction: LossReduction = loss_reduction
         self._scaler = grad_scaler
         self._serial = 0
-        self._audit: Audit | None = None
-        self._loss_module: nn.Module | None = None
-        error: Exception | None = None
-        own, options = Own(), WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
-        try:
-            modules = _by_index(chunks, mesh)
-            check_reduction(loss_reduction)
-            check_scaler(grad_scaler)
-            self._loss_module = loss_module(loss_fn) if mesh.is_edge else None
-            if self._loss_module is not None:
-                check_groups("loss_fn", self._loss_module, mesh)
-            refuse_hooks(modules, self._loss_module, mesh, loss_reduction == "token")
-            self._plans = PlanBook(mesh.topology, mesh.lanes, plan, plan_factory)
-            same = {
-                "plans": self._plans.digest_of_all(),
-                "values of loss_reduction": loss_reduction,
-                **options.same(),
-            }
-            own.sharding = sharding_of(modules)
-            own.metadata = [] if mesh.is_edge else metadata_taken(modules)
-            own.reads = read_by_shapes(modules)
-            own.scaled = grad_scaler is not None
-            weights = WeightAgreement(mesh, modules, self._loss_module, options)
-            weights.tell(own)
-            holders = [*chunks, *filter(None, [self._loss_module])]
-            self._buffers = BufferSync(mesh, holders, plain=sync_buffers)
-            if audit is not None and mesh.is_edge:
-                self._audit = Audit(audit)
-        except Exception as caught:
-            error, same = caught, {}
-        try:
-            answers: list[Own] = agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
-            self._plans.keep_lockstep(check_sharded_alike(mesh, [answer.sharding for answer in answers]))
-            weights.settle(answers)
-        except BaseException:
-            if self._audit is not None:
-                self._audit.discard()
-            raise
+        options = WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
+        given = Given(chunks, plan, plan_factory, loss_fn, loss_reduction, grad_scaler, audit, options)
+        parts, answers = agreed_parts(mesh, given)
+        modules, self._plans, self._audit = parts.modules, parts.plans, parts.audit
+        self._loss_module, self._buffers = parts.loss_module, parts.buffers
         wanted = sorted({name for answer in answers for name in answer.metadata})
         all_reads = {chunk: found for answer in answers for chunk, found in answer.reads.items()}
         scaled = any(answer.scaled for answer in answers)  # the edge's scaler is in the gradients of all
@@ -377,24 +340,3 @@ class Pipeline:
     def _clean_up(self) -> None:
         for runner in self._runners.values():
             runner.drop()
-
-
-def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
-    """Chunk number to module. Raises ValueError or TypeError if they are not this rank's."""
-    wanted = mesh.topology.chunks_of(mesh.stage)
-    if isinstance(chunks, nn.Module) and not isinstance(chunks, (nn.ModuleList, nn.Sequential)):
-        raise InputTypeError(
-            f"chunks must be a list of modules, got one {type(chunks).__name__}: write [module]"
-        )
-    modules = list(chunks)
-    if len(modules) != len(wanted):
-        raise InputValueError(
-            f"stage {mesh.stage} of topology {mesh.topology.to_text()} has {len(wanted)} chunks "
-            f"({', '.join(map(str, wanted))}), got {len(modules)} modules: give those of "
-            "topology.chunks_of(mesh.stage)"
-        )
-    for index, module in zip(wanted, modules, strict=True):
-        if not isinstance(module, nn.Module):
-            raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
-        check_groups(f"chunk {index}", module, mesh)
-    return dict(zip(wanted, map(unwrapped, modules), strict=True))

@@ -137,7 +137,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters of the loss are not found",
-        ("ldt.runtime.pipeline:loss_module",),
+        ("ldt.runtime.building:loss_module",),
         _nothing,
         lambda job: job.loss == "Weighted",
     ),
@@ -182,7 +182,7 @@ _GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks on gradients are not looked for",
-        ("ldt.runtime.pipeline:refuse_hooks",),
+        ("ldt.runtime.building:refuse_hooks", "ldt.runtime.pipeline:refuse_hooks"),
         _nothing,
         lambda job: job.has("GradHook", "PostHook") and _changes_gradients(job),
     ),
