@@ -19,7 +19,7 @@ def is_exact(job: Job) -> bool:
     """Whether all sums are in the unsplit model's order."""
     more = sum(item.kind in _MORE_OUTPUTS for chunk in job.chunks for item in chunk)
     reduces = job.reduction == "token" or job.dp > 1
-    return not (job.ties or reduces or job.clips or more > 1 or job.has("Alias"))
+    return not (job.ties or reduces or job.clips or more > 1 or job.has("Alias", "Parallel"))
 
 
 def differences(job: Job, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -33,12 +33,17 @@ def differences(job: Job, mine: Mapping[str, Any], theirs: Mapping[str, Any]) ->
 
 
 def _compared(job: Job, record: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank without gradients gives the norm in float32; what a split backward runs twice counts twice."""
-    twice = job.plan == "split" and job.has("Custom", "TensorHook", "ModuleHook")
+    """A rank without gradients gives the norm in float32.
+
+    Backwards count twice where a split one runs them twice, and where a hop carries what may require a gradient: that
+    of zeros runs, too.
+    """
+    in_doubt = job.plan == "split" or job.has("OddDetach", "LayerDrop")
+    other = in_doubt and job.has("Custom", "TensorHook", "ModuleHook")
     return {
         name: value.float() if name == "norm" else value
         for name, value in record.items()
-        if not (twice and name.endswith(" counted"))
+        if not (other and name.endswith(" counted"))
     }
 
 

@@ -61,6 +61,7 @@ _WEIGHTS = {
     "ForwardHook": 2,
     "ModuleHook": 1,
     "Uneven": 2,
+    "Parallel": 2,
     "TensorHook": 2,
     "GradHook": 1,
     "PostHook": 1,
@@ -74,6 +75,7 @@ _RANDOM = {
 _OVER_A_HOP = (
     ("Alias", "InPlace"),
     ("Alias", "Unused", "InPlace"),
+    ("Detach", "LayerDrop", "Affine"),
     ("Views", "InPlace"),
     ("Branch", "Drop"),
     ("Emit", "Drop"),
@@ -131,6 +133,7 @@ def _draw(numbers: random.Random, seed: int) -> Job:
         autocasts=numbers.random() < 0.15,
         inputs="dict" if numbers.random() < 0.2 else "tensor",
         shares_buffers=numbers.random() < 0.7,
+        wraps=topology.dp > 1 and numbers.random() < 0.3,
         slow=numbers.random() < 0.4,
         seed=seed,
     )
@@ -143,16 +146,25 @@ def _chunks(numbers: random.Random, topology: Topology) -> Chunks:
         for index in range(topology.num_chunks)
     ]
     if numbers.random() < 0.6:
-        _put_over_a_hop(numbers, chunks, topology)
+        _put_over_a_hop(numbers, chunks, topology, draws)
     return tuple(chunks)
 
 
-def _put_over_a_hop(numbers: random.Random, chunks: list[tuple[Item, ...]], topology: Topology) -> None:
+def _put_over_a_hop(
+    numbers: random.Random,
+    chunks: list[tuple[Item, ...]],
+    topology: Topology,
+    draws: dict[int, int],
+) -> None:
     """At the end of a chunk and the beginning of a later one; in between nothing but what is said."""
     first, *between, last = numbers.choice([kinds for kinds in _OVER_A_HOP if len(kinds) <= len(chunks)])
     hop = numbers.randrange(len(chunks) - 1 - len(between))
     numbered = partial(Item, number=numbers.randrange(60))
-    if not _fits(first, hop, topology, draws=False) or _is_static(chunks[hop]):
+    fit = [
+        _fits(kind, index, topology, draws[topology.stage_of(index)] == index)
+        for index, kind in enumerate((first, *between), hop)
+    ]
+    if not all(fit) or _is_static(chunks[hop]):
         return
     chunks[hop] = (*chunks[hop], numbered(first))
     for index, kind in enumerate(between, hop + 1):
@@ -213,12 +225,14 @@ def _calls(numbers: random.Random, most: int, scales: bool) -> tuple[Call, ...]:
     kinds = ["step", *numbers.choice(_SEQUENCES)]
     calls = []
     for kind, following in zip(kinds, [*kinds[1:], ""], strict=True):
-        if kind not in ("step", "eval"):
+        if kind not in ("step", "eval", "validate"):
             calls.append(Call(kind))
             continue
         ahead = kind == following == "step" and numbers.random() < 0.4
         overflows = scales and kind == "step" and numbers.random() < 0.3
-        calls.append(Call(kind, _batches(numbers, most), numbers.random() < 0.8, ahead, overflows))
+        quiet = kind != "step" and numbers.random() < 0.4
+        updates = numbers.random() < 0.8
+        calls.append(Call(kind, _batches(numbers, most), updates, ahead, overflows, quiet))
     return tuple(calls)
 
 
@@ -227,6 +241,8 @@ _SEQUENCES: Sequence[Sequence[str]] = (
     ("step", "step"),
     ("eval", "step"),
     ("eval", "step", "eval"),
+    ("validate", "step"),
+    ("thaw", "step"),
     ("save", "step", "load", "step"),
     ("save", "restart", "step"),
     ("step", "save", "eval", "load", "step"),

@@ -28,7 +28,6 @@ from differential.model import (
     seed_everything,
     values_of,
 )
-from differential.ranks import Uneven
 from differential.reference import CLIP_NORM, SCALER, Records, autocast_of, outputs_of
 from differential.slow_lanes import slow_lanes
 from differential.spec import Call, Job
@@ -124,6 +123,7 @@ class _Rank:
         self.at = -1
         self.records: Records = []
         self.scaler = ldt.GradScaler(mesh, **SCALER) if job.scales else None
+        self.group = mesh.tp_mesh.get_group() if job.topology.tp[mesh.stage] > 1 else None
 
     def run(self) -> None:
         job, mesh = self.job, self.mesh
@@ -133,8 +133,10 @@ class _Rank:
         seed_everything(job.seed_of(mesh.node))
         self._build(0)
         for self.at, call in enumerate(job.calls):
+            self._set_modes(training=not call.quiet)
             record = getattr(self, f"_{call.kind}")(call)
-            self.records.append(record | values_of(self.modules, gradients=False))
+            self._set_modes(training=True)
+            self.records.append(record | values_of(self.modules, gradients=False, group=self.group))
         mesh.control.gather(None)  # nobody is done before all are
         self.records.append({"the next random numbers": next_random_numbers()})
 
@@ -142,15 +144,15 @@ class _Rank:
         job, mesh = self.job, self.mesh
         chunks = build(job, variation + job.variation_of(mesh.stage, mesh.rank))
         for part in chain(*(chunk.modules() for chunk in chunks)):
-            if isinstance(part, Uneven):
-                part.rank = mesh.tp_rank
+            if hasattr(part, "be_on"):
+                part.be_on(mesh.tp_rank, job.topology.tp[mesh.stage], self.group)
         mine = {index: chunks[index] for index in job.topology.chunks_of(mesh.stage)}
         loss = Loss(job) if mesh.is_edge else None
         self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in mine.items()}
         if loss is not None:
             self.modules["loss"] = loss
         self.pipeline = ldt.Pipeline(
-            list(mine.values()),
+            list(map(self._wrapped, mine.values())),
             mesh,
             loss_fn=loss,
             loss_reduction=job.reduction,
@@ -162,6 +164,17 @@ class _Rank:
         self.optimizer = make_optimizer(job, self.pipeline.parameters())
         nothing = nn.Parameter(torch.zeros(()))
         self.scaled = self.optimizer or torch.optim.SGD([nothing])  # each rank has as many as the others
+
+    def _wrapped(self, chunk: nn.Module) -> nn.Module:
+        """In DistributedDataParallel, if that has something to do."""
+        trains = any(parameter.requires_grad for parameter in chunk.parameters())
+        if not (self.job.wraps and trains and self.mesh.dp_group is not None):
+            return chunk
+        return nn.parallel.DistributedDataParallel(chunk, process_group=self.mesh.dp_group)
+
+    def _set_modes(self, training: bool) -> None:
+        for module in self.modules.values():
+            module.train(training)
 
     # -- one method for each kind of call ------------------------------------------------------------------------
 
@@ -175,7 +188,7 @@ class _Rank:
             self.scaler.unscale_(self.scaled)
         if job.clips and (call.updates or not job.scales):
             record["norm"] = ldt.clip_grad_norm_(self.pipeline.parameters(), CLIP_NORM, self.mesh).double()
-        record |= values_of(self.modules, gradients=True)
+        record |= values_of(self.modules, gradients=True, group=self.group)
         if call.updates:
             self._update()
         return record | {"scale": torch.tensor(1.0 if self.scaler is None else self.scaler.get_scale())}
@@ -202,6 +215,17 @@ class _Rank:
             return {}
         losses = [loss.reshape(1) for loss in result.losses]
         return {"loss": result.loss, "losses": losses[0].new_tensor([float(loss) for loss in losses])}
+
+    def _validate(self, call: Call) -> dict[str, Any]:
+        with autocast_of(self.job):
+            self.pipeline.validate(self.batches[self.at])
+        return {}
+
+    def _thaw(self, call: Call) -> dict[str, Any]:
+        for module in self.modules.values():
+            module.requires_grad_(True)
+        self.pipeline.forget_shapes()
+        return {}
 
     def _save(self, call: Call) -> dict[str, Any]:
         ldt.save_checkpoint(self.folder, self.pipeline, self.optimizer, step=self.at)

@@ -70,7 +70,7 @@ def _reduces(job: Job) -> bool:
 
 def _sums_otherwise(job: Job) -> bool:
     """Whether gradients of layers in float32 are summed in another order, which would show in all that follows."""
-    return job.has("Single") and bool(job.ties or job.clips or _reduces(job))
+    return job.has("Single") and bool(job.ties or job.clips or job.has("Parallel") or _reduces(job))
 
 
 def _hooks_too_soon(job: Job) -> bool:
@@ -79,7 +79,7 @@ def _hooks_too_soon(job: Job) -> bool:
     return any(
         item.kind in ("GradHook", "PostHook")
         for index, chunk in enumerate(job.chunks)
-        if index not in job.frozen
+        if not job.freezes(index)
         and (job.reduction == "token" or topology.replicas(topology.stage_of(index)) > 1)
         for item in chunk
     )
@@ -142,6 +142,14 @@ OFF: tuple[Off, ...] = (
     Off(
         "a layer on two stages that begins otherwise",
         lambda job: trains_apart(job) and job.begin != "equal",
+    ),
+    Off(
+        "a layer on two stages that is trained later",
+        lambda job: bool(job.ties and job.frozen) and any(call.kind == "thaw" for call in job.calls),
+    ),
+    Off(
+        "modules that are cut or wrapped begin equal",
+        lambda job: job.begin != "equal" and (job.wraps or job.has("Parallel")),
     ),
     Off("float32 in another order", _sums_otherwise),
     Off(

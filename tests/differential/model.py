@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from differential import beside, dtypes, functions, layers, ranks, stateful
+from differential.ranks import whole_of
 from differential.spec import Item, Job
 
 __all__ = [
@@ -167,16 +168,23 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed)
 
 
-def values_of(chunks: Mapping[str, nn.Module], gradients: bool) -> dict[str, torch.Tensor | None]:
-    """Copies of gradients, or of parameters, buffers and records, by the chunk's name and theirs in it."""
+def values_of(
+    chunks: Mapping[str, nn.Module], gradients: bool, group: Any = None
+) -> dict[str, torch.Tensor | None]:
+    """Copies of gradients, or of parameters, buffers and records, by the chunk's name and theirs in it.
+
+    What the ranks of a stage have parts of is gathered in ``group``.
+    """
     found: dict[str, torch.Tensor | None] = {}
     for place, chunk in chunks.items():
         for name, parameter in chunk.named_parameters():
             grad = parameter.grad
             if gradients:
-                found[f"gradient of {place}.{name}"] = None if grad is None else grad.clone()
+                whole = None if grad is None else whole_of(parameter, grad, group).clone()
+                found[f"gradient of {place}.{name}"] = whole
             else:
-                found[f"parameter {place}.{name}"] = parameter.detach().clone()
+                whole = whole_of(parameter, parameter.detach(), group)
+                found[f"parameter {place}.{name}"] = whole.clone()
         if not gradients:
             found |= {f"buffer {place}.{name}": buffer.clone() for name, buffer in chunk.named_buffers()}
             if isinstance(chunk, Chunk):

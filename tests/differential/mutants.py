@@ -235,7 +235,7 @@ _DRY_RUN: tuple[Mutant, ...] = (
         "what a dry run had requires a gradient, and no more",
         ("ldt.runtime.reach:DryRun.may_require_grad",),
         lambda run, outputs: [output.requires_grad for output in outputs],
-        lambda job: job.has("LayerDrop", "OddDetach"),
+        lambda job: job.has("LayerDrop") and job.has("Detach"),
     ),
     Mutant(
         "a dry run took all ways",

@@ -54,7 +54,9 @@ class _Unsplit:
     def run(self) -> dict[Node, Records]:
         records: dict[Node, Records] = {node: [] for node in self.nodes}
         for index, call in enumerate(self.job.calls):
+            self._set_modes(training=not call.quiet)
             found = getattr(self, f"_{call.kind}")(index, call)
+            self._set_modes(training=True)
             for node, held in self.nodes.items():
                 records[node].append(found.get(node, {}) | values_of(held.modules, gradients=False))
         for node, held in self.nodes.items():
@@ -91,6 +93,14 @@ class _Unsplit:
         with torch.no_grad():
             return self._losses(index, call, training=False)
 
+    def _validate(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
+        return {}
+
+    def _thaw(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
+        for module in self._modules():
+            module.requires_grad_(True)
+        return {}
+
     def _save(self, index: int, call: Call) -> dict[Node, dict[str, Any]]:
         self.saved = {node: held.state() for node, held in self.nodes.items()}
         return {}
@@ -105,12 +115,18 @@ class _Unsplit:
             held.renew(1)
         return self._load(index, call)
 
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        return (module for held in self.nodes.values() for module in held.modules.values())
+
+    def _set_modes(self, training: bool) -> None:
+        for module in self._modules():
+            module.train(training)
+
     # -- parts of these ------------------------------------------------------------------------------------------
 
     def _losses(self, index: int, call: Call, training: bool) -> dict[Node, dict[str, Any]]:
         """Of each edge replica, after the backward of each microbatch if ``training``."""
-        if self.job.shares_buffers:
-            self._share_buffers()
+        self._share_buffers()
         batches = {edge: microbatches(self.job, index, edge.replica) for edge in self.edges}
         found: dict[Node, dict[str, Any]] = {}
         for edge, pairs in batches.items():
@@ -134,14 +150,16 @@ class _Unsplit:
         return found
 
     def _share_buffers(self) -> None:
-        """Replicas begin a call with those of the first, but for those that are no state."""
+        """Replicas begin a call with those of the first: all of what is wrapped, else those that are state."""
         for node, held in self.nodes.items():
             first = self.nodes[Node(node.stage, 0)]
             for index, chunk in held.chunks.items():
-                state = first.chunks[index].state_dict()
+                wrapped = self.job.wraps and held.is_wrapped[index]
+                state = chunk.state_dict() if self.job.shares_buffers else ()
+                theirs = dict(first.chunks[index].named_buffers())
                 for name, buffer in chunk.named_buffers():
-                    if name in state:
-                        buffer.copy_(state[name])
+                    if wrapped or name in state:
+                        buffer.copy_(theirs[name])
 
     def _tokens(self, call: Call) -> int:
         return sum(call.batches) * self.topology.edge_dp

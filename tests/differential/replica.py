@@ -33,6 +33,10 @@ class Replica:
         rank = self.job.topology.ranks_of_stage(self.node.stage)[0]
         chunks = build(self.job, variation + self.job.variation_of(self.node.stage, rank))
         self.chunks = {index: chunks[index] for index in self.job.topology.chunks_of(self.node.stage)}
+        self.is_wrapped = {  # if any is
+            index: any(parameter.requires_grad for parameter in chunk.parameters())
+            for index, chunk in self.chunks.items()
+        }
         self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in self.chunks.items()}
         self.loss = Loss(self.job) if self.node.stage == 0 else None
         if self.loss is not None:

@@ -29,7 +29,7 @@ __all__ = ["script_of"]
 
 _PARTS = (layers, beside, stateful, functions, dtypes, ranks)
 _REST = (model, replica, reference, slow_lanes, running, differences)
-_ALWAYS = {"Part", "Uneven"}  # which the rest refers to
+_ALWAYS = {"Part"}
 _MAIN = '''
 def main() -> None:
     """Says on every rank what it raised, and on the first where values differ from the unsplit model's."""

@@ -19,6 +19,7 @@ _PLAIN: dict[str, Any] = {
     "autocasts": False,
     "inputs": "tensor",
     "shares_buffers": True,
+    "wraps": False,
     "names": False,
     "torn": "",
     "frozen": (),
@@ -85,6 +86,8 @@ def _fewer(chunks: tuple[Any, ...], number: int) -> tuple[Any, ...]:
 def _smaller_calls(call: Call) -> Iterator[Call]:
     if call.overflows:
         yield replace(call, overflows=False)
+    if call.quiet:
+        yield replace(call, quiet=False)
     if call.ahead:
         yield replace(call, ahead=False)
     if len(call.batches) > 1:

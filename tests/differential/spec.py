@@ -19,11 +19,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of all ranks: "step", "eval", "save", "load", or "restart", which is a load into other modules.
+    """A call of all ranks: "step", "eval", "validate", "save", "load", or "restart", a load into other modules.
 
+    Or "thaw": what is frozen is trained from then on.
     ``batches`` are the rows of each microbatch of an edge replica. After a step the optimizer runs if it ``updates``,
     and gradients stay otherwise. ``ahead`` tells a step of the next one's microbatches. If it ``overflows``, a target
-    is infinite, and so are gradients.
+    is infinite, and so are gradients. While it is ``quiet``, modules are in eval mode.
     """
 
     kind: str
@@ -31,6 +32,7 @@ class Call:
     updates: bool = True
     ahead: bool = False
     overflows: bool = False
+    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Job:
     autocasts: bool = False  # to bfloat16
     inputs: str = "tensor"  # or "dict", some of which the cloud gets as metadata
     shares_buffers: bool = True  # of the first replica with the others
+    wraps: bool = False  # chunks in DistributedDataParallel
     slow: bool = False  # lanes
     seed: int = 0
 
@@ -82,6 +85,10 @@ class Job:
     def variation_of(self, stage: int, rank: int) -> int:
         """Which weights a rank begins with; equal numbers are equal weights."""
         return 0 if stage == 0 or self.begin == "equal" else 2 + rank
+
+    def freezes(self, chunk: int) -> bool:
+        """Whether it is frozen to the end."""
+        return chunk in self.frozen and all(call.kind != "thaw" for call in self.calls)
 
     def seed_of(self, node: Node) -> int:
         """Of the random generators of a node's ranks."""
