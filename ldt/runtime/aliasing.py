@@ -1,8 +1,9 @@
 """Tensors that share memory in the unsplit model and not over a hop: an error where a chunk changes one in place.
 
-The rank that sends knows whether anything else refers to a tensor's memory, another output or what a module keeps, and
-the rank that receives, whether its chunk changes the tensor in place. Either alone is fine. Each tells the other when
-it first happens, by a key in the mesh's store, and then looks for the other's: whoever comes second finds both.
+The rank that sends knows whether anything else refers to a tensor's memory, another output, what a module keeps or an
+element of its own, and the rank that receives, whether its chunk changes the tensor in place. Either alone is fine.
+Each tells the other when it first happens, by a key in the mesh's store, and then looks for the other's: whoever comes
+second finds both.
 """
 
 from __future__ import annotations
@@ -96,6 +97,7 @@ def _mode() -> str:
 def _conflict(hop: int, place: int) -> str:
     return (
         f"chunk {hop + 1} changes input {place} in place, and on the rank of chunk {hop} something else refers to the "
-        "memory of that output: another output, what a module or hook keeps, or a graph that saved it. In the unsplit "
-        "model that would change as well, over a hop it does not: clone() it in one of the two chunks"
+        "memory of that output: another output, what a module or hook keeps, a graph that saved it, or another element "
+        "of its own, as after expand(). In the unsplit model that would change as well, over a hop it does not: "
+        "clone() it in one of the two chunks"
     )

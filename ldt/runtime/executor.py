@@ -17,7 +17,7 @@ from ldt.runtime.absences import Absences, with_absent, without_absent
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.grad_memory import GradMemory
-from ldt.runtime.in_flight import Departures, own_memory
+from ldt.runtime.in_flight import Departures, overlapping, own_memory
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pace import Pace
@@ -235,7 +235,8 @@ class Executor:
         direction: Direction = "F" if action.kind is Kind.F else "B"
         chunk = action.chunk + (1 if direction == "F" else -1)
         slot = Slot(chunk, direction, _microbatch(action))
-        shared = own_memory(tensors, copied)
+        itself = overlapping(tensors) if direction == "F" else []
+        shared = [*itself, *own_memory(tensors, copied)]
         aliasing = self._runners[action.chunk].aliasing
         if shared and direction == "F" and aliasing is not None:
             aliasing.shares(action.chunk, shared)

@@ -13,7 +13,7 @@ from ldt._C import VersionCounters, is_memory_own
 from ldt.errors import LdtError
 from ldt.runtime.mailbox import Slot
 
-__all__ = ["Departures", "own_memory"]
+__all__ = ["Departures", "overlapping", "own_memory"]
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: 1 << 30)  # without it, all is copied
 
@@ -29,6 +29,11 @@ def own_memory(tensors: list[Any], always: Container[int] = ()) -> list[int]:
     The tensors must be fresh from ``detach``: who holds a tensor itself is not seen. Nothing here waits for a device.
     """
     return _copy_held(tensors, always) if always or not is_memory_own(tensors) else []
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of tensors of which several elements are one number in memory, as of those from ``expand``."""
+    return [place for place, tensor in enumerate(tensors) if _overlaps(tensor)]
 
 
 class Departures:
@@ -71,6 +76,14 @@ def _copy_held(tensors: list[Any], always: Container[int]) -> list[int]:
         if held or place in always or not all(storage.resizable() for storage in own):
             tensors[place] = tensors[place].clone()
     return shared
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    if tensor.is_nested:
+        return False
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:

@@ -1,4 +1,4 @@
-"""Two outputs in one memory, and what a chunk keeps of its output, where the next chunk works in place."""
+"""Outputs in one memory, each other's or their own, and what a chunk keeps, where the next chunk works in place."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Passing(nn.Module):
 
 
 class Using(nn.Module):
-    """Adds what it gets up, changing the tensor at a place in place before, if it is given."""
+    """Adds what it gets up, changing a part of the tensor at a place in place before, if it is given."""
 
     def __init__(self, place: int | None) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Using(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         if self.place is not None:
-            tensors[self.place].mul_(2)
+            tensors[self.place].narrow(-1, 0, 1).mul_(2)
         total: Tensor = self.linear(sum(tensor.reshape(-1, 16) for tensor in tensors))
         return total
 
@@ -70,6 +70,10 @@ def rows(chunk: Returning, y: Tensor) -> Any:
 def kept(chunk: Returning, y: Tensor) -> Any:
     chunk.kept = y.detach()
     return y, y + 1
+
+
+def expanded(chunk: Returning, y: Tensor) -> Any:
+    return y[:, :1].expand(-1, 16)
 
 
 def copied(chunk: Returning, y: Tensor) -> Any:
@@ -114,6 +118,9 @@ def job(
         (rows, 3, "itself"),
         (kept, 1, "itself"),
         (kept, 3, "view"),
+        (expanded, 1, "itself"),
+        (expanded, 2, "itself"),
+        (expanded, 3, "eval"),
     ],
 )
 def test_one_of_two_in_one_memory_is_changed_in_place(
@@ -123,7 +130,15 @@ def test_one_of_two_in_one_memory_is_changed_in_place(
 
 
 def alone(stages: int) -> None:
-    for returned, place in ((twice, None), (view, None), (kept, None), (kept, 1), (copied, 0), (copied, 1)):
+    for returned, place in (
+        (twice, None),
+        (view, None),
+        (kept, None),
+        (kept, 1),
+        (expanded, None),
+        (copied, 0),
+        (copied, 1),
+    ):
         for way in ("itself", "kept outputs"):
             job(returned, place, stages, way, False)
 
