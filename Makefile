@@ -2,6 +2,7 @@
 #
 #   make demo                       a real training job in three processes (ARGS="--steps 50 ..." is passed on)
 #   make build | test | lint | format | clean
+#   make slow                       tests that take long and rarely break, property tests with many examples
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
 #   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39")
@@ -36,10 +37,10 @@ export PATH := $(BIN):$(PATH)
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
-test faults differential: EXTRAS = examples,test
+test slow faults differential: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 
-.PHONY: build test lint format demo fuzz faults differential sanitize npu-headers matrix clean
+.PHONY: build test slow lint format demo fuzz faults differential sanitize npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -56,6 +57,10 @@ test: $(READY)
 	LDT_BUILD_TESTS=ON $(INSTALL)
 	$(BIN)/ctest --test-dir build/latest --output-on-failure
 	$(BIN)/python -m pytest $(ARGS)
+
+slow: $(READY)
+	$(INSTALL)
+	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
 
 lint: $(READY)
 	$(INSTALL)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from ldt.testing import RankPool
@@ -19,6 +20,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell starts what it runs with & without Ctrl-C, and processes that tests start would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settings.register_profile("ldt", max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("thorough", settings.get_profile("ldt"), max_examples=300)
+settings.load_profile("ldt")
 
 MOST_REASONS = 9  # and one line for the others
 

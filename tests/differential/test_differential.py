@@ -50,7 +50,6 @@ def machine() -> Iterator[Machine]:
         yield made
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_jobs_are_equal_or_refused_by_name(machine: Machine) -> None:
     """Again: `make differential ARGS="--seeds 17"`."""

@@ -17,8 +17,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 pytest.importorskip("tqdm")
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "finetune_hf.py")
 ENVIRONMENT = {
     **os.environ,
@@ -90,6 +88,7 @@ def test_stages_train_their_layers_of_a_checkpoint(model: Any, data: Path, tmp_p
     assert not any(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_adapters_of_all_stages_fit_the_unsplit_model(model: Any, data: Path, tmp_path: Path) -> None:
     import peft
 
@@ -102,12 +101,14 @@ def test_adapters_of_all_stages_fit_the_unsplit_model(model: Any, data: Path, tm
     assert not peft.set_peft_model_state_dict(whole, trained).unexpected_keys
 
 
+@pytest.mark.slow
 def test_a_config_alone_gives_random_weights_and_bytes(model: Any, data: Path, tmp_path: Path) -> None:
     config = tmp_path / "model" / "config.json"
     first, last = losses(run("--model", config, "--data", data, "--layers", 1, 2, 1, ranks=2))
     assert last < first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "layers", "sentence"),
     [

@@ -21,8 +21,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 pytest.importorskip("tqdm")
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_text.py")
 TINY_SIZES = {"steps": 4, "microbatches": 3, "batch": 1, "sequence": 16, "width": 32, "continuation": 5}
 TINY = [f"--{name}={size}" for name, size in TINY_SIZES.items()]
@@ -45,9 +43,9 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("ranks", "split", "exact"),
     [
-        (2, "--stages 1,1", True),
+        pytest.param(2, "--stages 1,1", True, marks=pytest.mark.slow),
         (3, "--stages 1,1,1 --laps 2 --lanes paired --loss-reduction token", True),
-        (5, "--stages 1,2 --dp 2 --edge-dp 1", False),
+        pytest.param(5, "--stages 1,2 --dp 2 --edge-dp 1", False, marks=pytest.mark.slow),
     ],
 )
 def test_training_equals_one_process(ranks: int, split: str, exact: bool, tmp_path: Path) -> None:
@@ -78,6 +76,7 @@ def test_training_equals_one_process(ranks: int, split: str, exact: bool, tmp_pa
     assert (output / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path) -> None:
     """100 steps of 256 bytes: from the even distribution's log(256) = 5.5 to about 3.0 (a fixed seed)."""
     sizes = "--steps 100 --microbatches 2 --batch 4 --sequence 32 --width 32 --continuation 1"
@@ -99,6 +98,7 @@ def test_wrong_number_of_processes_is_one_sentence() -> None:
     assert done.stderr.count("needs 3 ranks, but WORLD_SIZE is 2") == 2  # every rank says it
 
 
+@pytest.mark.slow
 def test_missing_text_is_one_sentence_on_every_rank() -> None:
     done = run(torchrun(2, "--stages", "1,1", "--text", "/nowhere", *TINY))
     assert done.returncode != 0
@@ -111,6 +111,7 @@ def test_missing_text_is_one_sentence_on_every_rank() -> None:
     assert "Traceback" not in before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

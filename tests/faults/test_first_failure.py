@@ -116,7 +116,7 @@ def is_session(number: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "kill"])
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward", "kill"])
 def test_every_rank_names_the_first_failure_and_ends(tmp_path: Path, where: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)

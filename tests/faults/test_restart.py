@@ -89,7 +89,6 @@ def undisturbed() -> list[nn.Module]:
     return chunks
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ldt, "save_checkpoint"), reason="needs ldt.save_checkpoint")
 def test_torchrun_restarts_a_job_from_its_last_checkpoint(tmp_path: Path) -> None:
     script, checkpoints, results = tmp_path / "train.py", tmp_path / "checkpoints", tmp_path / "results"

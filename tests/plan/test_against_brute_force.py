@@ -3,7 +3,7 @@
 import re
 
 from brute_force import works
-from hypothesis import event, given, settings
+from hypothesis import event, given
 from hypothesis import strategies as st
 from strategies import topologies
 
@@ -99,19 +99,16 @@ def proven(plan):
     return True
 
 
-@settings(max_examples=300)
 @given(shuffled_plan(lambda action: not action.kind.is_compute))
 def test_verify_agrees_with_brute_force_on_swapped_communication(plan):
     assert proven(plan) == works(plan, plan.lanes)
 
 
-@settings(max_examples=200)
 @given(shuffled_plan(lambda action: True))
 def test_verify_agrees_with_brute_force_on_swapped_actions(plan):
     assert proven(plan) == works(plan, plan.lanes)
 
 
-@settings(max_examples=200)
 @given(plan_with_scattered_receives())
 def test_verify_agrees_with_brute_force_on_scattered_receives(plan):
     accepted = proven(plan)
@@ -119,13 +116,11 @@ def test_verify_agrees_with_brute_force_on_scattered_receives(plan):
     assert accepted or plan.lanes == "paired"
 
 
-@settings(max_examples=300)
 @given(plan_with_scattered_reductions())
 def test_verify_agrees_with_brute_force_on_scattered_reductions(plan):
     assert proven(plan) == works(plan, plan.lanes)
 
 
-@settings(max_examples=100)
 @given(
     topologies(max_stages=6, max_edge_dp=3),
     st.integers(1, 9),

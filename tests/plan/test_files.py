@@ -41,9 +41,7 @@ READERS: dict[str, tuple[Read, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_a_change_gives_something_or_the_one_error(name: str, data: st.DataObject) -> None:
     read, text, mutated = READERS[name]

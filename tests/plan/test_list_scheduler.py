@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import costs_of, rules_of, topologies
 
@@ -32,7 +32,6 @@ def plan_of(topology, microbatches, played):
     return add_grad_reduction(Plan(topology, microbatches, rows))
 
 
-@settings(max_examples=150)
 @given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 8), st.booleans())
 def test_its_times_are_the_simulated_ones(data, topology, microbatches, split):
     costs = data.draw(costs_of(topology))
@@ -50,7 +49,6 @@ def test_its_times_are_the_simulated_ones(data, topology, microbatches, split):
             assert peak == max(live for node, live in timeline.peak_live.items() if node.stage == stage)
 
 
-@settings(max_examples=100)
 @given(st.data(), topologies(max_edge_dp=1), st.integers(1, 8), st.integers(1, 3))
 def test_receive_buffers_are_those_of_dedicated_lanes(data, topology, microbatches, buffers):
     costs = replace(data.draw(costs_of(topology)), bandwidth=None)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import any_compute_plan, costs_of, rules_of, topologies
 
@@ -60,7 +60,6 @@ def test_what_cannot_be_bounded_is_refused():
         lower_bound(Topology([1, 1]), 1, Costs(forward=[1], backward=2))
 
 
-@settings(max_examples=300)
 @given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 9), st.booleans())
 def test_no_order_is_below_the_bound(data, topology, microbatches, split):
     chain = Chain.of(topology, data.draw(costs_of(topology)), split=split)
@@ -69,7 +68,6 @@ def test_no_order_is_below_the_bound(data, topology, microbatches, split):
     assert chain_bound(chain, microbatches) <= makespan * (1 + 1e-9) + 1e-12
 
 
-@settings(max_examples=60)
 @given(st.data(), topologies(1, 5), st.integers(1, 9))
 def test_the_fixed_order_is_not_below_the_bound(data, topology, microbatches):
     costs = data.draw(costs_of(topology))
@@ -77,7 +75,6 @@ def test_the_fixed_order_is_not_below_the_bound(data, topology, microbatches):
     assert lower_bound(topology, microbatches, costs) <= (timeline.end + 1e-12) * (1 + 1e-9)
 
 
-@settings(max_examples=300)
 @given(st.data(), any_compute_plan().filter(lambda plan: plan.training), st.booleans())
 def test_an_order_without_any_rule_is_not_below_the_bound(data, plan, split):
     """Nodes of any speeds, microbatches in any order: an edge that is shared need not take its replicas in turn."""

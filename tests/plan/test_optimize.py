@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from brute_force import works
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import topologies
 
@@ -54,7 +54,6 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60)
 @given(tasks(max_dp=2), OPTIONS)
 def test_every_plan_is_proven_and_round_trips(task, options):
     plan = optimize(*task, **options)
@@ -65,14 +64,12 @@ def test_every_plan_is_proven_and_round_trips(task, options):
     assert bound <= simulate(plan, costs).makespan * (1 + 1e-9)
 
 
-@settings(max_examples=25)
 @given(tasks(), OPTIONS)
 def test_a_second_judge_agrees(task, options):
     plan = optimize(*task, **(options | {"split_backward": False}))
     assert works(plan, options["lanes"])
 
 
-@settings(max_examples=40)
 @given(tasks(max_laps=2, max_dp=2), OPTIONS)
 def test_never_longer_than_the_fixed_order(task, options):
     topology, microbatches, costs = task
@@ -82,7 +79,6 @@ def test_never_longer_than_the_fixed_order(task, options):
     assert planned <= simulate(fixed, costs).makespan * (1 + 1e-9)
 
 
-@settings(max_examples=20)
 @given(tasks(max_laps=2), OPTIONS)
 def test_splitting_never_makes_it_longer(task, options):
     whole, split = (
@@ -92,7 +88,6 @@ def test_splitting_never_makes_it_longer(task, options):
     assert split <= whole * (1 + 1e-9)
 
 
-@settings(max_examples=25)
 @given(tasks(), OPTIONS, st.integers(0, 4))
 def test_live_microbatches_stay_within_their_limit(task, options, more):
     topology, _, costs = task
@@ -103,7 +98,6 @@ def test_live_microbatches_stay_within_their_limit(task, options, more):
         assert peak <= limit[node.stage]
 
 
-@settings(max_examples=25)
 @given(tasks(), OPTIONS, st.floats(1, 3))
 def test_bytes_stay_within_their_limit(task, options, times):
     topology, _, costs = task
@@ -114,13 +108,11 @@ def test_bytes_stay_within_their_limit(task, options, times):
         assert peak <= limit[node.stage] * (1 + 1e-9)
 
 
-@settings(max_examples=20)
 @given(tasks(max_laps=2), OPTIONS)
 def test_the_same_each_time(task, options):
     assert optimize(*task, **options) == optimize(*task, **options)
 
 
-@settings(max_examples=25)
 @given(tasks(max_dp=2), st.booleans())
 def test_a_critical_path_leads_from_start_to_end(task, split):
     timeline = simulate(optimize(*task, split_backward=split), task[2])

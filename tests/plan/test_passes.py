@@ -2,7 +2,7 @@
 
 import pytest
 from brute_force import works
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import any_compute_plan
 
@@ -21,7 +21,6 @@ from ldt.plan import (
 from ldt.topology import Node, Topology
 
 
-@settings(max_examples=200)
 @given(any_compute_plan(), st.sampled_from(["dedicated", "paired"]), st.integers(1, 3))
 def test_any_compute_order_gets_working_communication(plan, policy, receive_buffers):
     complete = add_communication(plan, policy, receive_buffers)

@@ -15,7 +15,7 @@ _SPEC.loader.exec_module(quality)
 EXACT = 1 + 1e-9  # rounding
 
 
-@pytest.mark.parametrize("microbatches", [8, 32])
+@pytest.mark.parametrize("microbatches", [8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("laps", [1, 2])
 def test_every_setting_reaches_the_bound(laps, microbatches):
     """The bound is below every plan, so these are optimal."""
@@ -51,7 +51,7 @@ def test_a_split_backward_idles_a_third(stages, microbatches):
     assert split.makespan <= EXACT * quality.bound(setting, split_backward=True)
 
 
-@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("laps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_split_backward_is_near_its_bound(laps):
     ratios = [
         quality.planned(setting, split_backward=True).makespan / quality.bound(setting, split_backward=True)
@@ -61,7 +61,7 @@ def test_a_split_backward_is_near_its_bound(laps):
     assert statistics.fmean(ratios) <= 1.01
 
 
-@pytest.mark.parametrize("laps", [1, 2])
+@pytest.mark.parametrize("laps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_buys_time(laps):
     """With the fixed order's own peak it is no slower, and each further half of it makes it no slower."""
     for stages in (3, 4):

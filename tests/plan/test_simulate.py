@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ldt.errors import PlanError
@@ -104,7 +104,6 @@ def test_split_backward_costs():
     assert Costs(forward=1, backward=4).compute(Action.parse("0W0")) == 2
 
 
-@settings(max_examples=60)
 @given(
     st.integers(1, 4),
     st.integers(1, 2),

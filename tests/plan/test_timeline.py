@@ -5,7 +5,7 @@ import sys
 import xml.etree.ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ldt.errors import PlanError
@@ -72,7 +72,6 @@ def test_peak_live_without_backward():
     assert planned(stages=1, microbatches=8, training=False).peak_live == {Node(0, 0): 2}
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.floats(0, 1))
 def test_json_round_trip(stages, laps, microbatches, training, latency):
     costs = Costs(forward=1 / 3, backward=0.7, latency=latency)

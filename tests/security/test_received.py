@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
@@ -45,7 +45,6 @@ report_like = st.fixed_dictionaries(
     optional=dict.fromkeys(("error_type", "traceback", "more"), json_values),
 )
 anything = st.binary(max_size=200) | (json_values | report_like).map(lambda value: json.dumps(value).encode())
-quickly = settings(max_examples=150, deadline=None)
 
 
 # -- failure reports -----------------------------------------------------------------------------------------------
@@ -62,7 +61,6 @@ def is_short_and_plain(report: FailureReport) -> bool:
     )
 
 
-@quickly
 @given(anything)
 def test_any_bytes_give_a_report(data: bytes) -> None:
     assert is_short_and_plain(FailureReport.from_text(data))
@@ -147,7 +145,6 @@ class Sound:
 
 
 @pytest.mark.parametrize("mine", [{"a": "b"}, True], ids=["texts", "flag"])
-@quickly
 @given(data=anything)
 def test_what_is_shared_is_of_the_kind_that_was_asked(mine: Any, data: bytes) -> None:
     store = HashStore()
@@ -160,7 +157,6 @@ def test_what_is_shared_is_of_the_kind_that_was_asked(mine: Any, data: bytes) ->
         assert type(theirs) is type(mine)
 
 
-@quickly
 @given(anything)
 def test_calls_of_others_are_read_with_care(data: bytes) -> None:
     store = HashStore()
@@ -175,7 +171,6 @@ def test_calls_of_others_are_read_with_care(data: bytes) -> None:
 sighting_like = st.fixed_dictionaries(dict.fromkeys(vars(Sighting(0)), json_values)).map(json.dumps)
 
 
-@quickly
 @given(anything | sighting_like.map(str.encode) | st.just(DEEP))
 def test_any_bytes_are_a_sighting(data: bytes) -> None:
     described = Sighting.from_text(data).describe()
@@ -191,7 +186,6 @@ def test_sightings_of_large_numbers_say_nothing() -> None:
 # -- letters of the edge -------------------------------------------------------------------------------------------
 
 
-@quickly
 @given(st.binary(max_size=64))
 def test_any_bytes_are_a_letter_or_an_error(data: bytes) -> None:
     try:
@@ -259,7 +253,6 @@ def test_a_message_of_another_form_names_its_rank(pool: RankPool, wrong: str) ->
 # -- the pieces ----------------------------------------------------------------------------------------------------
 
 
-@quickly
 @given(anything | st.text())
 def test_parse_raises_nothing_but_value_errors(data: bytes | str) -> None:
     try:
@@ -269,7 +262,6 @@ def test_parse_raises_nothing_but_value_errors(data: bytes | str) -> None:
     assert not isinstance(found, float) or math.isnan(found) or found == float(found)
 
 
-@quickly
 @given(st.text())
 def test_plain_texts_can_be_shown_and_stored(text: str) -> None:
     assert len(plain(text, 10)) <= 10

@@ -137,7 +137,7 @@ def old(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["stage.json", "rank-0.0/random_states.json"])
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_change_loads_or_is_the_one_error(job: Job, old: Path, name: str, data: st.DataObject) -> None:
     file = old / STAGE / name
