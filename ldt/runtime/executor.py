@@ -22,7 +22,7 @@ from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
-from ldt.runtime.reduce import Averaging
+from ldt.runtime.reduce import Averaging, refuse_sparse_gradient
 from ldt.runtime.specs import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
 from ldt.runtime.strands import AllOf
 from ldt.runtime.work import StepWork
@@ -197,7 +197,9 @@ class Executor:
         return [None if grad is None else grad.detach() for grad in found]
 
     def _separate_gradients(self, chunk: int) -> None:
-        self._gradients.separate(chunk, (found for _, found in self._runners[chunk].named_parameters()))
+        of_chunk = (parameter for _, parameter in self._runners[chunk].named_parameters())
+        for parameter in self._gradients.separate(chunk, of_chunk):
+            refuse_sparse_gradient(parameter, self._mesh, f"the gradients of chunk {chunk}")
 
     def _compare(self, hop: int, direction: Direction, microbatch: int, tensors: list[Any]) -> None:
         """Raise LdtError on all ranks of the node where they are about to send different tensors as the same."""

@@ -21,11 +21,14 @@ class GradMemory:
     def __init__(self) -> None:
         self._without: dict[int, list[nn.Parameter]] = {}  # by chunk, those that had none so far
 
-    def separate(self, chunk: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Copy new gradients of ``parameters``, all that the chunk trains, that overlap others of them in memory."""
+    def separate(self, chunk: int, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Copy new gradients of ``parameters``, all that the chunk trains, that overlap others of them in memory.
+
+        Returns those that have new ones.
+        """
         pending = self._without.setdefault(chunk, list(parameters))
         if not pending:
-            return
+            return pending
         self._without[chunk] = [parameter for parameter in pending if parameter.grad is None]
         spans = [span for parameter in pending for span in _spans(parameter)]
         last = 0
@@ -33,6 +36,7 @@ class GradMemory:
             if start < last and parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()
             last = max(last, end)
+        return [parameter for parameter in pending if parameter.grad is not None]
 
 
 def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:

@@ -1,4 +1,4 @@
-"""Hooks on gradients of parameters, which run in each backward: refused where gradients change after it."""
+"""What cannot be where gradients change after the backward: hooks on those of parameters, and sparse ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.reduce import is_reduced_elsewhere
+from ldt.runtime.reduce import is_reduced_elsewhere, refuse_sparse_layers
 
 __all__ = ["refuse_hooks"]
 
@@ -23,6 +23,7 @@ def refuse_hooks(
 ) -> None:
     """Raise ValueError for a hook on a parameter of chunks or of the loss that would not see the step's gradient.
 
+    And for a layer whose gradients are sparse where they would have to be averaged.
     Hooks see what a microbatch adds (or, after accumulation, the sum so far), as in the whole model. That is not so
     where gradients are divided at the end of the step, ``per_token``, or are then reduced over replicas.
     """
@@ -32,6 +33,7 @@ def refuse_hooks(
     places = {f"chunk {index}": module for index, module in modules.items()}
     if of_loss is not None:
         places["loss_fn"] = of_loss
+    refuse_sparse_layers(places, mesh)
     for where, module in places.items():
         for parameter in _hooked(module):
             reduced = replicated and not is_reduced_elsewhere(parameter, mesh)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ldt.errors import LdtError
+from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.relay import wait_or_fail
 
-__all__ = ["Averaging", "EarlierGradients", "is_reduced_elsewhere"]
+__all__ = [
+    "Averaging",
+    "EarlierGradients",
+    "is_reduced_elsewhere",
+    "refuse_sparse_gradient",
+    "refuse_sparse_layers",
+]
+
+
+_SPARSE = "{} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
 
 
 class Averaging:
@@ -33,6 +45,7 @@ class Averaging:
         buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.requires_grad and not is_reduced_elsewhere(parameter, mesh):
+                refuse_sparse_gradient(parameter, mesh, what)
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         of_all = [parameter for bucket in buckets.values() for parameter in bucket]
         self._taken = [(p, p.grad, None if p.grad is None else p.grad._version) for p in of_all]
@@ -68,10 +81,6 @@ class Averaging:
     def _start(self, bucket: list[torch.nn.Parameter]) -> tuple[torch.Tensor, dist.Work]:
         group = self._mesh.dp_group
         assert group is not None, f"{self._what}: there are no replicas"
-        if any(p.grad is not None and p.grad.layout is not torch.strided for p in bucket):
-            raise LdtError(
-                f"{self._what} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
-            )
         grads = [_shard(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
         flags = torch.tensor(
             [p.grad is not None for p in bucket], dtype=grads[0].dtype, device=grads[0].device
@@ -114,9 +123,38 @@ class EarlierGradients:
         self._grads.clear()
 
 
-def is_reduced_elsewhere(parameter: torch.nn.Parameter, mesh: Mesh) -> bool:
+def is_reduced_elsewhere(parameter: torch.Tensor, mesh: Mesh) -> bool:
     """True for one that is spread over the replicas (``fully_shard``): whoever did that reduces its gradient."""
     return isinstance(parameter, DTensor) and mesh.spans_replicas(parameter.device_mesh)
+
+
+def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
+    """Raise ValueError for a layer of ``modules``, by where they are, whose gradient could not be averaged."""
+    if mesh.topology.replicas(mesh.stage) == 1:
+        return
+    for where, module in modules.items():
+        for part in parts_of(module):
+            if (
+                isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+                and part.sparse
+                and _is_averaged(part.weight, mesh)
+            ):
+                name = next(name for name, other in module.named_modules() if other is part)
+                raise InputValueError(
+                    _SPARSE.format(f"the gradients of {name or type(part).__name__} of {where}")
+                )
+
+
+def refuse_sparse_gradient(parameter: nn.Parameter, mesh: Mesh, what: str) -> None:
+    """Raise LdtError if ``parameter`` has one that would have to be averaged: ``what`` names it."""
+    grad = parameter.grad
+    sparse = grad is not None and grad.layout is not torch.strided
+    if sparse and mesh.topology.replicas(mesh.stage) > 1 and _is_averaged(parameter, mesh):
+        raise LdtError(_SPARSE.format(what))
+
+
+def _is_averaged(parameter: torch.Tensor, mesh: Mesh) -> bool:
+    return parameter.requires_grad and not is_reduced_elsewhere(parameter, mesh)
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:

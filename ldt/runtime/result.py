@@ -95,7 +95,8 @@ def merge_timelines(stats: Sequence[StepStats]) -> Timeline:
 class StepResult:
     """``loss``, ``losses`` (one per microbatch) and ``outputs`` are None on cloud ranks, and where there are none.
 
-    ``loss`` is the mean over microbatches, or with "token" reduction over tokens, of this replica; detached.
+    ``loss`` is the mean over microbatches, or with "token" reduction over tokens, of this replica of the edge alone;
+    detached. Gradients are those of the mean over all replicas' microbatches, or tokens.
     """
 
     stats: StepStats

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pipeline_jobs import build
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ldt
 from ldt.plan import Action, Costs, Kind, Plan, optimize, remove_communication, ushape
 from ldt.runtime import TensorSpec
-from ldt.testing import RankPool, ToyChunk, toy_loss, toy_microbatches, unsplit_step
+from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Node, Topology
 
 WORLD_SIZE = 4
@@ -205,3 +206,52 @@ def hand_written() -> str:
 def test_replicas_of_gathered_chunks_keep_one_order(pool: RankPool) -> None:
     for text in pool.run(hand_written):
         assert "run its chunks, as layers in fully_shard gather them, in one order: node 1.1 has" in text
+
+
+class Looked(nn.Module):
+    """Has a sparse gradient, of its layer or of a function."""
+
+    def __init__(self, by_layer: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 16, sparse=by_layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(4)
+        if self.table.sparse:
+            return x + self.table(rows)  # type: ignore[no-any-return]
+        return x + nn.functional.embedding(rows, self.table.weight, sparse=True)
+
+
+def looking(chunk: int, by_layer: bool) -> list[str]:
+    """What every rank is told by Pipeline, by the first step after the layer was unfrozen, and after it was dense."""
+    topology = Topology([1, 1], dp=2)
+    told = []
+    with ldt.connect(topology) as mesh:
+        chunks = toy_chunks(topology)
+        chunks[chunk] = Looked(by_layer)
+        batch = toy_microbatches(3) if mesh.is_edge else None
+        if by_layer:
+            with pytest.raises(ldt.LdtError) as caught:
+                build(mesh, chunks)
+            told.append(str(caught.value))
+            chunks[chunk].table.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+        pipeline = build(mesh, chunks)
+        if by_layer:
+            pipeline.step(batch)
+            chunks[chunk].table.weight.requires_grad_(True)  # type: ignore[union-attr, operator]
+            pipeline.forget_shapes()
+        with pytest.raises(ldt.LdtError) as caught:
+            pipeline.step(batch)
+        return [*told, str(caught.value)]
+
+
+@pytest.mark.parametrize(("chunk", "by_layer"), [(0, True), (1, True), (1, False)])
+def test_sparse_gradients_are_refused_early(pool: RankPool, chunk: int, by_layer: bool) -> None:
+    """By Pipeline, or where only a backward shows them, after the first: not at the end of a step."""
+    for told in pool.run(looking, chunk, by_layer):
+        for text in told:
+            assert "are sparse, which cannot be averaged over replicas" in text
+        if by_layer:
+            assert f"the gradients of table of chunk {chunk}" in told[0]
+        elif "failed first" in told[-1]:
+            assert f"failed first in action {chunk}B0 (" in told[-1]
