@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.data_parallel import GradientSync
+from ldt.runtime.in_flight import own_memory
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.outputs import as_tensors
+from ldt.runtime.outputs import as_tensors, joined, taken_apart
 from ldt.runtime.specs import HopSpecs
 from ldt.runtime.split_backward import Start
 from ldt.runtime.work import StepWork
@@ -48,12 +48,14 @@ class TailRunner(ChunkRunner):
     ) -> tuple[torch.Tensor, ...]:
         output = self.run(work, microbatch, arrived, specs)
         del arrived  # before the loss: from here on the graph alone decides what is kept of the input
-        if work.keep_outputs:
-            # A copy: the module may keep the memory, and write to it in its next forward.
-            work.outputs[microbatch] = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), output)
         target = work.microbatches[microbatch].target
         if work.loss is not None and (target is not None or work.plan.training):
             self._finish(work, microbatch, output, target)
+        if work.keep_outputs:
+            rest, tensors = taken_apart(output)
+            del output
+            own_memory(tensors)  # the module may keep theirs, and write to it in its next forward
+            work.outputs[microbatch] = joined(rest, tensors)
         return ()
 
     def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:

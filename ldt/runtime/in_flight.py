@@ -71,9 +71,9 @@ def _copy_held(tensors: list[Any], always: Container[int]) -> list[int]:
     memory = [() if tensor is None else _memory(tensor) for tensor in tensors]
     shared = [place for place, own in enumerate(memory) if any(_holders(storage) > 1 for storage in own)]
     mine = Counter(storage._cdata for place in shared for storage in memory[place])
-    for place, own in enumerate(memory):
-        held = any(_holders(storage) > max(1, mine[storage._cdata]) for storage in own)
-        if held or place in always or not all(storage.resizable() for storage in own):
+    held = [any(_holders(storage) > max(1, mine[storage._cdata]) for storage in own) for own in memory]
+    for place, own in enumerate(memory):  # only now, as each copy leaves one holder less
+        if held[place] or place in always or not all(storage.resizable() for storage in own):
             tensors[place] = tensors[place].clone()
     return shared
 

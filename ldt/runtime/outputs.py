@@ -1,17 +1,21 @@
-"""What a chunk may return: a tensor or a tuple of tensors, each with memory of its own to send."""
+"""What a chunk may return: a tensor or a tuple of tensors, each with memory of its own to send; the last, anything."""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.disclosure import InputTypeError
 
-__all__ = ["as_tensors", "refuse_wrapper"]
+__all__ = ["as_tensors", "joined", "refuse_wrapper", "taken_apart"]
 
 
 def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
@@ -25,6 +29,46 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
         kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
         kind += f" of {', '.join(kinds)}"
     raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+
+
+class _Place(NamedTuple):
+    """Where a tensor was."""
+
+    number: int
+
+
+def taken_apart(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The tensors of ``output``, detached, and what remains of it, to be ``joined`` with them again.
+
+    Looks into what pytree knows and into dataclasses; objects of other classes remain as they are.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> _Place:
+        tensors.append(tensor.detach())
+        return _Place(len(tensors) - 1)
+
+    return _mapped(torch.Tensor, take, output), tensors
+
+
+def joined(rest: Any, tensors: list[torch.Tensor]) -> Any:
+    """``rest`` with ``tensors`` at their places."""
+    return _mapped(_Place, lambda place: tensors[place.number], rest)
+
+
+def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, kind):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        same = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            if hasattr(leaf, field.name):  # also of a frozen one
+                object.__setattr__(same, field.name, _mapped(kind, function, getattr(leaf, field.name)))
+        return same
+
+    return pytree.tree_map(replaced, value, is_leaf=lambda part: isinstance(part, kind))
 
 
 def refuse_wrapper(tensor: torch.Tensor, what: str) -> None:

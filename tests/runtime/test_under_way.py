@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -178,25 +179,40 @@ def test_a_gradient_that_is_averaged_must_be_left_alone(pool: RankPool) -> None:
 # -- outputs that eval keeps -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    logits: Tensor
+    hidden: tuple[Tensor, ...]
+    names: list[str]
+
+
 class Static(nn.Module):
-    """Returns one block of memory for every microbatch, as a captured graph does."""
+    """Returns one block of memory for every microbatch, as a captured graph does, and what it has computed anew."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("output", torch.zeros(2, 16))
+        self.fresh: list[int] = []
 
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.output.copy_(x * 2)}
+    def forward(self, x: Tensor) -> list[Any]:
+        static, fresh = self.output.copy_(x * 2), x * 3
+        if type(x) is Tensor:
+            self.fresh.append(fresh.data_ptr())
+        return [{"logits": static}, Outputs(static[:1], (static.view(-1), fresh), ["fresh"])]
 
 
 def kept_by_eval() -> None:
     inputs = [torch.full((2, 16), float(value)) for value in range(3)]
     with ldt.connect(Topology([1]), ranks=range(1)) as mesh:
-        result = build(mesh, [nn.Identity(), Static()]).eval([(x, None) for x in inputs])
+        tail = Static()
+        result = build(mesh, [nn.Identity(), tail]).eval([(x, None) for x in inputs])
         assert result.outputs is not None
-        assert all(
-            torch.equal(output["logits"], x * 2) for output, x in zip(result.outputs, inputs, strict=True)
-        )
+        for (first, second), x, pointer in zip(result.outputs, inputs, tail.fresh, strict=True):
+            assert torch.equal(first["logits"], x * 2)
+            assert torch.equal(second.logits, x[:1] * 2)
+            assert torch.equal(second.hidden[0], (x * 2).view(-1))
+            assert second.hidden[1].data_ptr() == pointer, "what nobody else has is not copied"
+            assert second.names == ["fresh"]
 
 
 def test_outputs_that_eval_keeps_have_memory_of_their_own(pool: RankPool) -> None:

@@ -39,6 +39,11 @@ def kept_view(module: Keeping, x: Tensor, y: Tensor) -> Tensor:
     return _kept(module, y.view(-1)[8:], y)
 
 
+def two_views_of_kept(module: Keeping, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    first = _kept(module, y.detach(), y)
+    return first, y.view(-1).view(4, 8)
+
+
 def view_of_kept(module: Keeping, x: Tensor, y: Tensor) -> Tensor:
     return _kept(module, y, y.view(4, 8))
 
@@ -108,6 +113,7 @@ KINDS = {
         kept_output,
         kept_alias,
         kept_view,
+        two_views_of_kept,
         view_of_kept,
         buffer_with_graph,
         view_of_parameter,
