@@ -1,0 +1,168 @@
+"""What is taken out of gradients and of dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from differential.mutation import Mutant
+from differential.spec import Job
+from ldt.runtime import absences, stand_in
+
+__all__ = ["DRY_RUN", "GRADIENTS"]
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Instead of a check."""
+
+
+def _no_context(*args: Any, **kwargs: Any) -> Any:
+    return nullcontext()
+
+
+def _changes_gradients(job: Job) -> bool:
+    return job.dp > 1 or job.reduction == "token"
+
+
+def _zeros_for_absent(specs: Any, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Whatever comes is a gradient."""
+    marked = absences.with_absent(specs, arrived)
+    grads = iter(arrived)
+    coming = [next(grads) if spec.requires_grad and spec.used is not False else None for spec in specs]
+    return [grad if found is None else found for grad, found in zip(coming, marked, strict=True)]
+
+
+def _with_plain_objects(copies: Any, value: Any) -> Any:
+    return value if isinstance(value, SimpleNamespace) else _copy_of(copies, value)
+
+
+_copy_of = stand_in.StandIn.of
+GRADIENTS: tuple[Mutant, ...] = (
+    Mutant(
+        "tokens do not count",
+        ("ldt.runtime.loss:TokenScale.finish",),
+        _nothing,
+        lambda job: job.reduction == "token",
+    ),
+    Mutant(
+        "replicas are not averaged",
+        ("ldt.runtime.reduce:Averaging._write",),
+        _nothing,
+        lambda job: job.dp > 1,
+    ),
+    Mutant(
+        "earlier gradients are lost",
+        ("ldt.runtime.reduce:EarlierGradients.add_back",),
+        _nothing,
+        lambda job: any(not call.updates for call in job.calls) and _changes_gradients(job),
+    ),
+    Mutant(
+        "infinite gradients are not told to other stages",
+        ("ldt.train.grad_scaler:GradScaler._unscale_grads_",),
+        torch.amp.GradScaler._unscale_grads_,
+        lambda job: any(call.overflows for call in job.calls),
+    ),
+    Mutant(
+        "hooks on gradients are not looked for",
+        ("ldt.runtime.building:refuse_hooks", "ldt.runtime.pipeline:refuse_hooks"),
+        _nothing,
+        lambda job: job.has("GradHook", "PostHook") and _changes_gradients(job),
+    ),
+    Mutant(
+        "absent gradients are zeros",
+        ("ldt.runtime.executor:with_absent",),
+        _zeros_for_absent,
+        lambda job: job.has("LayerDrop", "OddDetach", "Detach", "Drop"),
+    ),
+    Mutant(
+        "all that crosses is taken for used",
+        ("ldt.runtime.shapes:used",),
+        lambda inputs, outputs, reaches: inputs,
+        lambda job: job.has("Drop", "Detach"),
+    ),
+    Mutant(
+        "all that crosses is taken for used, and absent gradients are not counted",
+        ("ldt.runtime.shapes:used", "ldt.runtime.absences:Absences.note"),
+        lambda inputs, *args: inputs,
+        lambda job: job.has("Drop", "Detach"),
+    ),
+    Mutant(
+        "functions that accumulate by themselves run twice",
+        ("ldt.runtime.side_effects:PartWatch.around",),
+        _nothing,
+        lambda job: job.has("Accumulates") and job.plan == "split",
+    ),
+    Mutant(
+        "functions that change buffers run twice",
+        ("ldt.runtime.side_effects:PartWatch.check",),
+        _nothing,
+        lambda job: job.has("Tally") and job.plan == "split",
+    ),
+    Mutant(
+        "what hooks return the second time is taken",
+        ("ldt.runtime.split_backward:_instead",),
+        _nothing,
+        lambda job: job.has("TensorHook") and job.plan == "split",
+    ),
+    Mutant(
+        "reentrant checkpoints are split",
+        ("ldt.runtime.split_backward:_WHOLE",),
+        {},
+        lambda job: job.has("Checkpointed") and job.plan == "split",
+    ),
+)
+
+DRY_RUN: tuple[Mutant, ...] = (
+    Mutant(
+        "what a dry run had requires a gradient, and no more",
+        ("ldt.runtime.reach:DryRun.may_require_grad",),
+        lambda run, outputs: [output.requires_grad for output in outputs],
+        lambda job: job.has("LayerDrop") and job.has("Detach"),
+    ),
+    Mutant(
+        "a dry run took all ways",
+        ("ldt.runtime.reach:DryRun._is_whole",),
+        lambda run, outputs: True,
+        lambda job: job.has("LayerDrop", "OddDetach"),
+    ),
+    Mutant(
+        "a dry run moves random generators",
+        ("ldt.runtime.unseen:_random_states",),
+        _no_context,
+        lambda job: job.has("LayerDrop"),
+    ),
+    Mutant(
+        "a dry run leaves globals behind",
+        ("ldt.runtime.unseen:_Surroundings.put_back",),
+        _nothing,
+        lambda job: job.has("Cache"),
+    ),
+    Mutant(
+        "a dry run fills autocast's cache",
+        ("ldt.runtime.unseen:_without_autocast_cache",),
+        _no_context,
+        lambda job: job.autocasts and job.has("Single"),
+    ),
+    Mutant(
+        "a dry run has plain objects in common",
+        ("ldt.runtime.stand_in:StandIn.of",),
+        _with_plain_objects,
+        lambda job: job.has("Memory", "Cache", "RunningMean", "ForwardHook"),
+    ),
+    Mutant(
+        "a dry run calls hooks",
+        ("ldt.runtime.forward_hooks:is_of",),
+        lambda *args: True,
+        lambda job: job.has("ForwardHook"),
+    ),
+    Mutant(
+        "state that decides is not seen",
+        ("ldt.runtime.stand_in:StandIn.moved",),
+        lambda copies: False,
+        lambda job: job.has("LayerDrop", "OddDetach"),
+    ),
+)
