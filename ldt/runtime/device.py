@@ -25,10 +25,13 @@ _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu
 def choose_device(device: torch.device | str | None, backend: str | None) -> torch.device:
     """``device``, else the current device of the kind that ``backend``, else the default group, is for.
 
-    Always with an index, but for the CPU, which has none.
+    Always with an index, but for the CPU, which has none. Raises ValueError for one that this process does not have, or
+    that the backend is not for.
     """
     if device is not None:
-        return _indexed(torch.device(device))
+        chosen = _indexed(torch.device(device))
+        _check_backend(chosen, backend)
+        return chosen
     kinds = [
         _DEVICE_OF_BACKEND.get(name) for name in ([backend] if backend else _default_backends().values())
     ]
@@ -43,6 +46,17 @@ def choose_device(device: torch.device | str | None, backend: str | None) -> tor
             "none: install PyTorch for them and check that the driver sees one, or use backend='gloo' on the CPU"
         )
     return _indexed(torch.device(accelerators[0]))
+
+
+def _check_backend(device: torch.device, backend: str | None) -> None:
+    name = backend or _default_backends().get(device.type)
+    kind = _DEVICE_OF_BACKEND.get(name or "", device.type)
+    if kind != device.type:
+        given = "of connect" if backend else "of the default process group for it"
+        raise ValueError(
+            f"backend {name!r}, {given}, moves tensors of {kind} devices, and device is {device}: give both for one "
+            "kind, such as init_process_group('cpu:gloo,cuda:nccl') and device='cuda', or leave out device"
+        )
 
 
 def choose_backend(device: torch.device, backend: str | None) -> str:
@@ -111,11 +125,10 @@ def _is_available(kind: str) -> bool:
 def _indexed(device: torch.device) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.index is not None:
-        return device
     if not _is_available(device.type):
         raise ValueError(
             f"device {device.type!r} was asked for, but this process has none: install a PyTorch build for it and "
             "check that the driver sees one, or use device='cpu'"
         )
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    return torch.device(device.type, index)

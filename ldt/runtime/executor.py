@@ -20,6 +20,7 @@ from ldt.runtime.grad_memory import GradMemory
 from ldt.runtime.in_flight import Departures, overlapping, own_memory
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
+from ldt.runtime.outputs import refuse_elsewhere
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging, refuse_sparse_gradient
@@ -293,6 +294,7 @@ class Executor:
         difference = first_difference(self._hop(chunk, microbatch), specs, self._runners[chunk].declares)
         if difference is not None:
             raise LdtError(f"{what} is not what was agreed: {difference}")
+        refuse_elsewhere(tensors, self._mesh.device, what)
         parts = list(map(self._mesh.shards.local, tensors))
         if self._work.guard is not None:
             self._work.guard.check(parts, what)

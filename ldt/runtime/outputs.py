@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.disclosure import InputTypeError
+from ldt.runtime.disclosure import InputTypeError, InputValueError
 
-__all__ = ["as_tensors", "joined", "refuse_wrapper", "taken_apart"]
+__all__ = ["as_tensors", "joined", "refuse_elsewhere", "refuse_wrapper", "taken_apart"]
 
 
 def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
@@ -29,6 +29,16 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
         kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
         kind += f" of {', '.join(kinds)}"
     raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+
+
+def refuse_elsewhere(tensors: Sequence[torch.Tensor], device: torch.device, what: str) -> None:
+    """Raise ValueError if one of ``tensors``, which are to be sent, is not on ``device``, the mesh's."""
+    for index, tensor in enumerate(tensors):
+        if tensor.device != device:
+            raise InputValueError(
+                f"{what}, tensor {index} is on {tensor.device}, but the mesh is on {device}: return it there, with the "
+                "module and what it computes on moved by .to(mesh.device)"
+            )
 
 
 class _Place(NamedTuple):

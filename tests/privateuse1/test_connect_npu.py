@@ -131,3 +131,45 @@ def _named_by_doctor() -> str:
 
 def test_doctor_names_the_devices(pool: RankPool) -> None:
     assert pool.run(_named_by_doctor, ranks=[0]) == ["CPU, NPU 0, NPU 1, NPU 2, NPU 3"]
+
+
+class Moving(nn.Module):
+    """Returns its output on another device."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.device)
+
+
+def _elsewhere(backend: str, to: str) -> str:
+    topology = Topology([1, 1, 1])
+    with npu.late(1, 300), ldt.connect(topology, backend) as mesh:
+        chunks: list[nn.Module] = [nn.Linear(16, 16), Moving(to), nn.Tanh(), nn.Tanh()]
+        with pytest.raises(ldt.LdtError) as caught:
+            step(mesh, chunks)
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(("backend", "to"), [("hccl", "cpu"), ("gloo", "npu:0")])
+def test_an_output_on_another_device_is_refused(pool: RankPool, backend: str, to: str) -> None:
+    for text in pool.run(_elsewhere, backend, to):
+        assert f"output of chunk 1 for microbatch 0, tensor 0 is on {to}, but the mesh is on" in text
+
+
+def _of_another_kind(backend: str | None, device: str) -> str:
+    with npu.late(1, 300), pytest.raises(ValueError, match="backend") as caught:
+        ldt.connect(Topology([1, 1, 1]), backend, device=device)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("backend", "device"), [("gloo", "npu"), ("gloo", "npu:0"), ("hccl", "cpu")])
+def test_a_backend_for_another_device_is_refused(pool: RankPool, backend: str, device: str) -> None:
+    kind = {"gloo": "cpu", "hccl": "npu"}[backend]
+    for text in pool.run(_of_another_kind, backend, device):
+        assert (
+            f"backend {backend!r}, of connect, moves tensors of {kind} devices, and device is {device}"
+            in text
+        )

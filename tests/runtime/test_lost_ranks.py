@@ -160,10 +160,12 @@ def test_a_transfer_that_takes_too_long_is_told_in_full(pool: RankPool) -> None:
 
 def test_limits_that_cannot_be() -> None:
     for name in ("timeout", "transfer_timeout", "heartbeat_timeout", "stall_timeout"):
-        with pytest.raises(ValueError, match=f"{name} must be .*, got 0:00:00"):
-            ldt.connect(Topology([1]), **{name: timedelta(0)})  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=f"{name} must be a datetime.timedelta, got 5"):
-            ldt.connect(Topology([1]), **{name: 5})  # type: ignore[arg-type]
+        for seconds, got in ((0, "0:00:00"), (-2, "-1 day, 23:59:58")):
+            with pytest.raises(ValueError, match=f"{name} must be .*, got {got}"):
+                ldt.connect(Topology([1]), **{name: timedelta(seconds=seconds)})  # type: ignore[arg-type]
+        for value in (5, 0.5, "5", None):
+            with pytest.raises(TypeError, match=f"{name} must be a datetime.timedelta, got {value!r}"):
+                ldt.connect(Topology([1]), **{name: value})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"heartbeat_timeout must be at least 0:00:01, got 0:00:00\.9"):
         ldt.connect(Topology([1]), heartbeat_timeout=timedelta(seconds=0.9))
 
