@@ -104,13 +104,23 @@ def infer(
 
 
 def infer_reach(
-    module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, shards: NodeShards
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    shards: NodeShards,
+    loss_trains: bool = False,
 ) -> Reach:
-    """How far back the gradient of a loss goes through the last chunk: whatever it returns, and if it can be run."""
+    """How far back the gradient of a loss goes through the last chunk: whatever it returns, and if it can be run.
+
+    A loss that trains weights of its own, as ``loss_trains`` says, may use an output that requires no gradient.
+    """
 
     def read(run: DryRun) -> Reach:
-        leaves = pytree.tree_leaves(run.output)
-        return of_loss(run, [leaf for leaf in leaves if _needs_grad(leaf)])
+        leaves = [leaf for leaf in pytree.tree_leaves(run.output) if isinstance(leaf, torch.Tensor)]
+        return of_loss(
+            run, [t for t in leaves if t.requires_grad or (loss_trains and not _is_whole_number(t))]
+        )
 
     if not is_fully_sharded(module):
         with suppress(Exception):  # if it is not right, its forward will say so
@@ -267,8 +277,8 @@ def _any_alive(tensors: Sequence[weakref.ref[torch.Tensor]]) -> bool:
     return any(tensor() is not None for tensor in tensors)
 
 
-def _needs_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
+def _is_whole_number(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def warm_up() -> None:

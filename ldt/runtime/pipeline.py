@@ -113,7 +113,7 @@ class Pipeline:
             index: make_runner(mesh, index, module, free_outputs, self._loss_module, aliasing)
             for index, module in modules.items()
         }
-        self._shapes = ShapeBook(mesh, modules, all_reads, self._number)
+        self._shapes = ShapeBook(mesh, modules, all_reads, self._number, self._loss_module is not None)
         notices = Notices(mesh, self._shapes, self._plans, wanted, self._audit) if mesh.is_edge else None
         self._opening = Opening(mesh, self._shapes, self._plans, notices)
         self._guard: Guard | None = None

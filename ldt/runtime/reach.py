@@ -71,7 +71,7 @@ class DryRun:
 
 
 def of_loss(run: DryRun, outputs: Sequence[torch.Tensor]) -> Reach:
-    """How far back the gradient of a loss goes that uses at least one of ``outputs``, those that require one."""
+    """How far back the gradient of a loss goes that uses at least one of ``outputs``."""
     reaches = run.reaches(outputs or [torch.empty(0)])
     every = [i for i in run.inputs if reaches and all(i in reach.sure for reach in reaches)]
     some = [i for i in run.inputs if any(i in (*reach.sure, *reach.maybe) for reach in reaches)]

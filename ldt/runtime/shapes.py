@@ -46,7 +46,7 @@ class ShapeBook:
     until ``forget``, the most recent 4096 of the head and of the other chunks. Hops within a node are found by the way
     and have no specs here.
     ``reads`` has by chunk the metadata whose values its answer may depend on, for chunks of all nodes, ``number`` is
-    that of the pipeline.
+    that of the pipeline, and ``loss_trains`` says that its loss has weights of its own.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class ShapeBook:
         chunks: Mapping[int, nn.Module],
         reads: Mapping[str, Sequence[str]] | None = None,
         number: int = 0,
+        loss_trains: bool = False,
     ) -> None:
         self.chunks = chunks
+        self._loss_trains = loss_trains
         self.hooks = ForwardHooks(mesh.failures.store, f"{mesh.failures.key}/pipeline-{number}")
         self._reads = {int(chunk): names for chunk, names in (reads or {}).items()}
         self._mesh = mesh
@@ -182,7 +184,8 @@ class ShapeBook:
         mesh, module = self._mesh, self.chunks[chunk]
         kwargs = self.keywords_for(chunk, offered, len(args))
         if chunk == self._topology.tail:
-            return Answer((), (infer_reach(module, args, kwargs, mesh.device, mesh.shards),))
+            reach = infer_reach(module, args, kwargs, mesh.device, mesh.shards, self._loss_trains)
+            return Answer((), (reach,))
         try:
             answer = infer(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
         except QuotingError as error:

@@ -278,3 +278,48 @@ def saved(path: Path) -> None:
 
 def test_a_loss_is_saved_and_loaded(pool: RankPool, tmp_path: Path) -> None:
     pool.run(saved, tmp_path, ranks=range(2))
+
+
+class Emits(nn.Module):
+    """Beside its input, some rows of it."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, 2 * x[: self.rows]
+
+
+class Cuts(nn.Module):
+    """What the loss uses has no gradient, what it does not use has one."""
+
+    def forward(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        return x.detach() + 0.1, more
+
+
+class OfTheFirst(Weighted):
+    def forward(self, output: tuple[Tensor, Tensor], target: Tensor) -> Any:
+        return super().forward(output[0], target)
+
+
+def cut_off(rows: int) -> None:
+    topology = Topology([1, 1])
+    torch.manual_seed(0)
+    chunks, loss = [nn.Linear(16, 16), Emits(rows), Cuts()], OfTheFirst()
+    batch = [(torch.randn(3, 16), torch.randn(3, 16)) for _ in range(2)]
+    whole = copy.deepcopy(nn.ModuleList([*chunks, loss]))
+    for x, target in batch:
+        (whole[3](whole[2](*whole[1](whole[0](x))), target) / 2).backward()
+    with ldt.connect(topology, ranks=[0, 1]) as mesh:
+        pipeline = build(mesh, chunks, loss_fn=loss)
+        pipeline.step(batch if mesh.is_edge else None)
+    if mesh.is_edge:
+        assert torch.equal(loss.w.grad, whole[3].w.grad)
+        assert [p.grad for p in whole[0].parameters()] == [None, None]
+        assert [p.grad for p in chunks[0].parameters()] == [None, None]
+
+
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_loss_that_uses_only_what_is_cut_off(pool: RankPool, rows: int) -> None:
+    pool.run(cut_off, rows, ranks=[0, 1])
