@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from differential.mutants_of_steps import DRY_RUN, GRADIENTS
 from differential.mutation import Mutant
 from differential.spec import Job
-from ldt.runtime import chunk, ends
+from ldt.runtime import chunk
 
 __all__ = ["MUTANTS"]
 
@@ -26,8 +24,6 @@ def _changes_gradients(job: Job) -> bool:
     return job.dp > 1 or job.reduction == "token"
 
 
-_map_only = ends.tree_map_only
-
 _UNDER_WAY: tuple[Mutant, ...] = (
     Mutant(
         "what leaves keeps its memory",
@@ -43,8 +39,8 @@ _UNDER_WAY: tuple[Mutant, ...] = (
     ),
     Mutant(
         "outputs of an eval keep their memory",
-        ("ldt.runtime.ends:tree_map_only",),
-        lambda kind, function, tree: _map_only(kind, torch.detach, tree),
+        ("ldt.runtime.ends:own_memory",),
+        lambda tensors: [],
         lambda job: job.has("MovedWeight") and any(call.kind == "eval" for call in job.calls),
     ),
     Mutant(
