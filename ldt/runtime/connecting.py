@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,32 +13,60 @@ import torch.distributed as dist
 from ldt.errors import LdtError
 from ldt.runtime.endpoints import Endpoint
 from ldt.runtime.failure import FailureWatch
-from ldt.runtime.groups import GLOO, GroupSpec
+from ldt.runtime.groups import GLOO, model_groups
 from ldt.runtime.strands import AllOf
-from ldt.topology import Channel
+from ldt.topology import Channel, Topology
 
-__all__ = ["await_connected", "await_on_host", "check_opening", "connect_alone", "start_connecting"]
+__all__ = [
+    "await_connected",
+    "await_on_host",
+    "check_opening",
+    "connect_all",
+    "connect_alone",
+    "limit_transfers",
+]
 
 _POLL_SECONDS = 0.001
 
 
-def start_connecting(
+def connect_all(
     groups: Mapping[str, dist.ProcessGroup],
-    model_groups: Iterable[GroupSpec],
+    topology: Topology,
     endpoints: Mapping[Channel, Endpoint],
-    channels: Iterable[Channel],
+    device: torch.device,
+    failures: FailureWatch,
+    deadline: float,
+) -> None:
+    """The groups of the model and the strands, one after the other, so that a step finds all connected."""
+    for what, work in _start_connecting(groups, topology, endpoints, device):
+        await_connected(work, what, failures, deadline)
+
+
+def limit_transfers(
+    groups: Mapping[str, dist.ProcessGroup], topology: Topology, transfer_timeout: timedelta
+) -> None:
+    """Of what goes through groups of the model, and of backends with streams; the rest the watch of failures limits."""
+    of_model = {spec.name for spec in model_groups(topology)}
+    for name, group in groups.items():
+        if dist.get_backend(group) != GLOO or name in of_model:
+            group.set_timeout(transfer_timeout)
+
+
+def _start_connecting(
+    groups: Mapping[str, dist.ProcessGroup],
+    topology: Topology,
+    endpoints: Mapping[Channel, Endpoint],
     device: torch.device,
 ) -> Iterator[tuple[str, dist.Work]]:
-    """One element through each group of the model, then one byte through each strand, in the given global orders.
+    """One element through each group of the model, then one byte through each strand, in orders equal on all ranks.
 
-    A step then finds all connected. Yields what is being connected and its work, which must be done before the next
-    is asked for.
+    Yields what is being connected and its work, which must be done before the next is asked for.
     """
-    for spec in model_groups:
+    for spec in model_groups(topology):
         if spec.name in groups:
             one = torch.zeros(1, device=device)
             yield f"group {spec.name}", dist.all_reduce(one, group=groups[spec.name], async_op=True)
-    for channel in channels:
+    for channel in topology.channels:
         end = endpoints.get(channel)
         if end is not None:
             for work in end.connect(device):

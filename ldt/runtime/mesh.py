@@ -19,7 +19,7 @@ from ldt._C import Lane
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime import groups as naming
 from ldt.runtime.carriers import Carrier, CarrierChoice
-from ldt.runtime.connecting import await_connected, check_opening, connect_alone, start_connecting
+from ldt.runtime.connecting import check_opening, connect_all, connect_alone, limit_transfers
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device import choose_backend, open_libraries
 from ldt.runtime.device_meshes import DeviceMeshes
@@ -318,15 +318,8 @@ class Mesh(Place):
             self._device_meshes.part("tp")  # not first while shapes are inferred
             connect_alone(self._groups, self.device, self.failures, deadline)
         self.failures.check()  # what failed before there was a lane to abort
-        of_model, channels = naming.model_groups(self.topology), self.topology.channels
-        connecting = start_connecting(self._groups, of_model, self._endpoints, channels, self.device)
-        for what, work in connecting:
-            await_connected(work, what, self.failures, deadline)
-        names_of_model = {spec.name for spec in of_model}
-        for name, group in self._groups.items():
-            if dist.get_backend(group) != naming.GLOO or name in names_of_model:
-                # Of what goes through it; for what goes by, the watch of failures looks.
-                group.set_timeout(transfer_timeout)
+        connect_all(self._groups, self.topology, self._endpoints, self.device, self.failures, deadline)
+        limit_transfers(self._groups, self.topology, transfer_timeout)
 
     def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
         def share_with_all(name: str, value: Any) -> list[Any]:
