@@ -117,6 +117,58 @@ def test_files_outside(job: Job, tmp_path: Path, name: str) -> None:
     assert f"it names the file {name!r}, expected one in its own folder" in refusal(job, tmp_path)
 
 
+def nested() -> Any:
+    """Small in a file, and for who counts on: each tuple has the one before twice."""
+    value: Any = (1, 1)
+    for _ in range(60):
+        value = (value, value)
+    return value
+
+
+def no_key(metadata: Metadata) -> bytes:
+    """No dict with such a key can be made here."""
+    nest = pickle.dumps(nested(), protocol=2)[2:-1]
+    return b"\x80\x02}" + nest + b"K\x01s."
+
+
+def no_name(metadata: Metadata) -> None:
+    next(iter(metadata.storage_data.values())).relative_path = nested()
+
+
+def pieces(metadata: Metadata) -> None:
+    next(iter(metadata.state_dict_metadata.values())).chunks *= 3000  # type: ignore[union-attr]
+
+
+def enormous(metadata: Metadata) -> None:
+    """More than there is memory, in the state of an optimizer, which is made as large as the file says."""
+    key = next(key for key in metadata.state_dict_metadata if key.endswith("exp_avg"))
+    entry: Any = metadata.state_dict_metadata[key]
+    entry.size, entry.chunks = torch.Size([10**14]), entry.chunks[:1]
+    entry.chunks[0].offsets, entry.chunks[0].sizes = torch.Size([0]), entry.size
+    index = next(index for index in metadata.storage_data if index.fqn == key)
+    place = metadata.storage_data.pop(index)
+    place.length = 10**16
+    metadata.storage_data[type(index)(key, torch.Size([0]))] = place
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (no_key, "expected a name as a key, got a tuple"),
+        (no_name, "expected the name of a file, got a tuple"),
+        (pieces, "has 3000 pieces, expected one of a rank at most"),
+        (enormous, "it is cut short"),
+    ],
+)
+def test_metadata_that_would_take_for_ever(
+    job: Job, tmp_path: Path, change: Callable[[Metadata], Any], sentence: str
+) -> None:
+    folder = tampered(job, tmp_path, lambda metadata: None)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (folder / ".metadata").write_bytes(change(metadata) or pickle.dumps(metadata))
+    assert sentence in refusal(job, tmp_path)
+
+
 def test_a_file_that_is_cut_short(job: Job, tmp_path: Path) -> None:
     folder = tampered(job, tmp_path, lambda metadata: None)
     file = next(folder.glob("*.distcp"))

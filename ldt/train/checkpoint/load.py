@@ -126,6 +126,7 @@ class _Loading:
                 for name, tensor in named.tensors.items()
             }
         )
+        shelf.check_files()  # before memory is taken for what they say they have
         if self._optimizer is not None:
             wanted, self._new_optimizer_state = optimizer_state.restored(
                 self._optimizer,
@@ -140,7 +141,6 @@ class _Loading:
         of_edge = shelf.reader(0) if self._mesh.is_edge else None
         self.position = None if of_edge is None else from_json(of_edge.record.position)
         self._look_for_random_states()
-        shelf.check_files()
 
     def finish(self) -> None:
         """Reads it all."""

@@ -62,6 +62,29 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
 
+    def load_setitem(self) -> None:
+        """Put something in a dict. The hash of a key, unlike one of these, may be the work of years."""
+        _check_key(self.stack[-2])
+        super().load_setitem()
+
+    dispatch[pickle.SETITEM[0]] = load_setitem
+
+    def load_setitems(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_setitems()
+
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+    def load_dict(self) -> None:
+        for key in self.stack[::2]:
+            _check_key(key)
+        super().load_dict()
+
+    dispatch[pickle.DICT[0]] = load_dict
+    for instruction in (pickle.EMPTY_SET, pickle.ADDITEMS, pickle.FROZENSET, pickle.BYTEARRAY8):
+        del dispatch[instruction[0]]
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
@@ -92,6 +115,12 @@ def places_in(folder: Path) -> dict[str, list[tuple[int, int]]]:
     for place in parse_metadata(file, file.read_bytes()).storage_data.values():
         found.setdefault(place.relative_path, []).append((place.offset, place.length))
     return found
+
+
+def _check_key(key: object) -> None:
+    parts = (key.fqn, key.offset, key.index) if type(key) is MetadataIndex else (key,)
+    if not all(part is None or type(part) in (str, int, torch.Size) for part in parts):
+        raise TypeError(f"expected a name as a key, got a {type(key).__name__}")
 
 
 def _checked(metadata: Any) -> Metadata:
@@ -131,11 +160,9 @@ def _check_entry(key: object, entry: TensorStorageMetadata) -> None:
 
 def _check_place(place: Any) -> None:
     name = place.relative_path
-    if not _is_file_name(name) or place.transform_descriptors:
-        raise CheckpointError(f"it names the file {name!r}, expected one in its own folder, as it is")
+    if not isinstance(name, str):
+        raise TypeError(f"expected the name of a file, got a {type(name).__name__}")
+    if name in ("", "..") or Path(name).name != name or place.transform_descriptors:
+        raise CheckpointError(f"it names the file {name[:200]!r}, expected one in its own folder, as it is")
     if not (type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0):
         raise TypeError(f"expected the place of a tensor in {name}")
-
-
-def _is_file_name(name: object) -> bool:
-    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name

@@ -86,6 +86,8 @@ def joined(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
         for index, info in part.storage_data.items():
             files[index] = dataclasses.replace(info, relative_path=f"{name}/{info.relative_path}")
     for key, entry in tensors.items():
+        if len(entry.chunks) > len(parts):  # torch compares each with each
+            raise damaged(folder, f"{key} has {len(entry.chunks)} pieces, expected one of a rank at most")
         _check_whole(folder, key, entry)
     entries: dict[str, STORAGE_TYPES] = {**tensors}
     return Metadata(entries, storage_data=files)

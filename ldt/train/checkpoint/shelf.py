@@ -21,7 +21,8 @@ __all__ = ["Shelf", "some"]
 class Shelf:
     """``folders`` are those of complete stages, by number. That of ``own_stage`` is looked into first.
 
-    Others are opened only for what it lacks. First want all, then check, then read: until then no tensor is changed.
+    Others are opened only for what it lacks. First want the model, then check, want the rest, and read: until then no
+    tensor is changed.
     """
 
     def __init__(self, folders: Mapping[int, Path], own_stage: int = 0) -> None:
