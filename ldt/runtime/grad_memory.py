@@ -50,8 +50,12 @@ def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
 def _parts(grad: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(grad):
         names, _ = grad.__tensor_flatten__()
-        for name in names:
-            yield from _parts(getattr(grad, name))
+        inner = (
+            getattr(grad, name) for name in names
+        )  # of a DTensor from torch 2.13 on its device mesh, too
+        for part in inner:
+            if isinstance(part, torch.Tensor):
+                yield from _parts(part)
     elif grad.layout is torch.sparse_coo:
         yield from _parts(grad._values())
     elif grad.layout is torch.strided:
