@@ -24,6 +24,12 @@ def _changes_gradients(job: Job) -> bool:
     return job.dp > 1 or job.reduction == "token"
 
 
+def _has_gradients_in_one(job: Job) -> bool:
+    """Whether the gradient of one row may become that of two parameters, and PyTorch adds nothing to it."""
+    twice = any(sum(item.kind == "Position" for item in chunk) > 1 for chunk in job.chunks)
+    return twice and any(call.kind == "step" and call.batches == (1,) for call in job.calls[:1])
+
+
 _UNDER_WAY: tuple[Mutant, ...] = (
     Mutant(
         "what leaves keeps its memory",
@@ -46,8 +52,8 @@ _UNDER_WAY: tuple[Mutant, ...] = (
     Mutant(
         "gradients that are one in memory stay so",
         ("ldt.runtime.grad_memory:GradMemory.separate",),
-        _nothing,
-        lambda job: job.has("Position") and (job.clips or job.scales or _changes_gradients(job)),
+        lambda *args: [],
+        lambda job: _has_gradients_in_one(job) and (job.clips or job.scales or _changes_gradients(job)),
     ),
     Mutant(
         "elements that are one in memory are not told",
