@@ -64,7 +64,7 @@ GRADIENTS: tuple[Mutant, ...] = (
         "infinite gradients are not told to other stages",
         ("ldt.train.grad_scaler:GradScaler._unscale_grads_",),
         torch.amp.GradScaler._unscale_grads_,
-        lambda job: any(call.overflows for call in job.calls),
+        lambda job: any(call.overflows for call in job.calls) and not job.has("Complex"),
     ),
     Mutant(
         "hooks on gradients are not looked for",
