@@ -24,7 +24,6 @@ def seen(step: int, *stages: int, again: int = 0, of: int = 3, save_id: str = "a
         ([[seen(1, 0)], [seen(1, 1, 2)]], [Save(1)]),
         ([[seen(1, 0), seen(2, 0)], [seen(1, 1, 2), seen(2, 2)]], [Save(1)]),
         ([[seen(1, 0, 1)], [seen(1, 1)]], []),
-        ([[seen(1, 0)], [seen(1, 1, 2, save_id="b")]], []),
         ([[seen(1, 0, 1, 2, of=4)]], []),
         ([[seen(1, 0, of=1), seen(1, 0, again=1, of=1), seen(10, 0, of=1)]], [Save(1), Save(1, 1), Save(10)]),
         ([[seen(1)]], []),
@@ -34,6 +33,20 @@ def test_complete_saves(catalogs: list[Any], complete: list[Save]) -> None:
     assert complete_saves(catalogs) == complete
     choice = choose(catalogs, None)
     assert (choice and choice.save) == (complete[-1] if complete else None)
+
+
+@pytest.mark.parametrize(
+    "catalogs",
+    [
+        [[seen(1, 0)], [seen(1, 1, 2, save_id="b")]],
+        [[seen(1, 0, 1)], [seen(1, 1, 2, save_id="b")]],
+        [[seen(1, 0, 1, 2)], [seen(1, 0, of=1)]],
+    ],
+)
+def test_stages_of_different_saves_are_an_error(catalogs: list[Any]) -> None:
+    assert complete_saves(catalogs) == []
+    with pytest.raises(ldt.CheckpointError, match=r"step-1/stage-\d is not of the same save"):
+        choose(catalogs, None)
 
 
 def test_what_the_newest_lacks() -> None:

@@ -167,15 +167,22 @@ def _united(catalogs: Iterable[Catalog]) -> dict[Save, _Seen]:
                 raise LdtError(
                     f"a rank tells of stage {str(stage)[:40]} of {str(count)[:40]}, expected numbers"
                 )
-            of_save.stages[stage] = count, str(save_id)
+            told = count, str(save_id)
+            if any(other != told for other in of_save.stages.values()):
+                of_save.damage.append(_mixed(Save(step, again), stage))
+            of_save.stages.setdefault(stage, told)
     return found
 
 
-def _is_complete(seen: _Seen) -> bool:
-    """All that its topology has, of one save, and nothing damaged."""
-    stages = seen.stages
+def _mixed(save: Save, stage: int) -> str:
     return (
-        not seen.damage
-        and len(set(stages.values())) == 1
-        and all(stages.keys() == set(range(count)) for count, _ in stages.values())
+        f"{save.folder}/stage-{stage} is not of the same save as other stages of that step: a folder of another job, "
+        "or of a run that did not see all of them, is among the paths"
     )
+
+
+def _is_complete(seen: _Seen) -> bool:
+    """All that its topology has, and nothing damaged."""
+    stages = seen.stages
+    wanted = {count for count, _ in stages.values()}
+    return not seen.damage and any(stages.keys() == set(range(count)) for count in wanted)
