@@ -26,7 +26,7 @@ from ldt.runtime.received import texts, texts_by_name
 from ldt.runtime.ties import Ties
 from ldt.runtime.weights import Weights
 
-__all__ = ["Given", "Own", "Parts", "WeightOptions", "agreed_parts"]
+__all__ = ["Given", "Own", "Parts", "WeightOptions", "agree_on_ties", "agreed_parts"]
 
 
 @dataclass
@@ -165,6 +165,13 @@ def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
             parts.audit.discard()
         raise
     return parts, answers
+
+
+def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightOptions) -> None:
+    """As when a pipeline is built, for what is trained by now. A collective call, which raises LdtError."""
+    ties = Ties(mesh, modules if options.check_weights else {})
+    told = agree(mesh, "forget_shapes()", None, {}, ties.tell(), _by_chunk)
+    ties.compare(told, contents=not options.allow_equal_weights)
 
 
 def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:

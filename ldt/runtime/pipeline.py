@@ -14,7 +14,7 @@ from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
 from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.audit import Guard
-from ldt.runtime.building import Given, WeightOptions, agreed_parts
+from ldt.runtime.building import Given, WeightOptions, agree_on_ties, agreed_parts
 from ldt.runtime.calls import Call, Mode, Refusal
 from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.ends import make_runner
@@ -97,8 +97,8 @@ class Pipeline:
         self._reduction: LossReduction = loss_reduction
         self._scaler = grad_scaler
         self._serial = 0
-        options = WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
-        given = Given(chunks, plan, plan_factory, loss_fn, loss_reduction, grad_scaler, audit, options)
+        self._options = WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
+        given = Given(chunks, plan, plan_factory, loss_fn, loss_reduction, grad_scaler, audit, self._options)
         parts, answers = agreed_parts(mesh, given)
         modules, self._plans, self._audit = parts.modules, parts.plans, parts.audit
         self._loss_module, self._buffers = parts.loss_module, parts.buffers
@@ -146,8 +146,12 @@ class Pipeline:
         return self._plans.get(num_microbatches, training)
 
     def forget_shapes(self) -> None:
-        """Call on every rank after freezing or unfreezing layers: what hops carry is then found anew."""
+        """Call on every rank after freezing or unfreezing layers: what hops carry is then found anew.
+
+        Raises LdtError on every rank if a weight that is trained from now on is on two stages, as ``Pipeline()`` does.
+        """
         self._shapes.forget()
+        agree_on_ties(self._mesh, self._shapes.chunks, self._options)
 
     def step(self, microbatches: Any = None, *, upcoming: Any = None) -> StepResult:
         """Forward and backward of all microbatches. A collective call of all ranks of the mesh.

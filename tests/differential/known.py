@@ -46,7 +46,7 @@ def trains_apart(job: Job) -> bool:
     return any(
         seen
         and (bool(job.torn) or first % stages != second % stages)
-        and not {first, second} & set(job.frozen)
+        and not any(map(job.freezes, (first, second)))
         for first, second in job.ties
     )
 
@@ -144,8 +144,10 @@ OFF: tuple[Off, ...] = (
         lambda job: trains_apart(job) and job.begin != "equal",
     ),
     Off(
-        "a layer on two stages that is trained later",
-        lambda job: bool(job.ties and job.frozen) and any(call.kind == "thaw" for call in job.calls),
+        "a layer without a name on two stages that is trained later, when the rest of the model is gone",
+        lambda job: (
+            bool(job.ties and job.frozen and not job.names) and any(call.kind == "thaw" for call in job.calls)
+        ),
     ),
     Off(
         "modules that are cut or wrapped begin equal",

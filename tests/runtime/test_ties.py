@@ -262,3 +262,26 @@ def test_a_tie_that_was_broken(pool: RankPool, how: str) -> None:
 
 def test_a_tie_may_stay(pool: RankPool) -> None:
     assert pool.run(broken, "no") == [""] * 4
+
+
+def thawed(allowed: bool) -> str:
+    layer = nn.Linear(16, 16).requires_grad_(False)
+    chunks = [layer, layer, ToyChunk(16), ToyChunk(16)]
+    with ldt.connect(Topology([1, 1, 1]), ranks=range(3)) as mesh:
+        pipeline = build(mesh, chunks, allow_equal_weights=allowed)
+        pipeline.forget_shapes()
+        layer.requires_grad_(True)
+        try:
+            pipeline.forget_shapes()
+        except ldt.LdtError as error:
+            return str(error)
+        pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
+    return ""
+
+
+def test_a_layer_on_two_stages_that_is_trained_later(pool: RankPool) -> None:
+    texts = pool.run(thawed, False, ranks=range(3))
+    assert len(set(texts)) == 1
+    assert "weight of chunk 0" in texts[0]
+    assert "two stages hold it" in texts[0]
+    assert pool.run(thawed, True, ranks=range(3)) == [""] * 3
