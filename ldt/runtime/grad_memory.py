@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ldt._C import is_memory_own
+
 __all__ = ["GradMemory"]
 
 
@@ -26,17 +28,20 @@ class GradMemory:
 
         Returns those that have new ones.
         """
-        pending = self._without.setdefault(chunk, list(parameters))
-        if not pending:
-            return pending
+        pending = self._without[chunk] if chunk in self._without else list(parameters)
         self._without[chunk] = [parameter for parameter in pending if parameter.grad is None]
-        spans = [span for parameter in pending for span in _spans(parameter)]
-        last = 0
-        for start, end, parameter in sorted(spans, key=lambda span: span[:2]):
-            if start < last and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-            last = max(last, end)
+        if not is_memory_own([parameter.grad for parameter in pending]):
+            _part(pending)
         return [parameter for parameter in pending if parameter.grad is not None]
+
+
+def _part(parameters: Iterable[nn.Parameter]) -> None:
+    spans = [span for parameter in parameters for span in _spans(parameter)]
+    last = 0
+    for start, end, parameter in sorted(spans, key=lambda span: span[:2]):
+        if start < last and parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
+        last = max(last, end)
 
 
 def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
@@ -50,11 +55,8 @@ def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
 def _parts(grad: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(grad):
         names, _ = grad.__tensor_flatten__()
-        inner = (
-            getattr(grad, name) for name in names
-        )  # of a DTensor from torch 2.13 on its device mesh, too
-        for part in inner:
-            if isinstance(part, torch.Tensor):
+        for name in names:  # of a DTensor from torch 2.13 on its device mesh, too
+            if isinstance(part := getattr(grad, name), torch.Tensor):
                 yield from _parts(part)
     elif grad.layout is torch.sparse_coo:
         yield from _parts(grad._values())
