@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 __all__ = [
     "CheckpointError",
     "LdtError",
@@ -41,6 +44,9 @@ class NonFiniteError(LdtError, ArithmeticError):
         super().__init__(text)
         self.chunk = chunk
         self.microbatch = microbatch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), chunk=self.chunk, microbatch=self.microbatch), self.args
 
 
 class PlanError(LdtError, ValueError):

@@ -23,7 +23,15 @@ __all__ = ["loss_module", "refuse_unknown"]
 _Trained = Union[nn.Module, nn.Parameter]  # noqa: UP007 (evaluated)
 _DEPTH = 6  # of things within things
 _OF_OBJECTS = ("LOAD_ATTR", "LOAD_METHOD")
-_LOADS = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_GLOBAL", "LOAD_NAME", *_OF_OBJECTS)
+_OF_VARIABLES = (
+    "LOAD_FAST",
+    "STORE_FAST_LOAD_FAST",
+    "LOAD_DEREF",
+    "LOAD_CLASSDEREF",
+    "LOAD_GLOBAL",
+    "LOAD_NAME",
+)
+_LOADS = (*_OF_VARIABLES, *_OF_OBJECTS)
 
 
 def loss_module(loss_fn: Callable[..., Any] | None) -> nn.Module | None:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,9 +81,8 @@ class Witness:
 
     def __init__(self, chunks: Mapping[int, nn.Module]) -> None:
         self._chunks = chunks
-        self._lines: dict[
-            int, tuple[torch.Tensor, str]
-        ] = {}  # by ``id``, which lasts as long as they are held
+        # By ``id``, which lasts as long as they are held.
+        self._lines: dict[int, tuple[torch.Tensor, str]] = {}
         self._digests: dict[int, tuple[nn.Module, str]] = {}
 
     def of(self, wanted: Mapping[str, Held]) -> dict[str, Evidence]:
@@ -131,12 +131,16 @@ class Witness:
             for parameter in {id(p) for p in module.parameters()} & parameters:
                 found.setdefault(parameter, set()).add(digest)
 
-        for module in _modules_alive():
+        def note_beside(module: nn.Module) -> None:
             if id(module) not in inside and not parameters.isdisjoint(map(id, module.parameters())):
                 digest = self._of(module)
                 wrapped = {id(chunk) for own, chunk in chunks if own == digest}
                 if wrapped.isdisjoint(map(id, module.modules())):
                     note(module, digest)
+
+        for module in _modules_alive():
+            with suppress(Exception):  # not this pipeline's: it may be half made, or have a mind of its own
+                note_beside(module)
         for digest, chunk in chunks:
             if _is_listed_twice(chunk):
                 note(chunk, digest)

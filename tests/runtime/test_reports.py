@@ -21,6 +21,7 @@ from ldt.runtime.disclosure import QuotingError, disclose
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
+from ldt.train.checkpoint.layout import StorageError
 
 WORLD_SIZE = 4
 SECRET = "the patient's name"
@@ -149,6 +150,15 @@ def test_an_error_that_quotes_has_a_name_that_users_know() -> None:
     assert disclose(error) == "LdtError: a text"
     assert FailureReport.of(error, 0, 0, 0, "somewhere", in_full=False).error_type == "LdtError"
     assert type(pickle.loads(pickle.dumps(error))) is ldt.LdtError
+
+
+def test_errors_come_out_of_other_processes_as_they_are() -> None:
+    remote = ldt.RemoteStageError("a text", rank=3, stage=1, place="the forward", error_type="KeyError")
+    for error in (ldt.NonFiniteError("a text", chunk=2, microbatch=5), remote):
+        copied = pickle.loads(pickle.dumps(error))
+        assert (type(copied), str(copied), vars(copied)) == (type(error), "a text", vars(error))
+    stored = pickle.loads(pickle.dumps(StorageError("a text", plain="a text")))
+    assert (type(stored), str(stored)) == (ldt.CheckpointError, "a text")
 
 
 class Reading(nn.Module):

@@ -95,6 +95,11 @@ def layers(number: int) -> list[nn.Module]:
     return list(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0), number).layers)
 
 
+class Secretive(nn.Module):
+    def parameters(self, recurse: bool = True) -> Any:
+        raise RuntimeError("not yet")
+
+
 _kept: list[nn.Module] = []  # what a script has beside the model, such as averages of its weights
 
 
@@ -123,7 +128,7 @@ def shared(case: str) -> list[nn.Module]:
         "copies": [nn.Linear(16, 16), Repeating(layer), nn.Sequential(layer), ToyChunk(16)],
         "names": [Named(nn.Linear(16, 16), index) for index in range(4)],
     }
-    _kept[:] = [copy.deepcopy(nn.ModuleList(chunks[case]))]
+    _kept[:] = [copy.deepcopy(nn.ModuleList(chunks[case])), Secretive()]
     return chunks[case]
 
 

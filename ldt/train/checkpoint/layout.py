@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ldt.errors import CheckpointError
 from ldt.runtime.disclosure import QuotingError
@@ -176,6 +176,9 @@ class StorageError(CheckpointError, QuotingError):
     def reworded(self, change: Callable[[str], str]) -> StorageError:
         """The same with ``change`` made to both of its texts."""
         return type(self)(change(str(self)), change(self.plain))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointError, self.args
 
 
 def _in_save(path: Path) -> str:
