@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.disclosure import InputValueError, QuotingError
+from ldt.runtime.held import inner_tensors
 from ldt.runtime.microbatch import Microbatch
 
 __all__ = ["Audit", "Guard"]
@@ -168,8 +169,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """With memory of their own: of one that wraps others (DTensor), those; of an array, a tensor over its memory."""
     for leaf in pytree.tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
-            names, _ = leaf.__tensor_flatten__()
-            yield from _tensors_in([getattr(leaf, name) for name in names])
+            yield from _tensors_in(inner_tensors(leaf))
         elif isinstance(leaf, torch.Tensor):
             yield leaf
         elif isinstance(leaf, Mapping):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt._C import is_memory_own
+from ldt.runtime.held import inner_tensors
 
 __all__ = ["GradMemory"]
 
@@ -54,10 +55,8 @@ def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
 
 def _parts(grad: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(grad):
-        names, _ = grad.__tensor_flatten__()
-        for name in names:  # of a DTensor from torch 2.13 on its device mesh, too
-            if isinstance(part := getattr(grad, name), torch.Tensor):
-                yield from _parts(part)
+        for part in inner_tensors(grad):
+            yield from _parts(part)
     elif grad.layout is torch.sparse_coo:
         yield from _parts(grad._values())
     elif grad.layout is torch.strided:

@@ -13,7 +13,16 @@ from torch.nn.parameter import is_lazy
 
 from ldt.runtime.place import Place
 
-__all__ = ["Held", "NamesItself", "is_part", "parts_of", "spread", "tensors_held", "unwrapped_name"]
+__all__ = [
+    "Held",
+    "NamesItself",
+    "inner_tensors",
+    "is_part",
+    "parts_of",
+    "spread",
+    "tensors_held",
+    "unwrapped_name",
+]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpoints
 
@@ -34,6 +43,13 @@ def parts_of(module: nn.Module) -> dict[nn.Module, None]:
                 found[part] = None
                 left.append(part)
     return found
+
+
+def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a traceable wrapper subclass wraps. A DTensor of torch 2.13 names its device mesh with them."""
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    found = (getattr(wrapper, name) for name in names)
+    return [part for part in found if isinstance(part, torch.Tensor)]
 
 
 def unwrapped_name(name: str) -> str:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt._C import VersionCounters, is_memory_own
 from ldt.errors import LdtError
+from ldt.runtime.held import inner_tensors
 from ldt.runtime.mailbox import Slot
 
 __all__ = ["Departures", "overlapping", "own_memory"]
@@ -91,9 +92,7 @@ def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:
     if type(tensor) is torch.Tensor:
         return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()
     if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        inner = (getattr(tensor, name) for name in names)
-        return tuple(storage for part in inner if isinstance(part, torch.Tensor) for storage in _memory(part))
+        return tuple(storage for part in inner_tensors(tensor) for storage in _memory(part))
     return (tensor.untyped_storage(),)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.errors import LdtError
 from ldt.runtime.digests import components, digests, raw_bytes
-from ldt.runtime.held import Held, spread, tensors_held
+from ldt.runtime.held import Held, inner_tensors, spread, tensors_held
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.received import plain, texts_by_name
 from ldt.runtime.relay import wait_or_fail
@@ -103,8 +103,8 @@ def refuse_unwritable(label: str, tensor: torch.Tensor, option: str) -> None:
 
 def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _inner(getattr(tensor, name))
+        for part in inner_tensors(tensor):
+            yield from _inner(part)
     else:
         yield tensor
 

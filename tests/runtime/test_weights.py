@@ -10,6 +10,7 @@ import torch
 from pipeline_jobs import build
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ldt
@@ -117,6 +118,9 @@ def sent(tp: list[int], dp: int, edge_dp: int) -> list[Any]:
         for chunk in chunks:
             chunk.register_buffer("count", torch.tensor(mesh.rank))
             chunk.register_parameter("turned", nn.Parameter(torch.randn(3, 2).half().t()))
+            if topology.tp[mesh.stage] > 1:
+                mine = torch.full((2,), float(mesh.rank))
+                chunk.register_buffer("split", DTensor.from_local(mine, mesh.tp_mesh, [Shard(0)]))
         build(mesh, chunks, sync_weights=True)
         first = topology.ranks_of_stage(mesh.stage)[0]
         expected = toy_chunks(topology, seed=first)
@@ -124,6 +128,8 @@ def sent(tp: list[int], dp: int, edge_dp: int) -> list[Any]:
             for name, parameter in expected[index].named_parameters():
                 assert torch.equal(parameter, chunks[index].get_parameter(name)), name
             assert chunks[index].count == first  # type: ignore[union-attr]
+            if topology.tp[mesh.stage] > 1:
+                assert chunks[index].split.to_local().tolist() == [first + mesh.tp_rank] * 2  # type: ignore[operator, union-attr]
         return [digests([chunks[index].turned]) for index in topology.chunks_of(mesh.stage)]  # type: ignore[list-item]
 
 
