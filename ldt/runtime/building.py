@@ -168,9 +168,16 @@ def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
 
 
 def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightOptions) -> None:
-    """As when a pipeline is built, for what is trained by now. A collective call, which raises LdtError."""
-    ties = Ties(mesh, modules if options.check_weights else {})
-    told = agree(mesh, "forget_shapes()", None, {}, ties.tell(), _by_chunk)
+    """As when a pipeline is built, for what is trained by now. A collective call: if one rank cannot, all raise."""
+    ties: Ties | None = None
+    error: Exception | None = None
+    try:
+        ties = Ties(mesh, modules if options.check_weights else {})
+    except Exception as caught:
+        error = caught
+    marks = {} if ties is None else ties.tell()
+    told = agree(mesh, "forget_shapes()", error, {}, marks, _by_chunk)
+    assert ties is not None, "agree raises what was caught"
     ties.compare(told, contents=not options.allow_equal_weights)
 
 

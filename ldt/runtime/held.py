@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -45,9 +45,9 @@ def parts_of(module: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def inner_tensors(wrapper: torch.Tensor) -> list[torch.Tensor]:
+def inner_tensors(wrapper: Any) -> list[torch.Tensor]:
     """The tensors that a traceable wrapper subclass wraps. A DTensor of torch 2.13 names its device mesh with them."""
-    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    names, _ = wrapper.__tensor_flatten__()
     found = (getattr(wrapper, name) for name in names)
     return [part for part in found if isinstance(part, torch.Tensor)]
 

@@ -275,6 +275,10 @@ def thawed(allowed: bool) -> str:
     with ldt.connect(Topology([1, 1, 1]), ranks=range(3)) as mesh:
         pipeline = build(mesh, chunks, allow_equal_weights=allowed)
         pipeline.forget_shapes()
+        chunks[2].whole_model_name = lambda name: {}[name]  # type: ignore[assignment, misc]
+        with pytest.raises(KeyError if mesh.stage == 2 else ldt.RemoteStageError):
+            pipeline.forget_shapes()
+        del chunks[2].whole_model_name
         layer.requires_grad_(True)
         try:
             pipeline.forget_shapes()
