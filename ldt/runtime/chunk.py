@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,21 +134,20 @@ class ChunkRunner:
         """
         graph = self._graphs[microbatch]
         starts = self.starts(work, microbatch, grads)
-        try:
+        with self._named():
             found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
-        except LdtError as error:
-            raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
         graph.roots, graph.outputs = [], []
         given = list(map(_finished, found))
         work.finite.gradients(self.index, microbatch, given)
         return given
 
     def backward_weight(self, work: StepWork, microbatch: int) -> None:
-        """The rest: accumulate parameter gradients."""
+        """The rest: accumulate parameter gradients. Raises LdtError if something else is changed in both parts."""
         graph = self._graphs.pop(microbatch)
         assert graph.weight_part is not None
         try:
-            graph.weight_part.run()
+            with self._named():
+                graph.weight_part.run()
         finally:
             graph.let_go()
         work.finite.gradients(self.index, microbatch, parameters=self.named_parameters())
@@ -218,6 +218,13 @@ class ChunkRunner:
         for graph in self._graphs.values():
             graph.let_go()
         self._graphs.clear()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except LdtError as error:
+            raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
 
     def _whole(self, parts: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
         return [self._shards.whole(part, spec) for part, spec in zip(parts, specs, strict=True)]

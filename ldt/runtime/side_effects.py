@@ -1,10 +1,10 @@
-"""Finds what custom functions change in their backward, besides the gradients that they return."""
+"""Finds what custom functions and hooks change in a backward, besides the gradients that they return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import ExitStack, suppress
-from itertools import chain
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,29 +14,31 @@ from torch.autograd.graph import GradientEdge, Node
 from ldt.errors import LdtError
 from ldt.runtime.held import parts_of
 
-__all__ = ["FunctionWatch"]
+__all__ = ["FunctionWatch", "SecondPart"]
 
 _Take = Callable[[], Sequence[torch.Tensor]]
 Start = tuple[GradientEdge, torch.Tensor]
+SecondPart = Callable[[], AbstractContextManager[None]]
 
 
 class FunctionWatch:
-    """Watches custom functions of a chunk that run in the first part of a split backward, and would in the second.
+    """Watches what of a chunk runs in the first part of a split backward, and would in the second.
 
     A function that changes the gradients of its own parameters, as fused weight gradients do, runs in the first part
-    alone: what it returned is kept for the second. Anything else of ``module`` that is changed is an error. All its
-    parameters and buffers are looked at before and after each first part.
+    alone: what it returned is kept for the second. Anything else of ``module`` that is changed is an error, but for
+    buffers that hooks change in one part only. All its parameters and buffers are looked at before and after each
+    first part.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._contents = True  # the first time they are looked at, too
+        self._contents = True  # the first time that functions are looked at, too
         self._accumulate: set[type] = set()  # functions that do, as was seen
 
-    def begin(self) -> PartWatch:
-        """For one first part."""
-        watch = PartWatch(self._module, self._accumulate, self._contents)
-        self._contents = False
+    def begin(self, functions: bool = True) -> PartWatch:
+        """For one first part, in which custom ``functions`` run."""
+        watch = PartWatch(self._module, self._accumulate, self._contents and functions)
+        self._contents = self._contents and not functions
         return watch
 
 
@@ -64,7 +66,7 @@ class PartWatch:
                 looks.append(_Look(lambda: own, self._contents))
 
         def after(grads: Any, _: object) -> None:
-            if type(node) not in self._accumulate and looks.pop().changed() is None:
+            if type(node) not in self._accumulate and not any(looks.pop().changes()):
                 return
             self._accumulate.add(type(node))
             self._own.update(map(id, own))
@@ -77,19 +79,46 @@ class PartWatch:
         hooks.enter_context(node.register_prehook(before))
         hooks.enter_context(node.register_hook(after))
 
-    def check(self, names: Iterable[str]) -> None:
-        """Raise LdtError if something else was changed, ``names`` being those of the functions."""
-        changed = self._all.changed(self._own)
-        if changed is not None:
-            tensor, part = changed
-            named = chain(self._module.named_parameters(), self._module.named_buffers())
-            name = next((name for name, other in named if other is tensor), "a tensor")
-            raise LdtError(
-                f"its backward cannot be split: it changes {name}{part} itself, and would do so again in the second "
-                "part, as custom functions that lead to inputs and parameters run in both "
-                f"({', '.join(sorted(set(names)))}). Let the function return that gradient, or take a plan without "
-                "split backward"
-            )
+    def check(self, functions: Collection[str]) -> SecondPart:
+        """Raise LdtError if something else was changed, by one of these ``functions`` or by hooks.
+
+        Buffers that hooks change are left to what is returned, to be entered around the second part.
+        """
+        moved = []
+        for tensor, part in self._all.changes(self._own):
+            buffers = (name for name, other in self._module.named_buffers() if other is tensor)
+            name = next(buffers, None)
+            if functions or name is None or part:
+                parameters = (name for name, other in self._module.named_parameters() if other is tensor)
+                raise _cannot(name or next(parameters, "a tensor"), part, functions)
+            moved.append(name)
+        return partial(_changes_none, self._module, moved)
+
+
+@contextmanager
+def _changes_none(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Raise LdtError if what runs meanwhile changes one of these buffers."""
+    before = _buffers(module, names)
+    yield
+    after = _buffers(module, names)
+    for name, seen in before.items():
+        if after.get(name) != seen:
+            raise _cannot(name, "", ())
+
+
+def _buffers(module: nn.Module, names: Collection[str]) -> dict[str, tuple[int, object]]:
+    found = module.named_buffers() if names else ()
+    return {name: (id(tensor), tensor._version) for name, tensor in found if name in names}
+
+
+def _cannot(name: str, part: str, functions: Collection[str]) -> LdtError:
+    listed = ", ".join(sorted(set(functions)))
+    what = f"custom functions ({listed})" if functions else "hooks of tensors and checkpoints"
+    instead = "Let the function return that gradient" if functions else "Do that in a hook of a parameter"
+    return LdtError(
+        f"its backward cannot be split: it changes {name}{part} itself, and would do so again in the second part, as "
+        f"{what} that lead to inputs and parameters run in both. {instead}, or take a plan without split backward"
+    )
 
 
 class _Look:
@@ -105,19 +134,18 @@ class _Look:
         self._tensors = take()  # so that no other tensor gets their ids
         self._before = self._columns(self._tensors)
 
-    def changed(self, apart_from: Collection[int] = ()) -> tuple[torch.Tensor, str] | None:
-        """A tensor that is not as it was, but for those of these ids, and what of it; None if all are."""
+    def changes(self, apart_from: Collection[int] = ()) -> Iterator[tuple[torch.Tensor, str]]:
+        """The tensors that are not as they were, but for those of these ids, and what of them."""
         tensors = self._take()
         after = self._columns(tensors)
         if after == self._before:
-            return None
+            return
         rows = dict(zip(self._before[0], zip(*self._before[1:], strict=True), strict=True))
         for tensor, *row in zip(tensors, *after[1:], strict=True):
             one, other = _by_part(rows.get(id(tensor), ())), _by_part(row)
             differing = [part for part in {**one, **other} if one.get(part) != other.get(part)]
             if differing and id(tensor) not in apart_from:
-                return tensor, differing[0]
-        return None
+                yield tensor, differing[0]
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
         """What there is to see of them. By columns, as that takes the least time."""

@@ -5,10 +5,11 @@ the gradients of the inputs alone. Nodes between the roots and the inputs run in
 to parameters as well are the *branches*: what flows into them is kept, and the second part starts there.
 
 So branches run twice, and with them their tensors' hooks and whatever a custom function of theirs does besides; what a
-hook returns the second time is not taken. A custom function that changes gradients of its parameters itself runs once,
-and one that changes other parameters or buffers is refused (``ldt.runtime.side_effects``); what else it does it does
-twice. The graph lives until the second part has run. The engine looks at all nodes behind each branch when it starts
-there, which makes long chunks of small layers slow (0.02 s for 100 layers on a CPU).
+hook returns the second time is not taken. A custom function that changes gradients of its parameters itself runs once.
+Functions and hooks that change other parameters, their gradients or buffers are refused
+(``ldt.runtime.side_effects``); what else they do they do twice, as does ``retain_grad``. The graph lives until the
+second part has run. The engine looks at all nodes behind each branch when it starts there, which makes long chunks of
+small layers slow (0.02 s for 100 layers on a CPU).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 from ldt.errors import LdtError
-from ldt.runtime.side_effects import FunctionWatch
+from ldt.runtime.side_effects import FunctionWatch, SecondPart
 
 __all__ = ["Start", "WeightPart", "backward_input", "reachable"]
 
@@ -53,7 +54,7 @@ def backward_input(
     cut = _Cut(roots, inputs)
     flows: dict[Node, _Grads] = {}
     custom = [node for node in cut.branches if isinstance(node, BackwardCFunction)]
-    watched = watch.begin() if watch is not None and custom else None
+    watched = watch.begin(bool(custom)) if watch is not None else None
     with ExitStack() as hooks:
         for branch in cut.branches:
             hooks.enter_context(branch.register_prehook(partial(flows.__setitem__, branch)))
@@ -67,11 +68,10 @@ def backward_input(
             grads = torch.autograd.grad(
                 edges, inputs, [grad for _, grad in through], retain_graph=True, allow_unused=True
             )
-    if watched is not None:
-        watched.check(node.name() for node in custom)
+    second = nullcontext if watched is None else watched.check([node.name() for node in custom])
     beside = [(root, grad) for root, grad in roots if root.node not in cut.between]
     groups = cut.groups([root.node for root, _ in beside])
-    return list(grads), WeightPart(groups, flows, beside, {} if watched is None else watched.kept)
+    return list(grads), WeightPart(groups, flows, beside, {} if watched is None else watched.kept, second)
 
 
 class WeightPart:
@@ -83,21 +83,24 @@ class WeightPart:
         flows: dict[Node, _Grads],
         beside: Sequence[tuple[GradientEdge, torch.Tensor]],
         kept: dict[Node, list[tuple[GradientEdge, torch.Tensor]]],
+        around: SecondPart,
     ) -> None:
         self._groups = list(groups)
         self._flows = flows
         self._beside = list(beside)
         self._kept = kept  # of nodes that are not run again: what they returned
+        self._around = around
 
     def run(self) -> None:
         """Once. Bit-equal to an unsplit backward: each parameter gets one sum, added up in the same order."""
         alone = [group for group in self._groups if len(group.sources) == 1]
         shared = [group for group in self._groups if len(group.sources) > 1]
-        with _recompute_once():  # allowed where backwards have no node in common
-            for group in alone:
+        with self._around():
+            with _recompute_once():  # allowed where backwards have no node in common
+                for group in alone:
+                    self._accumulate(group)
+            for group in shared:
                 self._accumulate(group)
-        for group in shared:
-            self._accumulate(group)
         self._groups.clear()
         self._beside.clear()
         self._flows.clear()
