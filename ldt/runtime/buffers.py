@@ -47,7 +47,7 @@ class BufferSync:
         """One message of all of them. A collective call of the replicas; for each call of the pipeline, before it."""
         tensors: dict[int, torch.Tensor] = {}
         for owner, name in self._owned:
-            buffer = owner._buffers.get(name)
+            buffer = owner._buffers[name] if name in owner._buffers else None  # noqa: SIM401
             known = self._sizes[id(owner)].get(name)
             if (None if buffer is None else buffer.shape) != known:
                 raise LdtError(
@@ -71,13 +71,9 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             return
         ignored = module.parameters_to_ignore
     for path, owner in unwrapped(module).named_modules():
-        for name in owner._buffers:
+        for name, buffer in owner._buffers.items():  # TorchScript's cannot be iterated, nor have they get
             kept = wrapped or name not in owner._non_persistent_buffers_set
-            if (
-                owner._buffers[name] is not None
-                and kept
-                and f"{path}.{name}".removeprefix(".") not in ignored
-            ):
+            if buffer is not None and kept and f"{path}.{name}".removeprefix(".") not in ignored:
                 yield owner, name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.metadata import METADATA_NAMES
 
 __all__ = ["Keywords", "check_taken", "keywords_of", "metadata_taken", "read_by_shapes"]
@@ -40,10 +40,20 @@ class Keywords:
 
 
 def keywords_of(function: Callable[..., Any]) -> Keywords:
-    """The keywords of a function, or of a module's forward, also of a compiled module's."""
+    """The keywords of a function, or of a module's forward, also of a compiled module's.
+
+    Raises TypeError for what has no signature.
+    """
+    kind = type(function).__qualname__
     if isinstance(function, nn.Module):
         function = getattr(function, "_orig_mod", function).forward
-    parameters = list(inspect.signature(function).parameters.values())
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError:  # of functions that are not Python's
+        raise InputTypeError(
+            f"cannot tell which arguments {kind} takes, as torch.jit.trace has left no names of them: call it from "
+            "the forward of a module, such as nn.Sequential(traced)"
+        ) from None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     by_place = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     required = frozenset(p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty)

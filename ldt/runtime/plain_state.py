@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from enum import Enum
 from types import FunctionType
 from typing import Any
 
@@ -19,6 +20,7 @@ from ldt.errors import LdtError
 __all__ = ["ATOMS", "pickled", "refused", "slots_of", "state_of"]
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size})
+_MOST_ENTRIES = 100  # of a container within another
 
 
 def slots_of(value: object) -> Iterator[tuple[str, Any]]:
@@ -40,16 +42,29 @@ def state_of(value: Any) -> object:
         generator = getattr(value, "bit_generator", value)
         return value.tobytes() if hasattr(value, "tobytes") else repr(generator.__getstate__())
     if isinstance(value, (list, collections.deque)):
-        return [entry if type(entry) in ATOMS else None for entry in value]
+        return [_told(entry) for entry in value]
     if isinstance(value, (set, bytearray)):
         return len(value), {entry for entry in value if type(entry) in ATOMS}
     kept = value if isinstance(value, dict) else getattr(value, "__dict__", None)
     names = kept.items() if isinstance(kept, dict) else ()
     atoms = [
-        {name: entry for name, entry in entries if type(entry) in ATOMS}
+        {name: told for name, entry in entries if (told := _told(entry)) is not None or entry is None}
         for entries in (names, slots_of(value))
     ]
     return len(value) if isinstance(value, dict) else None, atoms, _position(value)
+
+
+def _told(value: Any, depth: int = 3) -> object:
+    """``value``, if it is a number, a word, or a small container that others of its kind may replace; else None."""
+    if type(value) in ATOMS or isinstance(value, Enum):
+        return value
+    if not depth or not isinstance(value, (tuple, list, frozenset, dict)) or len(value) > _MOST_ENTRIES:
+        return None
+    if isinstance(value, dict):
+        return {name: _told(entry, depth - 1) for name, entry in value.items() if type(name) in ATOMS}
+    if isinstance(value, frozenset):
+        return len(value), {entry for entry in value if type(entry) in ATOMS}
+    return [_told(entry, depth - 1) for entry in value]
 
 
 def pickled(value: Any) -> Any:

@@ -62,6 +62,9 @@ def trained(way: str, path: Path) -> list[list[float]]:
     with ldt.connect(topology) as mesh:
         mine = copy.deepcopy([chunks[index] for index in topology.chunks_of(mesh.stage)])
         given: list[nn.Module] = list(mine)
+        if way == "script":
+            for chunk in mine:
+                chunk.norm = torch.jit.script(chunk.norm)
         if way.startswith("ddp"):
             group = mesh.dp_mesh.get_group()
             given = [
@@ -87,10 +90,10 @@ def trained(way: str, path: Path) -> list[list[float]]:
         return [cache.tolist(), reference[topology.chunks_of(mesh.stage)[0]].cache.tolist()]
 
 
-@pytest.mark.parametrize("way", ["plain", "off", "ddp", "ddp without", "ddp, others off"])
+@pytest.mark.parametrize("way", ["plain", "script", "off", "ddp", "ddp without", "ddp, others off"])
 def test_running_statistics_of_replicas(pool: RankPool, tmp_path: Path, way: str) -> None:
     for cache, of_ddp in pool.run(trained, way, tmp_path):
-        assert (cache == pytest.approx(of_ddp, rel=1e-4)) or way == "plain"
+        assert (cache == pytest.approx(of_ddp, rel=1e-4)) or way in ("plain", "script")
 
 
 def evaluated() -> list[float]:

@@ -291,3 +291,9 @@ def test_shapes_may_depend_on_values_of_metadata(pool: RankPool, place: int) -> 
     kept = [sum(map(sum, ([min(m, 1) for m in row] for row in rows))) for rows in list(MASKS.values())[:5]]
     assert len(set(kept)) > 2
     assert pool.run(dropping, place, ranks=range(3)) == [kept] * 3
+
+
+def test_a_traced_module_has_no_names() -> None:
+    traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
+    with pytest.raises(TypeError, match=r"which arguments .* takes, as torch\.jit\.trace"):
+        keywords_of(traced)
