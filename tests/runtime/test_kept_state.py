@@ -8,6 +8,8 @@ import random
 import sys
 import weakref
 from collections.abc import Callable
+from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -130,12 +132,30 @@ class Slotted:
     __slots__ = ("calls",)
 
 
+class Turn(Enum):
+    LEFT, RIGHT = 0, 1
+
+
 def count_in_slots(kept: Slotted) -> None:
     kept.calls = getattr(kept, "calls", 0) + 1
 
 
 # What a chunk keeps, and what moves it in each forward.
 KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "tuple": (lambda: SimpleNamespace(it=(0, "a")), lambda kept: setattr(kept, "it", (kept.it[0] + 1, "a"))),
+    "list anew": (lambda: SimpleNamespace(it=[0]), lambda kept: setattr(kept, "it", [kept.it[0] + 1])),
+    "dict anew": (
+        lambda: SimpleNamespace(it={}),
+        lambda kept: setattr(kept, "it", {len(kept.it): 0, **kept.it}),
+    ),
+    "frozenset": (
+        lambda: SimpleNamespace(it=frozenset()),
+        lambda kept: setattr(kept, "it", kept.it | {len(kept.it)}),
+    ),
+    "enum": (
+        lambda: [Turn.LEFT],
+        lambda kept: kept.append(Turn.RIGHT if kept.pop() is Turn.LEFT else Turn.LEFT),
+    ),
     "random": (random.Random, lambda kept: kept.random()),
     "numpy": (numpy.random.default_rng, lambda kept: kept.random()),
     "array": (lambda: numpy.zeros(2), lambda kept: kept.__iadd__(1)),
