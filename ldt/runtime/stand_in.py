@@ -118,8 +118,8 @@ class StandIn:
 
     @_copy.register
     def _(self, value: nn.Module) -> Any:
-        if isinstance(value, torch.jit.ScriptModule):
-            return value
+        if isinstance(value, torch.jit.ScriptModule):  # cannot hold fakes, and what it changes is in no dict
+            return self._keep(value, copy.deepcopy(value))
         compiled = vars(value).get("_modules", {}).get("_orig_mod")
         if compiled is not None:  # torch.compile: what it was made of has the same shapes
             return self.of(compiled)
