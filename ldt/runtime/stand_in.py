@@ -39,10 +39,11 @@ _BY_REFERENCE = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"types
 class StandIn:
     """Copies what is reachable from modules and functions: containers, objects of plain classes, closures.
 
-    Tensors become fakes of ``mode``, the same one for the same tensor, and nothing of their memory is copied. Random
-    generators and arrays are copied. What is left as it is: objects of the standard library and of compiled classes,
-    such as files, locks and process groups, and whatever has a ``__del__``. Modules run without their hooks, but for
-    those by which layers of ``parallelize_module`` and of ``torch.nn.utils`` work.
+    Tensors become fakes of ``mode``, the same one for the same tensor, and nothing of their memory is copied, but for
+    TorchScript modules, which are copied as they are. Random generators and arrays are copied. What is left as it is:
+    objects of the standard library and of compiled classes, such as files, locks and process groups, and whatever has a
+    ``__del__``. Modules run without their hooks, but for those by which layers of ``parallelize_module`` and of
+    ``torch.nn.utils`` work.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
