@@ -186,7 +186,8 @@ def dry_run(
     if _any_alive(made):
         raise LdtError(
             "its forward keeps tensors where they are found again in the next one, but cannot be put back (in an "
-            "object of a compiled class): they were tensors without values. Keep them elsewhere, or "
+            "object of a compiled class), or where they keep themselves (in a hook of their own graph, as "
+            "save_on_cpu() does on a CPU): they were tensors without values. Keep them elsewhere, or "
             f"{_DECLARE}"
         )
     return answer

@@ -109,6 +109,20 @@ def test_many_entries_are_not_looked_at() -> None:
     del MANY[300_000:]
 
 
+class Circular(nn.Linear):
+    """A hook that holds the tensor it is of, so that nothing lets go of either."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.register_hook(lambda grad: grad + 0 * y)
+        return y
+
+
+def test_a_tensor_that_keeps_itself_is_named_as_such() -> None:
+    with pytest.raises(LdtError, match="where they keep themselves"):
+        infer_specs(0, Circular(4, 4), (torch.ones(2, 4),), {}, CPU, True)
+
+
 class Taking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
