@@ -16,12 +16,14 @@
 # TORCH_INSTALL  what pip installs where there is no torch, e.g. "torch==2.13.0 --index-url <index of CPU builds>"
 # ARGS           further arguments for pytest, for the demo, for ctest or for the fuzzer: libFuzzer's own options if
 #                the compiler is Clang (CXX=clang++), else the number of messages and a seed
+# WORKERS        how many test files run side by side (default 2): each waits for its ranks more than it computes
 # NPROC          processes of the demo; the sum of --stages in ARGS unless given
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_INSTALL ?= torch==2.13.0
 ARGS ?=
+WORKERS ?= 2
 STAGES = $(shell echo '$(ARGS)' | sed -n 's/.*--stages[ =]*\([0-9,]*\).*/\1/p')
 NPROC ?= $(shell echo $$(($(or $(subst $(comma),+,$(STAGES)),3))))
 comma := ,
@@ -33,6 +35,8 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cp
 
 # The native tools of the environment first: CMake, Ninja, ccache.
 export PATH := $(BIN):$(PATH)
+
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
@@ -56,11 +60,11 @@ build: $(READY)
 test: $(READY)
 	LDT_BUILD_TESTS=ON $(INSTALL)
 	$(BIN)/ctest --test-dir build/latest --output-on-failure
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 slow: $(READY)
 	$(INSTALL)
-	$(BIN)/python -m pytest -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
+	$(PYTEST) -m "slow or hypothesis" --hypothesis-profile=thorough $(ARGS)
 
 lint: $(READY)
 	$(INSTALL)
