@@ -30,15 +30,22 @@ class Weights:
 
     The ranks of a stage, of all its replicas, hold the same but for what is split over them: shards of DTensors, and
     parts of tensor-parallel layers (``tensor_model_parallel``). With ``values`` these must be equal, else only names,
-    shapes, dtypes and what requires a gradient. LdtError for what then cannot be written by ``send``.
+    shapes, dtypes and what requires a gradient. LdtError for what has no values to compare, or cannot be written by
+    ``send``.
     """
 
     def __init__(self, mesh: Mesh, modules: Mapping[str, nn.Module], values: bool) -> None:
         self._mesh = mesh
         self._by_part: dict[str, list[Held]] = {}
-        alone = len(mesh.topology.ranks_of_stage(mesh.stage)) == 1
-        for held in () if alone else tensors_held(modules):
+        self._count = len(mesh.topology.ranks_of_stage(mesh.stage))
+        for held in () if self._count == 1 else tensors_held(modules):
             self._by_part.setdefault(_part(held.tensor, mesh), []).append(held)
+            if values and (is_lazy(held.tensor) or held.tensor.is_meta):
+                raise LdtError(
+                    f"{held.label} has no values yet, and the {self._count} ranks that hold it must begin with equal "
+                    "ones: give it values before Pipeline(), as a lazy module's first forward does, or "
+                    "check_weights=False and load the same into all"
+                )
             if not values:
                 refuse_unwritable(held.label, held.tensor, "sync_weights=True")
         self._lines = {part: _lines(found, values) for part, found in self._by_part.items()}
