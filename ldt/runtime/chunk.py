@@ -224,6 +224,8 @@ class ChunkRunner:
         try:
             yield
         except LdtError as error:
+            if type(error) is not LdtError:  # a hook's own
+                raise
             raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
 
     def _whole(self, parts: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from test_split_backward import run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ldt.errors import LdtError
+from ldt.errors import LdtError, NonFiniteError
 from ldt.runtime.chunk import ChunkRunner
 
 
@@ -82,3 +82,14 @@ def test_hooks_that_change_something_in_one_part() -> None:
     assert all(map(torch.equal, run(one, False, True), run(other, True, True)))
     for mine, theirs in zip(made[0].buffers(), made[1].buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_what_a_hook_raises_stays_what_it_is() -> None:
+    module = nn.Linear(16, 16)
+
+    def refuse(_: Tensor) -> None:
+        raise NonFiniteError("not finite", chunk=1, microbatch=0)
+
+    module.weight.register_hook(refuse)
+    with pytest.raises(NonFiniteError, match="^not finite$"):
+        run(ChunkRunner(1, module, torch.device("cpu"), True), True, True)
