@@ -99,7 +99,10 @@ def unwritable(dp: int) -> None:
             chunks = toy_chunks(topology)
             if mesh.rank == 1:
                 chunks[0].register_buffer("odd", make())
-            with pytest.raises(ldt.LdtError, match=f"odd of .* is {kind}.*whose values cannot be taken"):
+            # Weights that are compared need values first.
+            compared = dp > 1 and kind == "a tensor without values"
+            text = "has no values yet" if compared else f"is {kind}.*whose values cannot be taken"
+            with pytest.raises(ldt.LdtError, match=f"odd of .* {text}"):
                 build(mesh, chunks, sync_weights=dp == 1)
         build(mesh, toy_chunks(topology)).step(toy_microbatches(2) if mesh.is_edge else None)
 
