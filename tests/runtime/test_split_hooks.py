@@ -91,5 +91,5 @@ def test_what_a_hook_raises_stays_what_it_is() -> None:
         raise NonFiniteError("not finite", chunk=1, microbatch=0)
 
     module.weight.register_hook(refuse)
-    with pytest.raises(NonFiniteError, match="^not finite$"):
+    with pytest.raises(NonFiniteError, match=r"^not finite$"):
         run(ChunkRunner(1, module, torch.device("cpu"), True), True, True)
