@@ -87,7 +87,7 @@ def _hooks_too_soon(job: Job) -> bool:
 
 _WITHOUT_WEIGHTS = {
     *("Views", "Emit", "Absorb", "Drop", "Alias", "Detach", "OddDetach", "StaticOutput"),
-    *("TensorHook", "Cache", "Memory", "Dropout", "Uneven"),
+    *("TensorHook", "Cache", "Memory", "Dropout", "Uneven", "KeptOutput", "RunningMean"),
 }
 
 
