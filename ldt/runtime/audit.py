@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.disclosure import InputValueError, QuotingError
-from ldt.runtime.held import inner_tensors
+from ldt.runtime.held import unwrapped_tensors
 from ldt.runtime.microbatch import Microbatch
 
 __all__ = ["Audit", "Guard"]
@@ -168,10 +167,8 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """With memory of their own: of one that wraps others (DTensor), those; of an array, a tensor over its memory."""
     for leaf in pytree.tree_leaves(value):
-        if is_traceable_wrapper_subclass(leaf):
-            yield from _tensors_in(inner_tensors(leaf))
-        elif isinstance(leaf, torch.Tensor):
-            yield leaf
+        if isinstance(leaf, torch.Tensor):
+            yield from unwrapped_tensors(leaf)
         elif isinstance(leaf, Mapping):
             yield from _tensors_in(list(leaf.values()))
         elif hasattr(leaf, "__array_interface__"):

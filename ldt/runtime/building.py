@@ -16,7 +16,7 @@ from ldt.runtime.buffers import BufferSync
 from ldt.runtime.calls import agree
 from ldt.runtime.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
 from ldt.runtime.disclosure import InputTypeError, InputValueError
-from ldt.runtime.gradient_hooks import refuse_hooks
+from ldt.runtime.gradient_hooks import check_gradients
 from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.loss import LossFn, LossReduction, check_reduction, check_scaler
 from ldt.runtime.loss_state import loss_module
@@ -126,7 +126,7 @@ class Parts:
         self.loss_module = loss_module(given.loss_fn) if mesh.is_edge else None
         if self.loss_module is not None:
             check_groups("loss_fn", self.loss_module, mesh)
-        refuse_hooks(modules, self.loss_module, mesh, given.loss_reduction == "token")
+        check_gradients(modules, self.loss_module, mesh, given.loss_reduction == "token")
         self.plans = PlanBook(mesh.topology, mesh.lanes, given.plan, given.plan_factory)
         self.same = {
             "plans": self.plans.digest_of_all(),
@@ -169,14 +169,15 @@ def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
 
 def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightOptions) -> None:
     """As when a pipeline is built, for what is trained by now. A collective call: if one rank cannot, all raise."""
+    call = "forget_shapes()"
     ties: Ties | None = None
     error: Exception | None = None
     try:
-        ties = Ties(mesh, modules if options.check_weights else {})
+        ties = Ties(mesh, modules if options.check_weights else {}, call)
     except Exception as caught:
         error = caught
     marks = {} if ties is None else ties.tell()
-    told = agree(mesh, "forget_shapes()", error, {}, marks, _by_chunk)
+    told = agree(mesh, call, error, {}, marks, _by_chunk)
     assert ties is not None, "agree raises what was caught"
     ties.compare(told, contents=not options.allow_equal_weights)
 

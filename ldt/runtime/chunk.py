@@ -15,7 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from ldt.errors import LdtError
 from ldt.runtime.aliasing import Aliasing, passed_on
 from ldt.runtime.data_parallel import GradientSync
-from ldt.runtime.keywords import keywords_of
+from ldt.runtime.keywords import declares, keywords_of
 from ldt.runtime.outputs import as_tensors
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.side_effects import FunctionWatch
@@ -95,6 +95,7 @@ class ChunkRunner:
         self._free_outputs = free_outputs
         self._shards = shards or NodeShards()
         self._keywords = keywords_of(module)
+        self.declares = declares(module)
         self._graphs: dict[int, _InFlight] = {}
         self._watch = FunctionWatch(module)
         self._anchor = torch.empty(0, requires_grad=True)
@@ -203,11 +204,6 @@ class ChunkRunner:
         """Where the backward begins, and with what."""
         pairs = zip(self._graphs[microbatch].roots, grads, strict=True)
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
-
-    @property
-    def declares(self) -> bool:
-        """Whether the module says itself what it returns."""
-        return getattr(self.module, "output_spec", None) is not None
 
     @property
     def in_flight(self) -> int:

@@ -54,36 +54,32 @@ def connect(
     Called after ``dist.init_process_group`` by every rank of the job. ``ranks[i]`` is the global rank that plays
     rank i of the topology; by default rank i itself, and then the topology must fill the world. ``backend`` and
     ``device`` default to those of the default process group. A topology of one rank needs no process group.
+    A process connects one mesh at a time: meanwhile connect raises LdtError on its other threads, and on the ranks that
+    come to meet those. Different threads may use a mesh each. In a process that a rank has forked, such
+    as a worker of a DataLoader, every call of its mesh raises LdtError.
 
     ``transfer`` is how a message gets to the ranks of a stage: "leader" sends it from leader to leader and broadcasts
     it, "scatter" sends a share of it between each pair of ranks (the first min(tp) of both stages) and broadcasts
     those, "direct" sends from each rank to its peer all that it has where the stages are of one size (also where ranks
     have different tensors), "auto" is "leader" or, from the size on where that was measured to be faster, "scatter".
-    With "direct" and "auto", chunks may return DTensors that are split (``Shard``) over ``mesh.tp_mesh``: each rank
-    sends the parts that the ranks of the next stage need straight to those. A dict gives links ways of their own, by
-    their two stages: ``{(0, 1): "leader", (1, 2): "direct"}``; the others are "leader".
+    With "direct" and "auto", chunks may return DTensors that are ``Shard`` over ``mesh.tp_mesh``: each rank sends parts
+    straight to the ranks that need them. A dict is by link: ``{(0, 1): "leader", (1, 2): "direct"}``, others "leader".
 
     ``transport`` is what moves the bytes between GPUs. "copy_engine" writes into memory of the other process on the
     same host, with no kernel and no work of the host when a message's turn comes; "nccl" calls NCCL on the lane's own
-    stream; "c10d" goes through process groups, of any backend; "auto" takes the first of them that each lane can use
-    and says in the log why. ``mesh.transport_of(channel)`` tells. On the CPU all is "c10d".
-
-    A process connects one mesh at a time: while one of its threads does, connect raises LdtError on the others, and on
-    the ranks that come to meet those. Different threads may use a mesh each.
+    stream; "c10d" goes through process groups; "auto" takes the first that a lane can use (``mesh.transport_of``, and
+    the log says why). On the CPU all is "c10d".
 
     ``timeout`` limits connecting, ``transfer_timeout`` one transfer within a step, counted from when it is its turn
-    (on a device with streams: from when it was launched; through c10d by the backend's own means).
-
-    A rank that gives no sign of life for ``heartbeat_timeout`` is taken for lost, also where no connection ends: its
-    process is stopped, or its host gone. A rank that is in a call, waits for no other and does not get on with its row
-    for ``stall_timeout``, is taken to hang, and so is one outside of any call for which others wait that long; a
-    picture of all nodes is logged by every leader before, after a minute or half of that time.
+    (on a device with streams: from when it was launched; through c10d by the backend's own means). A rank that gives no
+    sign of life for ``heartbeat_timeout`` is taken for lost, also where no connection ends: its process is stopped, or
+    its host gone. One that is in a call, waits for no other and does not get on for ``stall_timeout`` is taken to hang,
+    as is one outside of any call for which others wait that long; after a minute, or half of that time, leaders log a
+    picture of all nodes.
 
     A failure on a cloud rank is told to all with its text and traceback. Of one on the edge, whose text may quote a
     sample, cloud ranks learn the type of the exception, what the rank was doing and where it was raised; the text only
     of this package's own exceptions, which name shapes and figures, unless the edge has ``share_edge_errors=True``.
-
-    In a process that a rank has forked, such as a worker of a DataLoader, every call of its mesh raises LdtError.
 
     Raises ValueError or TypeError for arguments that cannot be (the same on every rank), LdtError naming the ranks that
     did not come in time or came with another topology, and RemoteStageError if another rank failed while connecting.
@@ -96,9 +92,8 @@ def connect(
     limits = Limits(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
-    return _connect(
-        Terms(topology, backend, lanes, transfers, transport, ranks, rank, device, limits, share_edge_errors)
-    )
+    place = (ranks, rank, device)
+    return _connect(Terms(topology, backend, lanes, transfers, transport, *place, limits, share_edge_errors))
 
 
 def _connect(terms: Terms) -> Mesh:

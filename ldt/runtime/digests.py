@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.held import inner_tensors
+from ldt.runtime.held import unwrapped_tensors
 from ldt.runtime.relay import as_bytes
 
 __all__ = ["components", "digests", "raw_bytes"]
@@ -46,7 +46,7 @@ def components(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         tensor = tensor.coalesce()
         yield from (tensor.indices(), tensor.values())
     elif is_traceable_wrapper_subclass(tensor):
-        for part in inner_tensors(tensor):
+        for part in unwrapped_tensors(tensor):
             yield from components(part)
     elif tensor.is_nested:
         for part in tensor.unbind():

@@ -291,11 +291,8 @@ class Executor:
         if not crosses:
             self._local[microbatch, chunk] = specs
             return list(tensors)
-        agreed = self._hop(chunk, microbatch)
-        if (
-            first_difference(agreed, specs) is not None
-        ):  # whether it declares is asked only now, as that takes 2 µs
-            difference = first_difference(agreed, specs, self._runners[chunk].declares)
+        difference = first_difference(self._hop(chunk, microbatch), specs, self._runners[chunk].declares)
+        if difference is not None:
             raise LdtError(f"{what} is not what was agreed: {difference}")
         refuse_elsewhere(tensors, self._mesh.device, what)
         parts = list(map(self._mesh.shards.local, tensors))

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt._C import is_memory_own
-from ldt.runtime.held import inner_tensors
+from ldt.runtime.held import unwrapped_tensors
 
 __all__ = ["GradMemory"]
 
@@ -47,17 +46,11 @@ def _part(parameters: Iterable[nn.Parameter]) -> None:
 
 def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
     """The addresses that its gradient has."""
-    for part in () if parameter.grad is None else _parts(parameter.grad):
-        if part.numel() and (start := part.data_ptr()):
+    for part in () if parameter.grad is None else map(_values, unwrapped_tensors(parameter.grad)):
+        if part.layout is torch.strided and part.numel() and (start := part.data_ptr()):
             last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
             yield start, start + (last + 1) * part.element_size(), parameter
 
 
-def _parts(grad: torch.Tensor) -> Iterator[torch.Tensor]:
-    if is_traceable_wrapper_subclass(grad):
-        for part in inner_tensors(grad):
-            yield from _parts(part)
-    elif grad.layout is torch.sparse_coo:
-        yield from _parts(grad._values())
-    elif grad.layout is torch.strided:
-        yield grad
+def _values(part: torch.Tensor) -> torch.Tensor:
+    return part._values() if part.layout is torch.sparse_coo else part

@@ -13,17 +13,17 @@ from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.reduce import is_reduced_elsewhere, refuse_sparse_layers
 
-__all__ = ["refuse_hooks"]
+__all__ = ["check_gradients"]
 
 _OF_WRAPPERS = ("torch.distributed", "torch.nn.parallel")  # whose own hooks are no business of the user's
 
 
-def refuse_hooks(
+def check_gradients(
     modules: Mapping[int, nn.Module], of_loss: nn.Module | None, mesh: Mesh, per_token: bool
 ) -> None:
     """Raise ValueError for a hook on a parameter of chunks or of the loss that would not see the step's gradient.
 
-    And for a layer whose gradients are sparse where they would have to be averaged.
+    And for a layer with sparse gradients that would have to be averaged.
     Hooks see what a microbatch adds (or, after accumulation, the sum so far), as in the whole model. That is not so
     where gradients are divided at the end of the step, ``per_token``, or are then reduced over replicas.
     """

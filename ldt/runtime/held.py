@@ -10,18 +10,20 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.place import Place
 
 __all__ = [
     "Held",
     "NamesItself",
-    "inner_tensors",
     "is_part",
     "parts_of",
+    "repeats_elements",
     "spread",
     "tensors_held",
     "unwrapped_name",
+    "unwrapped_tensors",
 ]
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpoints
@@ -45,11 +47,20 @@ def parts_of(module: nn.Module) -> dict[nn.Module, None]:
     return found
 
 
-def inner_tensors(wrapper: Any) -> list[torch.Tensor]:
-    """The tensors that a traceable wrapper subclass wraps. A DTensor of torch 2.13 names its device mesh with them."""
-    names, _ = wrapper.__tensor_flatten__()
-    found = (getattr(wrapper, name) for name in names)
-    return [part for part in found if isinstance(part, torch.Tensor)]
+def unwrapped_tensors(tensor: Any) -> Iterator[torch.Tensor]:
+    """``tensor``, or of a traceable wrapper subclass the tensors that it wraps, and those that they do."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for part in (getattr(tensor, name) for name in names):
+        if isinstance(part, torch.Tensor):  # a DTensor of torch 2.13 names its device mesh, too
+            yield from unwrapped_tensors(part)
+
+
+def repeats_elements(tensor: torch.Tensor) -> bool:
+    """Whether several elements are one number in memory, as of a tensor from ``expand``."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def unwrapped_name(name: str) -> str:

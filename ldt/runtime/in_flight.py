@@ -7,11 +7,10 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt._C import VersionCounters, is_memory_own
 from ldt.errors import LdtError
-from ldt.runtime.held import inner_tensors
+from ldt.runtime.held import repeats_elements, unwrapped_tensors
 from ldt.runtime.mailbox import Slot
 
 __all__ = ["Departures", "overlapping", "own_memory"]
@@ -84,16 +83,13 @@ def _overlaps(tensor: torch.Tensor) -> bool:
         return False
     if tensor.is_nested:
         return False
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return repeats_elements(tensor)
 
 
 def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:
     """Of the tensor, or of those that it wraps; nothing of one that is sparse or nested."""
-    if type(tensor) is torch.Tensor:
-        return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()
-    if is_traceable_wrapper_subclass(tensor):
-        return tuple(storage for part in inner_tensors(tensor) for storage in _memory(part))
-    return (tensor.untyped_storage(),)
+    parts = unwrapped_tensors(tensor)
+    return tuple(part.untyped_storage() for part in parts if part.layout is torch.strided)
 
 
 def _holders(storage: torch.UntypedStorage) -> int:

@@ -12,7 +12,7 @@ from torch import nn
 from ldt.runtime.disclosure import InputTypeError, InputValueError
 from ldt.runtime.metadata import METADATA_NAMES
 
-__all__ = ["Keywords", "check_taken", "keywords_of", "metadata_taken", "read_by_shapes"]
+__all__ = ["Keywords", "check_taken", "declares", "keywords_of", "metadata_taken", "read_by_shapes"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,11 @@ def metadata_taken(modules: Mapping[int, nn.Module]) -> list[str]:
             )
         taken |= set(METADATA_NAMES if keywords.any_name else keywords.metadata)
     return sorted(taken)
+
+
+def declares(module: nn.Module) -> bool:
+    """Whether it says itself what it returns, by an ``output_spec``."""
+    return getattr(module, "output_spec", None) is not None
 
 
 def read_by_shapes(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:

@@ -20,7 +20,7 @@ from ldt.runtime.disclosure import InputValueError
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
-from ldt.runtime.gradient_hooks import refuse_hooks
+from ldt.runtime.gradient_hooks import check_gradients
 from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale
 from ldt.runtime.measure import measure_costs
@@ -285,7 +285,7 @@ class Pipeline:
         if torch.is_inference_mode_enabled():
             raise LdtError("step() computes gradients and cannot run under torch.inference_mode(): leave it")
         modules = {index: runner.module for index, runner in self._runners.items()}
-        refuse_hooks(modules, self._loss_module, self._mesh, self._reduction == "token")
+        check_gradients(modules, self._loss_module, self._mesh, self._reduction == "token")
         if self._mesh.is_edge and self._loss_fn is None:
             raise InputValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
 

@@ -14,7 +14,7 @@ from ldt.errors import LdtError
 from ldt.runtime.disclosure import QuotingError
 from ldt.runtime.forward_hooks import ForwardHooks
 from ldt.runtime.inference import infer, infer_reach, warm_up
-from ldt.runtime.keywords import keywords_of
+from ldt.runtime.keywords import declares, keywords_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.microbatch import Microbatch
@@ -196,7 +196,7 @@ class ShapeBook:
     def keywords_for(self, chunk: int, offered: Mapping[str, Any], given: int) -> dict[str, Any]:
         """What ``chunk`` takes by name of what is ``offered``, behind ``given`` tensors of a hop."""
         kwargs = self.keywords[chunk].pick(offered, given)
-        if self._mesh.is_edge or hasattr(self.chunks[chunk], "output_spec"):
+        if self._mesh.is_edge or declares(self.chunks[chunk]):
             return kwargs
         # Metadata, which are read on the CPU here, will be on the device.
         return {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}

@@ -35,11 +35,12 @@ class Ties:
     A parameter that several chunks of a rank hold has its marks once, with the first. A second tensor of one name is
     one weight that trains in two places. So may be a second one of one content in another chunk: ``is_one_weight``
     decides. Contents that say nothing are left out: those that are constant or repeat themselves, and those that a
-    chunk has twice, as copies of one layer do.
+    chunk has twice, as copies of one layer do. ``call`` is the one that compares them.
     """
 
-    def __init__(self, mesh: Mesh, modules: Mapping[int, nn.Module]) -> None:
+    def __init__(self, mesh: Mesh, modules: Mapping[int, nn.Module], call: str = "Pipeline()") -> None:
         self._mesh = mesh
+        self._call = call
         self._modules = modules
         self._marks: dict[str, list[str]] = {}
         self._held: dict[str, dict[str, Held]] = {}  # by chunk and mark; the first of them
@@ -86,7 +87,7 @@ class Ties:
             for place in places
             if place.rank == self._mesh.rank
         }
-        with self._mesh.collective("Pipeline()"):
+        with self._mesh.collective(self._call):
             evidence = {key: one.to_json() for key, one in Witness(self._modules).of(mine).items()}
             found: list[dict[str, Evidence]] = self._mesh.control.gather(evidence, evidence_by_key)
         return found

@@ -13,6 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.disclosure import QuotingError, disclose, reveal
 from ldt.runtime.inference import dry_run, needs_values
+from ldt.runtime.keywords import declares
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.opening import Agreement
@@ -102,7 +103,7 @@ def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) 
     if isinstance(found, Exception):
         raise found
     if mesh.topology.crosses(chunk):
-        declared = getattr(module, "output_spec", None) is not None
+        declared = declares(module)
         difference = first_difference(agreement.hops[microbatch][chunk], found, declared)
         if difference is not None:
             expected = "it declares (output_spec)" if declared else "was agreed"

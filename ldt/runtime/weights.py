@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.errors import LdtError
 from ldt.runtime.digests import components, digests, raw_bytes
-from ldt.runtime.held import Held, inner_tensors, spread, tensors_held
+from ldt.runtime.held import Held, repeats_elements, spread, tensors_held, unwrapped_tensors
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.received import plain, texts_by_name
 from ldt.runtime.relay import wait_or_fail
@@ -100,7 +99,7 @@ def broadcast(
 
 def refuse_unwritable(label: str, tensor: torch.Tensor, option: str) -> None:
     """Raise LdtError, naming it, for a tensor that ``broadcast``, which ``option`` asks for, cannot write as it is."""
-    kind = next(filter(None, map(_unwritable, _inner(tensor.detach()))), "")
+    kind = next(filter(None, map(_unwritable, unwrapped_tensors(tensor.detach()))), "")
     if kind:
         raise LdtError(
             f"{label} is {kind}, whose values cannot be taken from another rank: make it a tensor with plain memory "
@@ -108,24 +107,14 @@ def refuse_unwritable(label: str, tensor: torch.Tensor, option: str) -> None:
         )
 
 
-def _inner(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if is_traceable_wrapper_subclass(tensor):
-        for part in inner_tensors(tensor):
-            yield from _inner(part)
-    else:
-        yield tensor
-
-
 def _unwritable(tensor: torch.Tensor) -> str:
     if is_lazy(tensor) or tensor.is_meta:
         return "a tensor without values"
-    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
-        return (
-            "quantized"
-            if tensor.is_quantized
-            else f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
-        )
-    if any(stride == 0 < size - 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"a {'nested' if tensor.is_nested else tensor.layout} tensor"
+    if repeats_elements(tensor):
         return "a tensor whose elements share memory, as of expand()"
     return "a tensor of inference mode" if tensor.is_inference() else ""
 

@@ -23,16 +23,18 @@ __all__ = [
 
 
 class _Product(torch.autograd.Function):
+    """``note`` is called with the gradient in each backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, tally: Any) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: Any) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.tally = tally
+        ctx.note = note
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
-        ctx.tally.count += 1
+        ctx.note(grad)
         return grad @ weight, grad.t() @ x, None
 
 
@@ -45,7 +47,10 @@ class Custom(Part):
         self.tally = SimpleNamespace(count=0)
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
-        return _Product.apply(x, self.matrix, self.tally), extras
+        return _Product.apply(x, self.matrix, self.count), extras
+
+    def count(self, grad: torch.Tensor) -> None:
+        self.tally.count += 1
 
     def record(self) -> list[float]:
         return [self.tally.count]
@@ -80,20 +85,6 @@ class Accumulates(Part):
         return _Accumulating.apply(x, self.matrix), extras
 
 
-class _Tallying(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.total = total
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        x, weight = ctx.saved_tensors
-        ctx.total.add_(grad.sum(0))
-        return grad @ weight, grad.t() @ x, None
-
-
 class Tally(Part):
     """A custom function that sums up in a buffer what comes back to it."""
 
@@ -103,7 +94,10 @@ class Tally(Part):
         self.register_buffer("total", torch.zeros(width, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
-        return _Tallying.apply(x, self.matrix, self.total), extras
+        return _Product.apply(x, self.matrix, self.add), extras
+
+    def add(self, grad: torch.Tensor) -> None:
+        self.total.add_(grad.sum(0))
 
 
 class ForwardHook(Part):

@@ -1,4 +1,4 @@
-"""Ten seeds: every kind of fault, each followed by a run from the last checkpoint. `make faults` runs 200."""
+"""Twenty-five seeds: every kind of fault, each followed by a run from the last checkpoint. `make faults` runs 200."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from faults.fault import KINDS, draw
 if TYPE_CHECKING:
     from faults.harness import Harness
 
-SEEDS = range(10)
+SEEDS = range(25)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_a_fault(harness: Harness, seed: int) -> None:
     harness.run(seed).check()
 
 
-def test_the_seeds_have_all_kinds() -> None:
+def test_the_seeds_have_all_kinds_twice() -> None:
     kinds = [draw(seed).kind for seed in SEEDS]
-    assert set(kinds) == set(KINDS)
+    assert all(kinds.count(kind) >= 2 for kind in KINDS)
     assert [draw(seed) for seed in SEEDS] == [draw(seed) for seed in SEEDS]

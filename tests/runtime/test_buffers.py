@@ -127,12 +127,15 @@ class Growing(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
+def of_replicas(mesh: ldt.Mesh, kind: type[nn.Module]) -> ldt.Pipeline:
+    torch.manual_seed(mesh.stage)
+    mine = [kind() for _ in mesh.topology.chunks_of(mesh.stage)]
+    return ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+
+
 def growing() -> str:
-    topology = Topology([1, 1], dp=2)
-    with ldt.connect(topology) as mesh:
-        torch.manual_seed(mesh.stage)
-        mine = [Growing() for _ in topology.chunks_of(mesh.stage)]
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+    with ldt.connect(Topology([1, 1], dp=2)) as mesh:
+        pipeline = of_replicas(mesh, Growing)
         batch = toy_microbatches(2) if mesh.is_edge else None
         pipeline.step(batch)
         with pytest.raises(ldt.LdtError) as caught:
@@ -183,11 +186,8 @@ class Filling(nn.Module):
 
 
 def filling() -> None:
-    topology = Topology([1, 1], dp=2)
-    with ldt.connect(topology) as mesh:
-        torch.manual_seed(mesh.stage)
-        mine = [Filling() for _ in topology.chunks_of(mesh.stage)]
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+    with ldt.connect(Topology([1, 1], dp=2)) as mesh:
+        pipeline = of_replicas(mesh, Filling)
         for _ in range(3):
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
 

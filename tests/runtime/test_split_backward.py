@@ -22,7 +22,7 @@ from ldt.errors import LdtError
 from ldt.plan import Action, Kind, Plan, ushape
 from ldt.plan.passes import add_communication, remove_communication
 from ldt.runtime.chunk import ChunkRunner
-from ldt.runtime.gradient_hooks import refuse_hooks
+from ldt.runtime.gradient_hooks import check_gradients
 from ldt.runtime.side_effects import FunctionWatch
 from ldt.runtime.specs import specs_of
 from ldt.runtime.work import StepWork
@@ -313,7 +313,7 @@ def test_a_look_at_many_parameters_is_cheap() -> None:
     sys.setprofile(count)
     try:
         watch.begin().check([])
-        refuse_hooks({0: module}, None, mesh, per_token=True)
+        check_gradients({0: module}, None, mesh, per_token=True)
     finally:
         sys.setprofile(None)
     assert calls < 100
