@@ -103,11 +103,6 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda job: _splits(job) and job.has("Tally"),
     ),
     Refusal(
-        "a graph that a counter cuts",
-        "gives a gradient to its input|gave no gradient to its input|requires a gradient, but was agreed",
-        lambda job: job.has("OddDetach"),
-    ),
-    Refusal(
         "in-place work on what a graph saved",  # legal in the unsplit model if no gradient comes to what saved it
         "changes input . in place, and on the rank of chunk . something else refers to the memory",
         lambda job: job.has("InPlace"),

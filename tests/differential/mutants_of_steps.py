@@ -99,7 +99,7 @@ GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
         "functions that change buffers run twice",
         ("ldt.runtime.side_effects:PartWatch.check",),
-        _nothing,
+        lambda *args: nullcontext,
         lambda job: job.has("Tally") and job.plan == "split",
     ),
     Mutant(
