@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from pipeline_jobs import build, step_and_compare
+from torch import nn
 
 import ldt
 from ldt.testing import RankPool, in_time, toy_chunks, toy_microbatches
@@ -40,20 +40,22 @@ def in_threads(*acts: Callable[[], Any]) -> list[Any]:
     return found
 
 
-def connect_and_step(ranks: list[int]) -> str:
-    torch.manual_seed(0)
-    chunks = toy_chunks(PAIR)
+def connect_and_step(ranks: list[int], chunks: Sequence[nn.Module]) -> str:
     with ldt.connect(PAIR, ranks=ranks) as mesh:
         step_and_compare(mesh, build(mesh, chunks), chunks, BATCH)
     return "stepped"
 
 
 def connect_in_turn(meshes: list[list[int]]) -> list[str]:
-    """A thread for each of ``meshes``, by its ranks; each begins when the one before it waits for others."""
+    """A thread for each of ``meshes``, by its ranks; each begins when the one before it waits for others.
+
+    The models are built before the threads start: all threads draw from torch's one random generator.
+    """
+    models = [toy_chunks(PAIR) for _ in meshes]
 
     def act(place: int) -> str:
         time.sleep(0.2 * place)
-        return connect_and_step(meshes[place])
+        return connect_and_step(meshes[place], models[place])
 
     return [str(answer) for answer in in_threads(*(partial(act, place) for place in range(len(meshes))))]
 
@@ -91,14 +93,13 @@ def steps_in_two_threads() -> list[str]:
     one = ldt.connect(PAIR, ranks=[0, 1])
     two = ldt.connect(PAIR, ranks=[0, 1], lanes="paired")
     failed = threading.Event()
+    steady, restarted = toy_chunks(PAIR), toy_chunks(PAIR)
 
     def keep_stepping() -> str:
-        torch.manual_seed(0)
-        chunks = toy_chunks(PAIR)
         with one:
-            pipeline = build(one, chunks)
+            pipeline = build(one, steady)
             for _ in range(20):
-                step_and_compare(one, pipeline, chunks, BATCH)
+                step_and_compare(one, pipeline, steady, BATCH)
         return "stepped"
 
     def fail_and_reconnect() -> str:
@@ -107,9 +108,7 @@ def steps_in_two_threads() -> list[str]:
         assert two.failures.wait(10.0) is not None
         failed.set()
         with two.reconnect() as again:
-            torch.manual_seed(0)
-            chunks = toy_chunks(PAIR)
-            step_and_compare(again, build(again, chunks), chunks, BATCH)
+            step_and_compare(again, build(again, restarted), restarted, BATCH)
         return "stepped"
 
     return [str(answer) for answer in in_threads(keep_stepping, fail_and_reconnect)]
