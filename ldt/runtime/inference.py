@@ -23,7 +23,7 @@ from ldt.runtime.error_text import text_of
 from ldt.runtime.forward_hooks import left_out
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.outputs import as_tensors
-from ldt.runtime.reach import Answer, DryRun, Reach, of_loss, unknown
+from ldt.runtime.reach import Answer, DryRun, of_loss, unknown
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 from ldt.runtime.stand_in import StandIn
@@ -82,7 +82,7 @@ def infer(
             return Answer(specs)
         may = run.may_require_grad(tensors)
         specs = tuple(replace(spec, requires_grad=flag) for spec, flag in zip(specs, may, strict=True))
-        return Answer(specs, run.reaches(tensors))
+        return Answer(specs, run.reaches(tensors), run.reentrant(tensors))
 
     try:
         if declared is not None:
@@ -110,22 +110,21 @@ def infer_reach(
     device: torch.device,
     shards: NodeShards,
     loss_trains: bool = False,
-) -> Reach:
+) -> Answer:
     """How far back the gradient of a loss goes through the last chunk: whatever it returns, and if it can be run.
 
     A loss that trains weights of its own, as ``loss_trains`` says, may use an output that requires no gradient.
     """
 
-    def read(run: DryRun) -> Reach:
+    def read(run: DryRun) -> Answer:
         leaves = [leaf for leaf in pytree.tree_leaves(run.output) if isinstance(leaf, torch.Tensor)]
-        return of_loss(
-            run, [t for t in leaves if t.requires_grad or (loss_trains and not _is_whole_number(t))]
-        )
+        differentiable = [t for t in leaves if t.requires_grad or (loss_trains and not _is_whole_number(t))]
+        return Answer((), (of_loss(run, differentiable),), run.reentrant(leaves))
 
     if not is_fully_sharded(module):
         with suppress(Exception):  # if it is not right, its forward will say so
             return dry_run(module, args, kwargs, device, True, shards, read)
-    return unknown(_specs_in(args))
+    return Answer((), (unknown(_specs_in(args)),))
 
 
 def _declared(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> HopSpecs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,20 +16,29 @@ __all__ = ["Answer", "DryRun", "Reach", "of_loss", "unknown", "used"]
 
 
 class Reach(NamedTuple):
-    """The inputs of a chunk, by number, that the gradient of one output gives one: surely, and perhaps."""
+    """The inputs of a chunk, by number, that the gradient of one output gives one: surely, and perhaps.
+
+    ``only`` are those by which alone the output requires a gradient, as no parameter lies behind it.
+    """
 
     sure: tuple[int, ...] = ()
     maybe: tuple[int, ...] = ()
+    only: tuple[int, ...] = ()
 
 
 class Answer(NamedTuple):
-    """What a chunk returns for some inputs, and for each of its outputs how far back the gradient goes."""
+    """What a chunk returns for some inputs, and for each of its outputs how far back the gradient goes.
+
+    ``reentrant`` are the inputs by which alone a reentrant checkpoint trains its layers: it does if they require a
+    gradient.
+    """
 
     specs: HopSpecs
     reaches: tuple[Reach, ...] = ()
+    reentrant: tuple[int, ...] = ()
 
     def to_json(self) -> list[Any]:
-        return [[spec.to_json() for spec in self.specs], self.reaches]
+        return [[spec.to_json() for spec in self.specs], self.reaches, self.reentrant]
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,23 @@ class DryRun:
         for output in outputs:
             nodes = _behind([output])
             sure = tuple(i for i, node in self.inputs.items() if node in nodes and not self.moved)
-            found.append(Reach(sure, () if whole else tuple(i for i in self.inputs if i not in sure)))
+            maybe = () if whole else tuple(i for i in self.inputs if i not in sure)
+            found.append(Reach(sure, maybe, self._only_by(output.grad_fn)))
         return tuple(found)
+
+    def reentrant(self, outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """The inputs by which alone reentrant checkpoints before ``outputs`` train their layers."""
+        checkpoints = [node for node in _behind(outputs) if node.name().startswith("CheckpointFunction")]
+        return tuple(sorted({i for node in checkpoints for i in self._only_by(node)}))
+
+    def _only_by(self, start: Node | None) -> tuple[int, ...]:
+        """The inputs that lie behind a node, none if parameters do as well."""
+        if start is None:
+            return ()
+        nodes = set(reachable([start], set(self.inputs.values())))
+        if any(node.name().endswith("AccumulateGrad") for node in nodes):
+            return ()
+        return tuple(i for i, node in self.inputs.items() if node in nodes)
 
     def _is_whole(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether the run took all ways that there are, as far as one can tell: all parameters were used."""
@@ -84,8 +108,14 @@ def unknown(inputs: HopSpecs) -> Reach:
     return Reach(sure=numbers) if len(numbers) == 1 else Reach(maybe=numbers)
 
 
-def used(inputs: HopSpecs, outputs: Sequence[bool | None], reaches: Sequence[Reach]) -> HopSpecs:
-    """``inputs`` of a chunk with what is known of their use, given that of its ``outputs``."""
+def used(
+    inputs: HopSpecs, outputs: Sequence[bool | None], answer: Answer, decisive: Collection[int] = ()
+) -> HopSpecs:
+    """``inputs`` of a chunk with what is known of their use, given that of its ``outputs``.
+
+    ``decisive`` are the numbers of outputs by which alone a checkpoint of a later chunk trains its layers.
+    """
+    reaches = answer.reaches
     sure = {i for reach, out in zip(reaches, outputs, strict=True) if out is True for i in reach.sure}
     maybe = {
         i
@@ -93,13 +123,15 @@ def used(inputs: HopSpecs, outputs: Sequence[bool | None], reaches: Sequence[Rea
         if out is not False
         for i in (*reach.sure, *reach.maybe)
     }
-    answers = [
+    uses = [
         True if i in sure or not spec.requires_grad else None if i in maybe else False
         for i, spec in enumerate(inputs)
     ]
-    if all(answer is True for answer in answers):
-        return inputs
-    return tuple(replace(spec, used=answer) for spec, answer in zip(inputs, answers, strict=True))
+    deciding = {*answer.reentrant, *(i for number in decisive for i in reaches[number].only)}
+    return tuple(
+        replace(spec, used=use, decisive=spec.requires_grad and i in deciding)
+        for i, (spec, use) in enumerate(zip(inputs, uses, strict=True))
+    )
 
 
 def _behind(outputs: Sequence[torch.Tensor]) -> set[Node]:

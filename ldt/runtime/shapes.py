@@ -151,7 +151,7 @@ class ShapeBook:
         return known  # type: ignore[return-value]
 
     def _compare(self, chunk: int, agreed: Sequence[Answer], mine: Sequence[Answer] | None) -> None:
-        for (leaders, _), (own, _) in zip(agreed, mine or agreed, strict=True):
+        for (leaders, *_), (own, *_) in zip(agreed, mine or agreed, strict=True):
             if own != leaders:
                 raise LdtError(
                     f"the ranks of stage {self._mesh.stage} disagree on what chunk {chunk} returns: its leader says "
@@ -184,8 +184,7 @@ class ShapeBook:
         mesh, module = self._mesh, self.chunks[chunk]
         kwargs = self.keywords_for(chunk, offered, len(args))
         if chunk == self._topology.tail:
-            reach = infer_reach(module, args, kwargs, mesh.device, mesh.shards, self._loss_trains)
-            return Answer((), (reach,))
+            return infer_reach(module, args, kwargs, mesh.device, mesh.shards, self._loss_trains)
         try:
             answer = infer(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
         except QuotingError as error:
@@ -206,19 +205,24 @@ def _with_use(hops: Sequence[HopSpecs], answers: Sequence[Answer]) -> list[HopSp
     """The hops of a microbatch with what is known of their tensors' use, from the loss back to the first chunk."""
     found: list[HopSpecs] = []
     outputs: list[bool | None] = [True]  # the loss
+    decisive: list[int] = []
     for inputs, answer in zip(reversed(hops[: len(answers)]), reversed(answers), strict=True):
-        found.append(used(inputs, outputs, answer.reaches))
+        found.append(used(inputs, outputs, answer, decisive))
         outputs = [spec.used if spec.requires_grad else False for spec in found[-1]]
+        decisive = [i for i, spec in enumerate(found[-1]) if spec.decisive]
     return [*reversed(found), *hops[len(answers) :]]
 
 
 def _answers(questions: Sequence[_Question], value: Any) -> list[Answer]:
     """Read what another rank says. Raises ValueError where that is no answer to the questions."""
-    answers = [Answer(tuple(map(TensorSpec.from_json, specs)), _reaches(told)) for specs, told in value]
+    answers = [
+        Answer(tuple(map(TensorSpec.from_json, specs)), _reaches(told), tuple(map(int, reentrant)))
+        for specs, told, reentrant in value
+    ]
     if len(answers) != len(questions):
         raise ValueError(f"expected the specs of {len(questions)} microbatches, got {len(answers)}")
     for question, answer in zip(questions, answers, strict=True):
-        numbers = {i for reach in answer.reaches for i in (*reach.sure, *reach.maybe)}
+        numbers = {*answer.reentrant, *(i for reach in answer.reaches for numbers in reach for i in numbers)}
         outputs = len(answer.specs) or len(answer.reaches)  # those of the last chunk have no specs
         if (
             not numbers <= set(range(len(question.inputs)))
@@ -229,7 +233,7 @@ def _answers(questions: Sequence[_Question], value: Any) -> list[Answer]:
 
 
 def _reaches(told: Any) -> tuple[Reach, ...]:
-    return tuple(Reach(tuple(map(int, sure)), tuple(map(int, maybe))) for sure, maybe in told)
+    return tuple(Reach(*(tuple(map(int, numbers)) for numbers in reach)) for reach in told)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

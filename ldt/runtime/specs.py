@@ -22,7 +22,8 @@ class TensorSpec:
     ``shard`` is the dimension that is split over the ranks of each stage (see ``ldt.runtime.shards``), None where each
     has all; ``shape`` is that of the whole.
     ``used`` says whether the next chunk uses it where gradients are concerned: False if it does not, and sends none
-    back, None if that shows in each microbatch. It is found by all ranks alike and not told.
+    back, None if that shows in each microbatch. ``decisive`` says that a reentrant checkpoint behind the hop trains its
+    layers only if this tensor requires a gradient. Both are found by all ranks alike and not told.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class TensorSpec:
     order: tuple[int, ...] = ()
     shard: int | None = None
     used: bool | None = True
+    decisive: bool = False
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
@@ -143,7 +145,8 @@ def first_difference(
     """Where ``got`` is not what was agreed, as the second half of an error text; None if it is.
 
     ``declared`` says that an ``output_spec`` has told what to expect.
-    A tensor that was announced with a gradient and has none is no difference: its gradient comes and is dropped.
+    A tensor that was announced with a gradient and has none is no difference: its gradient comes and is dropped. It is
+    one where a reentrant checkpoint would train its layers, as it cannot know.
     """
     causes = _DECLARED if declared else _CAUSES
     if len(expected) != len(got):
@@ -152,6 +155,12 @@ def first_difference(
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         if (want.shape, want.dtype, want.shard) != (have.shape, have.dtype, have.shard):
             return f"tensor {index} was agreed as {want}, it is {have}; {causes}"
+        if want.decisive and not have.requires_grad:
+            return (
+                f"tensor {index} requires no gradient, but was agreed as {want}, for which a checkpoint "
+                "with use_reentrant=True on a later stage would train its layers; in the unsplit model it does "
+                "not. Let the tensor always require a gradient, or use use_reentrant=False there"
+            )
         if have.requires_grad and not want.requires_grad and declared:
             return (
                 f"tensor {index} requires a gradient, but the output_spec of the chunk says {want}: let it return "

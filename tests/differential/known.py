@@ -39,6 +39,10 @@ def _numbers(job: Job, kind: str) -> list[int]:
     return [item.number for chunk in job.chunks for item in chunk if item.kind == kind]
 
 
+def _has_reentrant(job: Job) -> bool:
+    return any(number % 2 for number in _numbers(job, "Checkpointed"))
+
+
 def trains_apart(job: Job) -> bool:
     """Whether a layer that trains is shared by chunks of two stages, or is two that have one name."""
     stages = job.topology.num_stages
@@ -95,7 +99,12 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "split backward of a reentrant checkpoint",
         "backward cannot be split: torch.utils.checkpoint with use_reentrant=True",
-        lambda job: _splits(job) and any(number % 2 for number in _numbers(job, "Checkpointed")),
+        lambda job: _splits(job) and _has_reentrant(job),
+    ),
+    Refusal(
+        "a reentrant checkpoint behind a graph that is cut",
+        "requires no gradient, but was agreed as .* with use_reentrant=True",
+        lambda job: _has_reentrant(job) and (job.has("Detach", "OddDetach", "LayerDrop") or bool(job.frozen)),
     ),
     Refusal(
         "split backward of a function that changes a buffer",

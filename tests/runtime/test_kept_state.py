@@ -201,7 +201,7 @@ def test_whatever_moves_in_each_forward_leaves_a_doubt(name: str) -> None:
         (Keeping(make(), move), Reach(maybe=(0,))),
         (Keeping(make(), id), Reach(sure=(0,))),
     ):
-        assert infer_reach(module, hop, {}, CPU, NodeShards()) == reach
+        assert infer_reach(module, hop, {}, CPU, NodeShards()).reaches == (reach,)
 
 
 class AtFirst(Alternating):
