@@ -58,7 +58,7 @@ class DryRun:
 
     def may_require_grad(self, outputs: Sequence[torch.Tensor]) -> list[bool]:
         """Which of ``outputs`` may require a gradient, in this run or in one that goes other ways."""
-        trains = bool(self.parameters or self.inputs) and not self._is_whole(outputs)
+        trains = self.moved and bool(self.parameters or self.inputs)
         possible = [(self.hooked or trains) and (o.is_floating_point() or o.is_complex()) for o in outputs]
         return [o.requires_grad or also for o, also in zip(outputs, possible, strict=True)]
 

@@ -43,6 +43,10 @@ def _has_reentrant(job: Job) -> bool:
     return any(number % 2 for number in _numbers(job, "Checkpointed"))
 
 
+def _frozen_notes(job: Job) -> bool:
+    return any(item.kind in ("Custom", "Tally") for chunk in job.frozen for item in job.chunks[chunk])
+
+
 def trains_apart(job: Job) -> bool:
     """Whether a layer that trains is shared by chunks of two stages, or is two that have one name."""
     stages = job.topology.num_stages
@@ -156,6 +160,10 @@ OFF: tuple[Off, ...] = (
     Off(
         "modules that are cut or wrapped begin equal",
         lambda job: job.begin != "equal" and (job.wraps or job.has("Parallel")),
+    ),
+    Off(
+        "frozen functions that note their backwards, behind a graph that a count or a hook may cut",
+        lambda job: job.has("OddDetach", "LayerDrop", "ForwardHook", "ModuleHook") and _frozen_notes(job),
     ),
     Off("float32 in another order", _sums_otherwise),
     Off(

@@ -65,13 +65,12 @@ Kinds = Sequence[type[nn.Module]]
 EQUAL: dict[str, Kinds] = {
     "what it takes requires a gradient": (Layer, Reentrant, Layer),
     "not reentrant": (CutAtTimes, NotReentrant, Layer),
-    "not reentrant, frozen": (Frozen, NotReentrant, Layer),
+    "frozen": (Frozen, Reentrant, Layer),
     "behind a layer that is trained": (CutAtTimes, Layer, Reentrant),
 }
 REFUSED: dict[str, tuple[Kinds, int]] = {
     "cut at times": ((CutAtTimes, Reentrant, Layer), 0),
     "cut at times, before the last chunk": ((Layer, CutAtTimes, Reentrant), 1),
-    "frozen": ((Frozen, Reentrant, Layer), 0),
     "behind a stage that trains nothing": ((CutAtTimes, Plain, Reentrant, Layer), 0),
 }
 
