@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from ldt._C import METADATA_NAMES
 from ldt.runtime.disclosure import InputTypeError, InputValueError
-from ldt.runtime.metadata import METADATA_NAMES
 
 __all__ = ["Keywords", "check_taken", "declares", "keywords_of", "metadata_taken", "read_by_shapes"]
 

@@ -14,7 +14,7 @@ small layers slow (0.02 s for 100 layers on a CPU).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 from ldt.errors import LdtError
+from ldt.runtime.autograd_graph import children, leaves_of, reachable, reached
 from ldt.runtime.side_effects import FunctionWatch, SecondPart
 
-__all__ = ["Start", "WeightPart", "backward_input", "reachable"]
+__all__ = ["Start", "WeightPart", "backward_input"]
 
 Start = tuple[torch.Tensor | GradientEdge, torch.Tensor]  # where a backward starts, and with which gradient
 # Nodes, by the beginning of their names, whose backward is one piece that does not run under autograd.grad.
@@ -156,9 +157,9 @@ class _Cut:
                         f"its backward cannot be split: {what} computes the gradients of inputs and parameters in "
                         "one go. Change that, or take a plan without split backward"
                     )
-            for child in _children(node):
+            for child in children(node):
                 users.setdefault(child, []).append(node)
-        self.between = set(_reached(self._ends, lambda node: users.get(node, ())))
+        self.between = set(reached(self._ends, lambda node: users.get(node, ())))
         self.branches = {
             node: leaves for node in self.between - self._ends if (leaves := self._leaves_beside(node))
         }
@@ -166,7 +167,7 @@ class _Cut:
     def groups(self, beside: Iterable[Node]) -> list[_Group]:
         """Branches, and roots ``beside`` the way to the inputs: those that share a leaf together."""
         by_leaf: dict[Node, _Group] = {}
-        for source, leaves in {**self.branches, **{node: set(_leaves([node])) for node in beside}}.items():
+        for source, leaves in {**self.branches, **{node: set(leaves_of([node])) for node in beside}}.items():
             group = _Group({source}, set(leaves))
             for other in {id(found): found for leaf in leaves if (found := by_leaf.get(leaf))}.values():
                 group.sources.update(other.sources)
@@ -175,28 +176,4 @@ class _Cut:
         return list({id(group): group for group in by_leaf.values()}.values())
 
     def _leaves_beside(self, node: Node) -> set[Node]:
-        return set(_leaves(child for child in _children(node) if child not in self.between))
-
-
-def _children(node: Node) -> list[Node]:
-    return [child for child, _ in node.next_functions if child is not None]
-
-
-def _leaves(nodes: Iterable[Node]) -> Iterator[Node]:
-    return (node for node in reachable(nodes, set()) if node.name().endswith("AccumulateGrad"))
-
-
-def reachable(starts: Iterable[Node], ends: set[Node]) -> Iterator[Node]:
-    """What backward comes through from ``starts``, not going on beyond ``ends``."""
-    return _reached(starts, lambda node: () if node in ends else _children(node))
-
-
-def _reached(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    stack = list(dict.fromkeys(starts))
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        fresh = [neighbour for neighbour in dict.fromkeys(neighbours(node)) if neighbour not in seen]
-        seen.update(fresh)
-        stack += fresh
+        return set(leaves_of(child for child in children(node) if child not in self.between))
