@@ -14,7 +14,7 @@ from bounces import Bounces
 from clock import Passage, meet, settle, total
 
 from ldt._C import Lane
-from ldt.runtime.device import synchronize_current_stream
+from ldt.runtime.common.device import synchronize_current_stream
 
 __all__ = ["Courier", "Path", "Wait"]
 

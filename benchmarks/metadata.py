@@ -27,8 +27,8 @@ from harness import Row, column, parse, parser, run
 from picture import Picture
 from transports import device_of
 
+from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
-from ldt.runtime.specs import TensorSpec
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -24,7 +24,7 @@ from p2p_paths import BothWays
 from picture import Picture
 from transports import note
 
-from ldt.runtime.device import synchronize_current_stream
+from ldt.runtime.common.device import synchronize_current_stream
 
 __all__ = ["LatencyRow", "latencies"]
 

@@ -39,7 +39,7 @@ from transports import connect_each, device_of, note
 
 import ldt
 from ldt.plan import Costs, Plan, optimize, simulate, ushape
-from ldt.runtime.device import synchronize_current_stream
+from ldt.runtime.common.device import synchronize_current_stream
 
 WARM_UP = 2
 

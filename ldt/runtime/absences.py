@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.specs import TensorSpec
+from ldt.runtime.common.tensor_spec import TensorSpec
 
 __all__ = ["Absences", "with_absent", "without_absent"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.received import parse, understood
+from ldt.runtime.common.untrusted import parse, understood
 
 __all__ = ["Aliasing", "passed_on"]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ldt.errors import LdtError
-from ldt.runtime.managed import managed
-from ldt.runtime.received import parse, plain, quoted
+from ldt.runtime.common.managed import managed
+from ldt.runtime.common.untrusted import parse, plain, quoted
 
 __all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
 

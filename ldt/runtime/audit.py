@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ldt.runtime.disclosure import InputValueError, QuotingError
+from ldt.runtime.common.redact import InputValueError, QuotingError
 from ldt.runtime.held import unwrapped_tensors
 from ldt.runtime.microbatch import Microbatch
 

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ldt.runtime.calibrate import calibrate
 from ldt.runtime.carriers import TransportChoice, check_transport
-from ldt.runtime.device import choose_device
+from ldt.runtime.common.device import choose_device
 from ldt.runtime.forked import check_world
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.rendezvous import check_in, mesh_key, refuse

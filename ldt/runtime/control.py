@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.untrusted import parse, plain, quoted, understood
 from ldt.runtime.failure import FailureWatch
-from ldt.runtime.place import Place
-from ldt.runtime.received import parse, plain, quoted, understood
 from ldt.runtime.relay import MAX_BYTES, Relay
 from ldt.topology import Node
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import InputValueError
-from ldt.runtime.place import Place
+from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.redact import InputValueError
 
 __all__ = [
     "GradientSync",

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ldt._C import Lane
 from ldt.runtime.carriers import Carrier
+from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.groups import group_specs, lane_name, stage_name
 from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import overlap, span_of
-from ldt.runtime.specs import TensorSpec
 from ldt.runtime.strands import LEADERS, AllOf, Strand, Transfers, parts_of
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 

@@ -16,15 +16,15 @@ from ldt.plan.excerpt import excerpt
 from ldt.runtime.absences import Absences, with_absent, without_absent
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.common.chunk_outputs import refuse_elsewhere
+from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
 from ldt.runtime.grad_memory import GradMemory
 from ldt.runtime.in_flight import Departures, overlapping, own_memory
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.outputs import refuse_elsewhere
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging, refuse_sparse_gradient
-from ldt.runtime.specs import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
 from ldt.runtime.strands import AllOf
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.reduce import is_reduced_elsewhere, refuse_sparse_layers

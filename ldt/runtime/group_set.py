@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ldt.runtime.ending import end_all
+from ldt.runtime.common.teardown import end_all
 from ldt.runtime.groups import GLOO, make_group
 from ldt.runtime.sockets import Connections
 

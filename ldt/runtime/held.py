@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.place import Place
+from ldt.runtime.common.rank_info import Place
 
 __all__ = [
     "Held",

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ldt._C import METADATA_NAMES
-from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 
 __all__ = ["Keywords", "check_taken", "declares", "keywords_of", "metadata_taken", "read_by_shapes"]
 

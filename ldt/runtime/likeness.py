@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
 from ldt.runtime.digests import digests
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.specs import HopSpecs, TensorSpec
 from ldt.topology import Direction
 
 __all__ = ["Likeness"]

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ldt.errors import LdtError
 from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call
-from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.loss_state import refuse_unknown
 from ldt.runtime.post import Letter, Post, Subject
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.data_parallel import is_fully_sharded, unwrapped
-from ldt.runtime.disclosure import InputValueError
 
 __all__ = ["loss_module", "refuse_unknown"]
 

@@ -12,7 +12,7 @@ import torch
 
 from ldt.plan import Costs, Kind
 from ldt.runtime.calls import agree
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.probe import probe_links
 from ldt.runtime.reduce import EarlierGradients

@@ -19,19 +19,19 @@ from ldt._C import Lane
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime import groups as naming
 from ldt.runtime.carriers import Carrier, CarrierChoice
+from ldt.runtime.common.device import choose_backend, open_libraries
+from ldt.runtime.common.error_text import is_a
+from ldt.runtime.common.managed import managed
+from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.redact import reveal
+from ldt.runtime.common.teardown import end_all
 from ldt.runtime.connecting import check_opening, connect_all, connect_alone, limit_transfers
 from ldt.runtime.control import ControlPlane
-from ldt.runtime.device import choose_backend, open_libraries
 from ldt.runtime.device_meshes import DeviceMeshes
-from ldt.runtime.disclosure import reveal
-from ldt.runtime.ending import end_all
 from ldt.runtime.endpoints import Endpoint, make_endpoints
-from ldt.runtime.error_text import is_a
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.forked import check_process
 from ldt.runtime.group_set import GroupSet
-from ldt.runtime.managed import managed
-from ldt.runtime.place import Place
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share

@@ -17,7 +17,7 @@ from ldt._C import (
     unpack_message,
 )
 from ldt.errors import MetadataError
-from ldt.runtime.specs import HopSpecs, TensorSpec
+from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
 
 __all__ = [
     "MAX_METADATA_ELEMENTS",

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ldt.runtime.disclosure import InputTypeError, InputValueError
-from ldt.runtime.recent import Recent
-from ldt.runtime.specs import TensorSpec
+from ldt.runtime.common.lru import Recent
+from ldt.runtime.common.redact import InputTypeError, InputValueError
+from ldt.runtime.common.tensor_spec import TensorSpec
 
 __all__ = ["Microbatch", "Signatures", "parse_microbatches"]
 

@@ -12,8 +12,8 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.calls import Call
-from ldt.runtime.disclosure import InputValueError
-from ldt.runtime.error_text import name_of
+from ldt.runtime.common.error_text import name_of
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.keywords import check_taken
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack

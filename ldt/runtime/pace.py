@@ -7,7 +7,7 @@ from collections import deque
 
 import torch
 
-from ldt.runtime.device import current_stream
+from ldt.runtime.common.device import current_stream
 from ldt.runtime.failure import FailureWatch
 
 __all__ = ["AHEAD", "Pace"]

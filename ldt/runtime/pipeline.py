@@ -16,7 +16,8 @@ from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.audit import Guard
 from ldt.runtime.building import Given, WeightOptions, agree_on_ties, agreed_parts
 from ldt.runtime.calls import Call, Mode, Refusal
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
@@ -33,7 +34,6 @@ from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
 from ldt.runtime.shapes import ShapeBook
-from ldt.runtime.specs import HopSpecs
 from ldt.runtime.stats import StatsTaker
 from ldt.runtime.stream_timer import StreamTimer
 from ldt.runtime.validation import validate_chunks

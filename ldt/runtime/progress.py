@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ldt.plan import Plan
-from ldt.runtime.managed import managed
-from ldt.runtime.received import parse, plain
+from ldt.runtime.common.managed import managed
+from ldt.runtime.common.untrusted import parse, plain
 
 __all__ = ["Progress", "Sighting"]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from ldt.runtime.autograd_graph import reachable
-from ldt.runtime.specs import HopSpecs
+from ldt.runtime.common.autograd_graph import reachable
+from ldt.runtime.common.tensor_spec import HopSpecs
 
 __all__ = ["Answer", "DryRun", "Reach", "of_loss", "unknown", "used"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ldt.plan import Action
-from ldt.runtime.managed import managed
+from ldt.runtime.common.managed import managed
 
 __all__ = ["Entry", "Recorder"]
 

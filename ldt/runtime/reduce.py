@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.relay import wait_or_fail

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ldt.errors import LdtError
-from ldt.runtime.place import Place
+from ldt.runtime.common.rank_info import Place
 from ldt.runtime.vigil import Vigil
 from ldt.topology import Node
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ldt.errors import LdtError
+from ldt.runtime.common.untrusted import parse, plain, quoted, texts_by_name, understood
 from ldt.runtime.failure import FailureWatch
-from ldt.runtime.received import parse, plain, quoted, texts_by_name, understood
 
 __all__ = ["check_in", "mesh_key", "refuse", "share"]
 

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 
 from ldt.errors import RemoteStageError
-from ldt.runtime.disclosure import disclose, reveal
-from ldt.runtime.error_text import TEXT_LIMIT, name_of
-from ldt.runtime.received import quoted, read_fields
+from ldt.runtime.common.error_text import TEXT_LIMIT, name_of
+from ldt.runtime.common.redact import disclose, reveal
+from ldt.runtime.common.untrusted import quoted, read_fields
 
 __all__ = ["FailureReport"]
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import QuotingError
+from ldt.runtime.common.lru import Recent
+from ldt.runtime.common.redact import QuotingError
+from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.forward_hooks import ForwardHooks
 from ldt.runtime.inference import infer, infer_reach, warm_up
 from ldt.runtime.keywords import declares, keywords_of
@@ -19,9 +21,7 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.reach import Answer, Reach, used
-from ldt.runtime.recent import Recent
 from ldt.runtime.relay import as_bytes
-from ldt.runtime.specs import HopSpecs, TensorSpec, describe
 
 __all__ = ["ShapeBook"]
 

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ldt.errors import LdtError
-from ldt.runtime.outputs import refuse_wrapper
-from ldt.runtime.specs import HopSpecs, TensorSpec
+from ldt.runtime.common.chunk_outputs import refuse_wrapper
+from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
 
 __all__ = ["NodeShards", "Span", "overlap", "overlapping", "span_of"]
 

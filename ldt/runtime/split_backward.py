@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 from ldt.errors import LdtError
-from ldt.runtime.autograd_graph import children, leaves_of, reachable, reached
+from ldt.runtime.common.autograd_graph import children, leaves_of, reachable, reached
 from ldt.runtime.side_effects import FunctionWatch, SecondPart
 
 __all__ = ["Start", "WeightPart", "backward_input"]

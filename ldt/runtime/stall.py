@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.error_text import TRACEBACK_LINES
+from ldt.runtime.common.error_text import TRACEBACK_LINES
+from ldt.runtime.common.rank_info import Place
 from ldt.runtime.heartbeat import Heartbeats, RollCall
-from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress, Sighting
 from ldt.runtime.report import FailureReport
 

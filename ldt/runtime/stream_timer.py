@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ldt.runtime.device import current_stream, synchronize_current_stream
+from ldt.runtime.common.device import current_stream, synchronize_current_stream
 from ldt.runtime.record import Entry
 
 __all__ = ["StreamTimer"]

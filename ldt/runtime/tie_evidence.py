@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ldt.runtime.common.untrusted import texts
 from ldt.runtime.digests import components
 from ldt.runtime.held import Held, unwrapped_name
-from ldt.runtime.received import texts
 
 __all__ = ["Evidence", "Witness", "content_of", "evidence_by_key", "hashed", "is_one_weight"]
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
-from ldt.runtime.disclosure import disclose, reveal
-from ldt.runtime.error_text import files_of, is_a
+from ldt.runtime.common.error_text import files_of, is_a
+from ldt.runtime.common.managed import managed
+from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.redact import disclose, reveal
 from ldt.runtime.failure import FailureReport, FailureWatch
 from ldt.runtime.heartbeat import Heartbeats, RollCall
-from ldt.runtime.managed import managed
-from ldt.runtime.place import Place
 from ldt.runtime.progress import Progress
 from ldt.runtime.stall import StallWatch, of_lost_ranks, picture
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ldt.runtime.disclosure import InputValueError
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.held import is_part
 from ldt.runtime.mesh import Mesh
 

@@ -20,8 +20,8 @@ from hf_models import (
 from transformers import PreTrainedConfig
 
 from ldt.integrations import hf
+from ldt.runtime.common.tensor_spec import specs_of
 from ldt.runtime.inference import infer_specs
-from ldt.runtime.specs import specs_of
 
 LAYERS = [1, 2, 1, 1, 2, 1, 1]
 EDGE = {0, 3, 6}

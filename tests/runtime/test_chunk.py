@@ -11,7 +11,7 @@ from torch import nn
 
 from ldt.plan import ushape
 from ldt.runtime.chunk import ChunkRunner
-from ldt.runtime.specs import TensorSpec
+from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.work import StepWork
 from ldt.topology import Topology
 

@@ -12,7 +12,7 @@ from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.specs import TensorSpec
+from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.testing.models import on_backward
 from ldt.topology import Topology

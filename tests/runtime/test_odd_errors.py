@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ldt
-from ldt.runtime.disclosure import disclose, reveal
-from ldt.runtime.error_text import plain, text_of
+from ldt.runtime.common.error_text import plain, text_of
+from ldt.runtime.common.redact import disclose, reveal
 from ldt.runtime.vigil import is_of_transfer
 from ldt.testing import RankPool, toy_microbatches
 from ldt.topology import Topology

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ldt.runtime.specs import TensorSpec, describe, first_difference, specs_of
+from ldt.runtime.common.tensor_spec import TensorSpec, describe, first_difference, specs_of
 
 TENSORS = {
     "scalar": torch.tensor(1.0),

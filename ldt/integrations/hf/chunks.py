@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ldt.integrations.hf.skeleton import decoder_of
-from ldt.runtime.specs import TensorSpec
+from ldt.runtime.common.tensor_spec import TensorSpec
 
 __all__ = ["Chunk", "MergingChunk", "TextChunk", "TextHead", "TextTail", "VisionChunk", "VisionHead"]
 

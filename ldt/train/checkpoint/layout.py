@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ldt.errors import CheckpointError
-from ldt.runtime.disclosure import QuotingError
+from ldt.runtime.common.redact import QuotingError
 
 __all__ = [
     "RANDOM_STATES",

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.held import NamesItself, unwrapped_name
 from ldt.runtime.pipeline import Pipeline
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ldt.errors import CheckpointError
-from ldt.runtime.disclosure import InputValueError, QuotingError
+from ldt.runtime.common.redact import InputValueError, QuotingError
 from ldt.train.checkpoint.record import GroupRecord, OptimizerRecord
 from ldt.train.checkpoint.values import from_json, to_json
 

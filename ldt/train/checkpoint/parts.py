@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ldt.runtime.place import Place
+from ldt.runtime.common.rank_info import Place
 from ldt.topology import Node
 from ldt.train.checkpoint.files import damaged
 

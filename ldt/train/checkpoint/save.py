@@ -17,7 +17,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.calls import agree
-from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states

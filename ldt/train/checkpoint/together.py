@@ -10,8 +10,8 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.calls import agree
-from ldt.runtime.device import synchronize_current_stream
-from ldt.runtime.disclosure import reveal
+from ldt.runtime.common.device import synchronize_current_stream
+from ldt.runtime.common.redact import reveal
 from ldt.runtime.mesh import Mesh
 
 __all__ = ["together"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ldt.errors import CheckpointError
-from ldt.runtime.disclosure import QuotingError
+from ldt.runtime.common.redact import QuotingError
 
 __all__ = ["ValueTypeError", "from_json", "to_json"]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.disclosure import InputTypeError, InputValueError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 
 __all__ = ["as_tensors", "joined", "refuse_elsewhere", "refuse_wrapper", "taken_apart"]
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
-from ldt.runtime.error_text import is_a
+from ldt.runtime.common.error_text import is_a
 
 __all__ = ["managed"]
 

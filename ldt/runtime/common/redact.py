@@ -6,7 +6,7 @@ from typing import Any
 
 from ldt._C import LaneError
 from ldt.errors import LdtError
-from ldt.runtime.error_text import TEXT_LIMIT, frames_of, is_a, name_of, place_of, text_of
+from ldt.runtime.common.error_text import TEXT_LIMIT, frames_of, is_a, name_of, place_of, text_of
 
 __all__ = ["InputTypeError", "InputValueError", "QuotingError", "disclose", "reveal"]
 
