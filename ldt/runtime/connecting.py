@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ldt.errors import LdtError
 from ldt.runtime.endpoints import Endpoint
-from ldt.runtime.failure import FailureWatch
 from ldt.runtime.groups import GLOO, model_groups
+from ldt.runtime.health.watchdog import FailureWatch
 from ldt.runtime.strands import AllOf
 from ldt.topology import Channel, Topology
 

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ldt.runtime.common.teardown import end_all
 from ldt.runtime.groups import GLOO, make_group
-from ldt.runtime.sockets import Connections
+from ldt.runtime.health.connections import Connections
 
 __all__ = ["GroupSet"]
 

@@ -29,16 +29,16 @@ from ldt.runtime.connecting import check_opening, connect_all, connect_alone, li
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device_meshes import DeviceMeshes
 from ldt.runtime.endpoints import Endpoint, make_endpoints
-from ldt.runtime.failure import FailureReport, FailureWatch
-from ldt.runtime.forked import check_process
 from ldt.runtime.group_set import GroupSet
+from ldt.runtime.health.failure_detector import Vigil, is_of_transfer
+from ldt.runtime.health.fork_guard import check_process
+from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share
 from ldt.runtime.routes import LaneId
 from ldt.runtime.shards import NodeShards
 from ldt.runtime.terms import Terms
-from ldt.runtime.vigil import Vigil, is_of_transfer
 from ldt.topology import Channel, LanePolicy
 from ldt.topology import lanes as lanes_of
 

@@ -8,7 +8,7 @@ from collections import deque
 import torch
 
 from ldt.runtime.common.device import current_stream
-from ldt.runtime.failure import FailureWatch
+from ldt.runtime.health.watchdog import FailureWatch
 
 __all__ = ["AHEAD", "Pace"]
 

@@ -13,7 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.connecting import await_on_host
 from ldt.runtime.endpoints import Endpoint
-from ldt.runtime.failure import FailureWatch
+from ldt.runtime.health.watchdog import FailureWatch
 from ldt.runtime.mesh import Mesh
 from ldt.topology import Direction
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ldt.errors import LdtError
 from ldt.runtime.common.rank_info import Place
-from ldt.runtime.vigil import Vigil
+from ldt.runtime.health.failure_detector import Vigil
 from ldt.topology import Node
 
 __all__ = ["MAX_BYTES", "Relay", "as_bytes", "as_tensor", "wait_or_fail"]

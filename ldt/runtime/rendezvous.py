@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import parse, plain, quoted, texts_by_name, understood
-from ldt.runtime.failure import FailureWatch
+from ldt.runtime.health.watchdog import FailureWatch
 
 __all__ = ["check_in", "mesh_key", "refuse", "share"]
 

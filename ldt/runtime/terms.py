@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 
 from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.health.failure_detector import LEAST_SILENCE, Patience
 from ldt.runtime.strands import Transfers
-from ldt.runtime.vigil import LEAST_SILENCE, Patience
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["Limits", "Terms"]

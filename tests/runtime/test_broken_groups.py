@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import ldt
 from ldt.runtime import group_set as module
-from ldt.runtime.sockets import Connections
+from ldt.runtime.health.connections import Connections
 from ldt.testing import RankPool, in_time, paced
 from ldt.topology import Topology
 

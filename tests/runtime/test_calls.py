@@ -10,8 +10,8 @@ import torch.distributed as dist
 from pipeline_jobs import build, step_and_compare
 
 import ldt
-from ldt.runtime import attendance
-from ldt.runtime.attendance import Attendance
+from ldt.runtime.health import desync
+from ldt.runtime.health.desync import Attendance
 from ldt.testing import RankPool, in_time, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -156,7 +156,7 @@ def test_a_sum_has_a_limit(pool: RankPool) -> None:
 
 
 def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(desync, "PATIENCE_SECONDS", 0.0)
     store = dist.HashStore()
     one, other = Attendance("call", 1), Attendance("call", 0)
     for _ in range(20):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.testing import allowed, in_time, paced
 
 _SCRIPT = """

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 import ldt
 from ldt.runtime.common.error_text import plain, text_of
 from ldt.runtime.common.redact import disclose, reveal
-from ldt.runtime.vigil import is_of_transfer
+from ldt.runtime.health.failure_detector import is_of_transfer
 from ldt.testing import RankPool, toy_microbatches
 from ldt.topology import Topology
 

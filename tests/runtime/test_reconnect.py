@@ -16,7 +16,7 @@ from pipeline_jobs import build, step_and_compare
 from torch import nn
 
 import ldt
-from ldt.runtime.sockets import Connections
+from ldt.runtime.health.connections import Connections
 from ldt.testing import RankPool, ToyChunk, toy_microbatches
 from ldt.topology import Topology
 

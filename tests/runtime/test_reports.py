@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ldt
 from ldt.runtime import group_set
 from ldt.runtime.common.redact import QuotingError, disclose
-from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 from ldt.train.checkpoint.layout import StorageError

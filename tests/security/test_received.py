@@ -17,15 +17,15 @@ from torch._C._distributed_c10d import HashStore
 import ldt
 from ldt.errors import LdtError
 from ldt.runtime.aliasing import Aliasing
-from ldt.runtime.attendance import Attendance
 from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import TEXT_LIMIT
 from ldt.runtime.common.untrusted import parse, plain
 from ldt.runtime.control import ControlPlane
-from ldt.runtime.failure import FailureReport, FailureWatch
+from ldt.runtime.health.desync import Attendance
+from ldt.runtime.health.progress import Sighting
+from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.runtime.loss import TokenScale
 from ldt.runtime.post import Letter, Subject
-from ldt.runtime.progress import Sighting
 from ldt.runtime.rendezvous import check_in, share
 from ldt.testing import RankPool
 from ldt.topology import Topology

@@ -16,15 +16,15 @@ import torch.distributed as dist
 
 from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
-from ldt.runtime.attendance import CLOSED, EXITED, Attendance, Discord
 from ldt.runtime.common.error_text import files_of, is_a
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.common.redact import disclose, reveal
-from ldt.runtime.failure import FailureReport, FailureWatch
-from ldt.runtime.heartbeat import Heartbeats, RollCall
-from ldt.runtime.progress import Progress
-from ldt.runtime.stall import StallWatch, of_lost_ranks, picture
+from ldt.runtime.health.desync import CLOSED, EXITED, Attendance, Discord
+from ldt.runtime.health.hang_detector import StallWatch, of_lost_ranks, picture
+from ldt.runtime.health.heartbeat import Heartbeats, RollCall
+from ldt.runtime.health.progress import Progress
+from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 
 __all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_of_transfer"]
 

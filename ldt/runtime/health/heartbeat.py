@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ldt.runtime.progress import Progress, Sighting
+from ldt.runtime.health.progress import Progress, Sighting
 
 __all__ = ["Heartbeats", "RollCall"]
 

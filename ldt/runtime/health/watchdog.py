@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ldt.runtime.report import FailureReport
-from ldt.runtime.sockets import Connections
+from ldt.runtime.health.connections import Connections
+from ldt.runtime.health.failure_report import FailureReport
 
 __all__ = ["FailureReport", "FailureWatch", "Lookout"]
 

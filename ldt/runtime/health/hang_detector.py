@@ -11,9 +11,9 @@ from typing import Any
 from ldt.plan.excerpt import excerpt
 from ldt.runtime.common.error_text import TRACEBACK_LINES
 from ldt.runtime.common.rank_info import Place
-from ldt.runtime.heartbeat import Heartbeats, RollCall
-from ldt.runtime.progress import Progress, Sighting
-from ldt.runtime.report import FailureReport
+from ldt.runtime.health.failure_report import FailureReport
+from ldt.runtime.health.heartbeat import Heartbeats, RollCall
+from ldt.runtime.health.progress import Progress, Sighting
 
 __all__ = ["StallWatch", "of_lost_ranks", "picture"]
 
