@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ldt.runtime import Mesh
-from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint
 
 __all__ = ["delay"]
 

@@ -24,8 +24,8 @@ from transports import connect_or_note, transports_of
 
 import ldt
 from ldt.cli.units import nbytes
+from ldt.runtime.comm.transfer import Transfer
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.strands import Transfer
 
 WAYS = [way for way in get_args(Transfer) if way != "auto"]
 SIZES = {"cuda": [1 << 20, 16 << 20, 64 << 20, 256 << 20], "cpu": [64 << 10, 1 << 20, 16 << 20, 64 << 20]}

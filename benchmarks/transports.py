@@ -11,7 +11,7 @@ import torch.distributed as dist
 from clock import total
 
 import ldt
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 
 __all__ = [
     "TRANSPORTS",

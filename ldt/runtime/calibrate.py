@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.probe import end_of, there_and_back
 from ldt.topology import Channel

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ldt.errors import LdtError
-from ldt.runtime import groups as naming
+from ldt.runtime.comm import group_layout as naming
+from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.common.device import choose_backend
 from ldt.runtime.common.rank_info import Place
-from ldt.runtime.group_set import GroupSet
 from ldt.topology import Node
 
 __all__ = ["DeviceMeshes"]

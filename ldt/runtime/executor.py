@@ -16,6 +16,7 @@ from ldt.plan.excerpt import excerpt
 from ldt.runtime.absences import Absences, with_absent, without_absent
 from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.comm.transfer import AllOf
 from ldt.runtime.common.chunk_outputs import refuse_elsewhere
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
 from ldt.runtime.grad_memory import GradMemory
@@ -25,7 +26,6 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging, refuse_sparse_gradient
-from ldt.runtime.strands import AllOf
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ldt.errors import LdtError
+from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import text_of
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, disclose, reveal
@@ -25,7 +26,6 @@ from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.forward_hooks import left_out
 from ldt.runtime.keywords import keywords_of
 from ldt.runtime.reach import Answer, DryRun, of_loss, unknown
-from ldt.runtime.shards import NodeShards
 from ldt.runtime.stand_in import StandIn
 from ldt.runtime.unseen import host_random_states, unseen
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ldt.runtime.strands import AllOf
+from ldt.runtime.comm.transfer import AllOf
 from ldt.topology import Direction
 
 __all__ = ["Arrival", "Mailbox", "Slot"]

@@ -17,27 +17,27 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ldt._C import Lane
 from ldt.errors import LdtError, RemoteStageError, TransferError
-from ldt.runtime import groups as naming
-from ldt.runtime.carriers import Carrier, CarrierChoice
+from ldt.runtime.comm import group_layout as naming
+from ldt.runtime.comm.endpoint import Endpoint, make_endpoints
+from ldt.runtime.comm.group_set import GroupSet
+from ldt.runtime.comm.ipc_links import LaneId
+from ldt.runtime.comm.preconnect import check_opening, connect_all, connect_alone, limit_transfers
+from ldt.runtime.comm.shards import NodeShards
+from ldt.runtime.comm.transports import Carrier, CarrierChoice
 from ldt.runtime.common.device import choose_backend, open_libraries
 from ldt.runtime.common.error_text import is_a
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.common.redact import reveal
 from ldt.runtime.common.teardown import end_all
-from ldt.runtime.connecting import check_opening, connect_all, connect_alone, limit_transfers
 from ldt.runtime.control import ControlPlane
 from ldt.runtime.device_meshes import DeviceMeshes
-from ldt.runtime.endpoints import Endpoint, make_endpoints
-from ldt.runtime.group_set import GroupSet
 from ldt.runtime.health.failure_detector import Vigil, is_of_transfer
 from ldt.runtime.health.fork_guard import check_process
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.runtime.post import Post, make_post
 from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share
-from ldt.runtime.routes import LaneId
-from ldt.runtime.shards import NodeShards
 from ldt.runtime.terms import Terms
 from ldt.topology import Channel, LanePolicy
 from ldt.topology import lanes as lanes_of

@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError
+from ldt.runtime.comm.group_layout import post_name
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.common.teardown import end_all
-from ldt.runtime.groups import post_name
 from ldt.runtime.health.failure_detector import Vigil
 from ldt.runtime.relay import MAX_BYTES, Relay, as_bytes, as_tensor
 from ldt.topology import Node

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.connecting import await_on_host
-from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint
+from ldt.runtime.comm.preconnect import await_on_host
 from ldt.runtime.health.watchdog import FailureWatch
 from ldt.runtime.mesh import Mesh
 from ldt.topology import Direction

@@ -7,9 +7,9 @@ from datetime import timedelta
 
 import torch
 
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transfer import Transfers
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.runtime.health.failure_detector import LEAST_SILENCE, Patience
-from ldt.runtime.strands import Transfers
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["Limits", "Terms"]

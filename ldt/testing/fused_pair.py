@@ -22,7 +22,7 @@ from ldt._C import (
     PeerSender,
     PeerStream,
 )
-from ldt.runtime.carriers import communicator_of
+from ldt.runtime.comm.transports import communicator_of
 
 __all__ = ["LEADER", "SENDER", "FusedPair"]
 

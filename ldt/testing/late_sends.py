@@ -10,7 +10,7 @@ import torch
 
 from ldt.plan import Action, Kind, Plan, add_communication
 from ldt.runtime import Mesh
-from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint
 from ldt.topology import Topology
 
 __all__ = ["each_kind_at_once", "hold_sends"]

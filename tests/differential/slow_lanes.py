@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from ldt.runtime import Mesh
-from ldt.runtime.endpoints import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint
 
 __all__ = ["slow_lanes"]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ldt
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 
 pytestmark = [

@@ -10,7 +10,7 @@ from sharing import my_device
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.testing import RankPool
 
 WORLD_SIZE = 2

@@ -9,7 +9,7 @@ import torch
 
 import ldt
 from ldt.plan import Costs, Plan, optimize
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 

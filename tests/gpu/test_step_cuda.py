@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import ldt
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.runtime.pace import AHEAD
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt._C import LaneError
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.testing import RankPool
 from ldt.testing.fused_pair import LEADER, SENDER, FusedPair
 

@@ -7,7 +7,7 @@ import torch
 from sharing import my_device
 
 import ldt
-from ldt.runtime.carriers import TransportChoice
+from ldt.runtime.comm.transports import TransportChoice
 from ldt.testing import RankPool
 from ldt.testing.late_steps import late_steps
 from ldt.topology import Topology

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import ldt
 from ldt._C import Lane
-from ldt.runtime.endpoints import Endpoint
-from ldt.runtime.strands import AllOf
+from ldt.runtime.comm.endpoint import Endpoint
+from ldt.runtime.comm.transfer import AllOf
 
 SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]

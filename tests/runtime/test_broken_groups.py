@@ -18,7 +18,7 @@ from acting_jobs import BoomError, caught_in_a_step, chunks_doing
 from torch.distributed import distributed_c10d as c10d
 
 import ldt
-from ldt.runtime import group_set as module
+from ldt.runtime.comm import group_set as module
 from ldt.runtime.health.connections import Connections
 from ldt.testing import RankPool, in_time, paced
 from ldt.topology import Topology

@@ -13,11 +13,11 @@ from pipeline_jobs import build, step_and_compare
 from torch.distributed import distributed_c10d as c10d
 
 import ldt
-from ldt.runtime.connecting import await_connected
-from ldt.runtime.group_set import GroupSet
-from ldt.runtime.groups import group_specs
+from ldt.runtime.comm.group_layout import group_specs
+from ldt.runtime.comm.group_set import GroupSet
+from ldt.runtime.comm.preconnect import await_connected
+from ldt.runtime.comm.transfer import Transfers
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
-from ldt.runtime.strands import Transfers
 from ldt.testing import RankPool, in_time, paced, toy_chunks, toy_microbatches
 from ldt.topology import Topology, lanes
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from ldt.errors import LdtError
 from ldt.runtime import TensorSpec
+from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.inference import infer_reach, infer_specs
 from ldt.runtime.reach import Reach
-from ldt.runtime.shards import NodeShards
 from ldt.testing import RankPool
 from ldt.topology import Topology
 

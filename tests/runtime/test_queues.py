@@ -16,8 +16,8 @@ import torch.distributed as dist
 import ldt
 from ldt import _cuda
 from ldt.runtime import rendezvous
-from ldt.runtime.carriers import CarrierChoice, TransportChoice
-from ldt.runtime.strands import TransferChoice, Transfers
+from ldt.runtime.comm.transfer import TransferChoice, Transfers
+from ldt.runtime.comm.transports import CarrierChoice, TransportChoice
 from ldt.topology import LanePolicy, Topology
 
 QUEUES = _cuda.QUEUES_VARIABLE

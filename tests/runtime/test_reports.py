@@ -16,7 +16,7 @@ from pipeline_jobs import build
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime import group_set
+from ldt.runtime.comm import group_set
 from ldt.runtime.common.redact import QuotingError, disclose
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches

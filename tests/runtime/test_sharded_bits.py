@@ -10,7 +10,7 @@ from split_tensors import gathered, like, part_of, split
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.shards import span_of
+from ldt.runtime.comm.shards import span_of
 from ldt.testing import RankPool
 from ldt.topology import Topology
 

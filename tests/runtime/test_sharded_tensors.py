@@ -16,7 +16,7 @@ import ldt
 from ldt.plan import Costs
 from ldt.runtime import calibrate
 from ldt.runtime.calibrate import crossover
-from ldt.runtime.strands import TransferChoice
+from ldt.runtime.comm.transfer import TransferChoice
 from ldt.testing import RankPool, unsplit_step
 from ldt.topology import LanePolicy, Topology
 

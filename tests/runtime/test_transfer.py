@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ldt
 from ldt.runtime import calibrate
 from ldt.runtime.calibrate import Line, crossover
-from ldt.runtime.strands import TransferChoice, Transfers
+from ldt.runtime.comm.transfer import TransferChoice, Transfers
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 import ldt
 from ldt._C import LaneError, PeerMemory, PeerSender
-from ldt.runtime.carriers import warn_of_settings
-from ldt.runtime.routes import routes_of
-from ldt.runtime.strands import Transfers
+from ldt.runtime.comm.ipc_links import routes_of
+from ldt.runtime.comm.transfer import Transfers
+from ldt.runtime.comm.transports import warn_of_settings
 from ldt.testing import RankPool
 from ldt.topology import Topology
 

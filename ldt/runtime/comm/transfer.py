@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, Union, get_args
 import torch
 import torch.distributed as dist
 
-from ldt.runtime.shards import overlapping
+from ldt.runtime.comm.shards import overlapping
 from ldt.topology import Channel, Topology
 
 __all__ = ["LEADERS", "AllOf", "Strand", "Transfer", "TransferChoice", "Transfers", "parts_of"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ldt.runtime.strands import LEADERS, Strand, Transfers
+from ldt.runtime.comm.transfer import LEADERS, Strand, Transfers
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ldt._C import LaneError, PeerMemory, PeerReceiver, PeerRoutes, PeerSender, PeerStream
-from ldt.runtime.groups import lane_name
-from ldt.runtime.strands import Strand, Transfers
+from ldt.runtime.comm.group_layout import lane_name
+from ldt.runtime.comm.transfer import Strand, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
 
 __all__ = ["LaneEnds", "LaneId", "Route", "Share", "connect_routes", "routes_of"]

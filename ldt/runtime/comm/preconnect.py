@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from ldt.errors import LdtError
-from ldt.runtime.endpoints import Endpoint
-from ldt.runtime.groups import GLOO, model_groups
+from ldt.runtime.comm.endpoint import Endpoint
+from ldt.runtime.comm.group_layout import GLOO, model_groups
+from ldt.runtime.comm.transfer import AllOf
 from ldt.runtime.health.watchdog import FailureWatch
-from ldt.runtime.strands import AllOf
 from ldt.topology import Channel, Topology
 
 __all__ = [

@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ldt.runtime.comm.group_layout import GLOO, make_group
 from ldt.runtime.common.teardown import end_all
-from ldt.runtime.groups import GLOO, make_group
 from ldt.runtime.health.connections import Connections
 
 __all__ = ["GroupSet"]

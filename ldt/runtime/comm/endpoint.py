@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import Lane
-from ldt.runtime.carriers import Carrier
+from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
+from ldt.runtime.comm.ipc_links import LaneId
+from ldt.runtime.comm.shards import overlap, span_of
+from ldt.runtime.comm.transfer import LEADERS, AllOf, Strand, Transfers, parts_of
+from ldt.runtime.comm.transports import Carrier
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.groups import group_specs, lane_name, stage_name
-from ldt.runtime.routes import LaneId
-from ldt.runtime.shards import overlap, span_of
-from ldt.runtime.strands import LEADERS, AllOf, Strand, Transfers, parts_of
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
 __all__ = ["Endpoint", "StrandEnd", "make_endpoints"]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
 from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt.errors import LdtError
-from ldt.runtime.groups import group_specs, lane_name, stage_name
-from ldt.runtime.routes import LaneEnds, LaneId, Route, Share, connect_routes, routes_of
-from ldt.runtime.strands import Transfers
+from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
+from ldt.runtime.comm.ipc_links import LaneEnds, LaneId, Route, Share, connect_routes, routes_of
+from ldt.runtime.comm.transfer import Transfers
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["Carrier", "CarrierChoice", "TransportChoice", "check_transport"]
