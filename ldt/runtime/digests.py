@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.held import unwrapped_tensors
-from ldt.runtime.relay import as_bytes
 
 __all__ = ["components", "digests", "raw_bytes"]
 

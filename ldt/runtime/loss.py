@@ -14,8 +14,8 @@ from ldt.errors import LdtError
 from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call
 from ldt.runtime.common.redact import InputTypeError, InputValueError
+from ldt.runtime.control.edge_broadcast import Letter, Post, Subject
 from ldt.runtime.loss_state import refuse_unknown
-from ldt.runtime.post import Letter, Post, Subject
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 

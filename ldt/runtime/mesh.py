@@ -30,13 +30,13 @@ from ldt.runtime.common.managed import managed
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.common.redact import reveal
 from ldt.runtime.common.teardown import end_all
-from ldt.runtime.control import ControlPlane
+from ldt.runtime.control.collectives import Relay
+from ldt.runtime.control.control_plane import ControlPlane
+from ldt.runtime.control.edge_broadcast import Post, make_post
 from ldt.runtime.device_meshes import DeviceMeshes
 from ldt.runtime.health.failure_detector import Vigil, is_of_transfer
 from ldt.runtime.health.fork_guard import check_process
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
-from ldt.runtime.post import Post, make_post
-from ldt.runtime.relay import Relay
 from ldt.runtime.rendezvous import share
 from ldt.runtime.terms import Terms
 from ldt.topology import Channel, LanePolicy

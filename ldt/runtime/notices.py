@@ -14,13 +14,13 @@ from ldt.runtime.audit import Audit, Guard
 from ldt.runtime.calls import Call
 from ldt.runtime.common.error_text import name_of
 from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.control.collectives import as_bytes
+from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, Letter, Subject
 from ldt.runtime.keywords import check_taken
 from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
 from ldt.runtime.microbatch import Microbatch, Signatures
 from ldt.runtime.plans import PlanBook
-from ldt.runtime.post import MAX_CONTENT_BYTES, Letter, Subject
-from ldt.runtime.relay import as_bytes
 from ldt.runtime.shapes import ShapeBook
 
 __all__ = ["Notice", "Notices"]

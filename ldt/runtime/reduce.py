@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.held import parts_of
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.relay import wait_or_fail
 
 __all__ = [
     "Averaging",

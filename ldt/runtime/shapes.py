@@ -14,6 +14,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.lru import Recent
 from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
+from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.forward_hooks import ForwardHooks
 from ldt.runtime.inference import infer, infer_reach, warm_up
 from ldt.runtime.keywords import declares, keywords_of
@@ -21,7 +22,6 @@ from ldt.runtime.mesh import Mesh
 from ldt.runtime.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.reach import Answer, Reach, used
-from ldt.runtime.relay import as_bytes
 
 __all__ = ["ShapeBook"]
 

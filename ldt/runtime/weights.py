@@ -13,10 +13,10 @@ from torch.nn.parameter import is_lazy
 
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import plain, texts_by_name
+from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.digests import components, digests, raw_bytes
 from ldt.runtime.held import Held, repeats_elements, spread, tensors_held, unwrapped_tensors
 from ldt.runtime.mesh import Mesh
-from ldt.runtime.relay import wait_or_fail
 
 __all__ = ["Weights", "broadcast", "refuse_unwritable"]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import ldt
-from ldt.runtime.control import ControlPlane
-from ldt.runtime.post import Letter, Mailing
+from ldt.runtime.control.control_plane import ControlPlane
+from ldt.runtime.control.edge_broadcast import Letter, Mailing
 
 __all__ = ["CORRUPTIONS"]
 

@@ -20,12 +20,12 @@ from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import TEXT_LIMIT
 from ldt.runtime.common.untrusted import parse, plain
-from ldt.runtime.control import ControlPlane
+from ldt.runtime.control.control_plane import ControlPlane
+from ldt.runtime.control.edge_broadcast import Letter, Subject
 from ldt.runtime.health.desync import Attendance
 from ldt.runtime.health.progress import Sighting
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.runtime.loss import TokenScale
-from ldt.runtime.post import Letter, Subject
 from ldt.runtime.rendezvous import check_in, share
 from ldt.testing import RankPool
 from ldt.topology import Topology

@@ -12,8 +12,8 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.common.untrusted import parse, plain, quoted, understood
+from ldt.runtime.control.collectives import MAX_BYTES, Relay
 from ldt.runtime.health.watchdog import FailureWatch
-from ldt.runtime.relay import MAX_BYTES, Relay
 from ldt.topology import Node
 
 __all__ = ["ControlPlane"]

@@ -23,8 +23,8 @@ from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import post_name
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.common.teardown import end_all
+from ldt.runtime.control.collectives import MAX_BYTES, Relay, as_bytes, as_tensor
 from ldt.runtime.health.failure_detector import Vigil
-from ldt.runtime.relay import MAX_BYTES, Relay, as_bytes, as_tensor
 from ldt.topology import Node
 
 __all__ = ["MAX_CONTENT_BYTES", "Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
