@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from ldt.errors import LdtError
 from ldt.runtime.data_parallel import unwrapped
 from ldt.runtime.held import spread
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.weights import broadcast, refuse_unwritable
 
 __all__ = ["BufferSync"]

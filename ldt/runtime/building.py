@@ -21,7 +21,7 @@ from ldt.runtime.gradient_hooks import check_gradients
 from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.loss import LossFn, LossReduction, check_reduction, check_scaler
 from ldt.runtime.loss_state import loss_module
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.plans import PlanBook, PlanFactory
 from ldt.runtime.ties import Ties
 from ldt.runtime.weights import Weights

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from ldt.errors import CheckpointError, LdtError, RemoteStageError
 from ldt.runtime.common.error_text import is_a, name_of
 from ldt.runtime.common.untrusted import plain, texts, texts_by_name
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 
 __all__ = ["Call", "Mode", "Refusal", "agree"]

@@ -22,7 +22,7 @@ from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, fi
 from ldt.runtime.grad_memory import GradMemory
 from ldt.runtime.in_flight import Departures, overlapping, own_memory
 from ldt.runtime.mailbox import Arrival, Mailbox, Slot
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging, refuse_sparse_gradient

@@ -10,7 +10,7 @@ from torch import nn
 
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.held import parts_of
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.reduce import is_reduced_elsewhere, refuse_sparse_layers
 
 __all__ = ["check_gradients"]

@@ -11,7 +11,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
 from ldt.runtime.digests import digests
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.topology import Direction
 
 __all__ = ["Likeness"]

@@ -13,8 +13,8 @@ import torch
 from ldt.plan import Costs, Kind
 from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputValueError
-from ldt.runtime.mesh import Mesh
-from ldt.runtime.probe import probe_links
+from ldt.runtime.mesh.link_probe import probe_links
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepStats
 

@@ -14,7 +14,7 @@ from ldt.runtime.calls import Call, Mode, Refusal
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.control.collectives import as_tensor
 from ldt.runtime.control.edge_broadcast import Letter, Subject
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.metadata import StepCalledOff, StepMessage, unpack
 from ldt.runtime.notices import Notice, Notices
 from ldt.runtime.plans import PlanBook

@@ -25,7 +25,7 @@ from ldt.runtime.gradient_hooks import check_gradients
 from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale
 from ldt.runtime.measure import measure_costs
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.notices import Notices
 from ldt.runtime.opening import Opening

@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.held import parts_of
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 
 __all__ = [
     "Averaging",

@@ -6,7 +6,7 @@ import time
 
 from ldt._C import Lane
 from ldt.runtime.executor import Executor
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.result import StepStats, Traffic
 
 __all__ = ["StatsTaker"]

@@ -16,7 +16,7 @@ from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first
 from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.inference import dry_run, needs_values
 from ldt.runtime.keywords import declares
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.opening import Agreement
 from ldt.runtime.reach import DryRun

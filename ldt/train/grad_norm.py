@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.held import is_part
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 
 __all__ = ["clip_grad_norm_"]
 

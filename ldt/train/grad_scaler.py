@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 
 __all__ = ["GradScaler"]
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import ldt
 from ldt import _cuda
-from ldt.runtime import rendezvous
 from ldt.runtime.comm.transfer import TransferChoice, Transfers
 from ldt.runtime.comm.transports import CarrierChoice, TransportChoice
+from ldt.runtime.mesh import rendezvous
 from ldt.topology import LanePolicy, Topology
 
 QUEUES = _cuda.QUEUES_VARIABLE

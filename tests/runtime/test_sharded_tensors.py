@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ldt
 from ldt.plan import Costs
-from ldt.runtime import calibrate
-from ldt.runtime.calibrate import crossover
 from ldt.runtime.comm.transfer import TransferChoice
+from ldt.runtime.mesh import autotune
+from ldt.runtime.mesh.autotune import crossover
 from ldt.testing import RankPool, unsplit_step
 from ldt.topology import LanePolicy, Topology
 
@@ -169,11 +169,11 @@ PLAIN = 3001  # an odd number of elements, and more than there are in the parts 
 
 def cut_from_the_first_byte(tp: list[int]) -> dict[str, float]:
     """On links for which "auto" was measured to pay for a message of any size."""
-    calibrate.crossover = lambda leader, scatter: 0.0
+    autotune.crossover = lambda leader, scatter: 0.0
     try:
         return steps(tp, (0, 2, 1), transfer="auto", plain=PLAIN)
     finally:
-        calibrate.crossover = crossover
+        autotune.crossover = crossover
 
 
 @pytest.mark.parametrize("tp", [[2, 3], [4, 3, 2]], ids=str)

@@ -11,9 +11,9 @@ from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime import calibrate
-from ldt.runtime.calibrate import Line, crossover
 from ldt.runtime.comm.transfer import TransferChoice, Transfers
+from ldt.runtime.mesh import autotune
+from ldt.runtime.mesh.autotune import Line, crossover
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 
@@ -93,11 +93,11 @@ def test_ranks_may_have_rows_of_their_own(pool: RankPool) -> None:
 
 def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[float]]:
     """As ``steps`` under "auto", on links for which ``nbytes`` is the size from which on cutting pays."""
-    calibrate.crossover = lambda leader, scatter: nbytes  # type: ignore[assignment]
+    autotune.crossover = lambda leader, scatter: nbytes  # type: ignore[assignment]
     try:
         return steps([2, 2], 1, "dedicated", "auto", batch)
     finally:
-        calibrate.crossover = crossover
+        autotune.crossover = crossover
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_where_cutting_begins_to_pay(leader: Line, scatter: Line, expected: floa
 
 
 def test_a_line_through_what_was_measured() -> None:
-    small, large = calibrate.SIZES
+    small, large = autotune.SIZES
     assert Line.through(0.01 + small * 1e-9, 0.01 + large * 1e-9) == pytest.approx(Line(0.01, 1e-9))
     assert Line.through(0.02, 0.01).per_byte == 0.0
 

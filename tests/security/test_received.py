@@ -26,7 +26,7 @@ from ldt.runtime.health.desync import Attendance
 from ldt.runtime.health.progress import Sighting
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.runtime.loss import TokenScale
-from ldt.runtime.rendezvous import check_in, share
+from ldt.runtime.mesh.rendezvous import check_in, share
 from ldt.testing import RankPool
 from ldt.topology import Topology
 

@@ -14,7 +14,7 @@ import torch
 from ldt.errors import CheckpointError
 from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputTypeError, QuotingError
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import Catalog, Paths, catalog, folders_of, paths_of

@@ -18,7 +18,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kept_saves, next_save

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ldt.errors import CheckpointError
 from ldt.runtime.held import is_part
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 
 __all__ = ["as_shard"]
 

@@ -12,7 +12,7 @@ from ldt.errors import LdtError
 from ldt.runtime.calls import agree
 from ldt.runtime.common.device import synchronize_current_stream
 from ldt.runtime.common.redact import reveal
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 
 __all__ = ["together"]
 

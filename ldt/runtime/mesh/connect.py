@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ldt.runtime.calibrate import calibrate
 from ldt.runtime.comm.transfer import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
 from ldt.runtime.health.failure_detector import Patience
 from ldt.runtime.health.fork_guard import check_world
-from ldt.runtime.mesh import Mesh
-from ldt.runtime.rendezvous import check_in, mesh_key, refuse
-from ldt.runtime.terms import Limits, Terms
+from ldt.runtime.mesh.autotune import calibrate
+from ldt.runtime.mesh.config import Limits, Terms
+from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.mesh.rendezvous import check_in, mesh_key, refuse
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 

@@ -33,12 +33,12 @@ from ldt.runtime.common.teardown import end_all
 from ldt.runtime.control.collectives import Relay
 from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import Post, make_post
-from ldt.runtime.device_meshes import DeviceMeshes
 from ldt.runtime.health.failure_detector import Vigil, is_of_transfer
 from ldt.runtime.health.fork_guard import check_process
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
-from ldt.runtime.rendezvous import share
-from ldt.runtime.terms import Terms
+from ldt.runtime.mesh.config import Terms
+from ldt.runtime.mesh.device_meshes import DeviceMeshes
+from ldt.runtime.mesh.rendezvous import share
 from ldt.topology import Channel, LanePolicy
 from ldt.topology import lanes as lanes_of
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ldt.runtime.comm.endpoint import Endpoint
-from ldt.runtime.mesh import Mesh
-from ldt.runtime.probe import end_of, there_and_back
+from ldt.runtime.mesh.link_probe import end_of, there_and_back
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.topology import Channel
 
 __all__ = ["SIZES", "Line", "calibrate", "crossover"]

@@ -14,7 +14,7 @@ from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.preconnect import await_on_host
 from ldt.runtime.health.watchdog import FailureWatch
-from ldt.runtime.mesh import Mesh
+from ldt.runtime.mesh.mesh import Mesh
 from ldt.topology import Direction
 
 __all__ = ["LinkFigures", "end_of", "probe_links", "there_and_back"]
