@@ -12,19 +12,19 @@ from torch import nn
 
 from ldt.plan import Plan
 from ldt.runtime.audit import Audit
-from ldt.runtime.buffers import BufferSync
 from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.untrusted import texts, texts_by_name
-from ldt.runtime.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
 from ldt.runtime.gradient_hooks import check_gradients
-from ldt.runtime.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.loss import LossFn, LossReduction, check_reduction, check_scaler
-from ldt.runtime.loss_state import loss_module
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.buffer_sync import BufferSync
+from ldt.runtime.model.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
+from ldt.runtime.model.initial_weights import Weights
+from ldt.runtime.model.keywords import metadata_taken, read_by_shapes
+from ldt.runtime.model.loss_module import loss_module
+from ldt.runtime.model.ties import Ties
 from ldt.runtime.plans import PlanBook, PlanFactory
-from ldt.runtime.ties import Ties
-from ldt.runtime.weights import Weights
 
 __all__ = ["Given", "Own", "Parts", "WeightOptions", "agree_on_ties", "agreed_parts"]
 

@@ -17,8 +17,8 @@ from ldt.runtime.aliasing import Aliasing, passed_on
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
-from ldt.runtime.data_parallel import GradientSync
-from ldt.runtime.keywords import declares, keywords_of
+from ldt.runtime.model.data_parallel import GradientSync
+from ldt.runtime.model.keywords import declares, keywords_of
 from ldt.runtime.side_effects import FunctionWatch
 from ldt.runtime.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.work import StepWork

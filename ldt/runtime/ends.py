@@ -12,9 +12,9 @@ from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.common.chunk_outputs import as_tensors, joined, taken_apart
 from ldt.runtime.common.tensor_spec import HopSpecs
-from ldt.runtime.data_parallel import GradientSync
 from ldt.runtime.in_flight import own_memory
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.data_parallel import GradientSync
 from ldt.runtime.split_backward import Start
 from ldt.runtime.work import StepWork
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ldt._C import is_memory_own
-from ldt.runtime.held import unwrapped_tensors
+from ldt.runtime.model.module_state import unwrapped_tensors
 
 __all__ = ["GradMemory"]
 

@@ -10,8 +10,8 @@ import torch
 
 from ldt._C import VersionCounters, is_memory_own
 from ldt.errors import LdtError
-from ldt.runtime.held import repeats_elements, unwrapped_tensors
 from ldt.runtime.mailbox import Slot
+from ldt.runtime.model.module_state import repeats_elements, unwrapped_tensors
 
 __all__ = ["Departures", "overlapping", "own_memory"]
 

@@ -22,9 +22,9 @@ from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import text_of
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, disclose, reveal
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
-from ldt.runtime.data_parallel import is_fully_sharded
 from ldt.runtime.forward_hooks import left_out
-from ldt.runtime.keywords import keywords_of
+from ldt.runtime.model.data_parallel import is_fully_sharded
+from ldt.runtime.model.keywords import keywords_of
 from ldt.runtime.reach import Answer, DryRun, of_loss, unknown
 from ldt.runtime.stand_in import StandIn
 from ldt.runtime.unseen import host_random_states, unseen

@@ -15,7 +15,7 @@ from ldt.runtime.audit import Audit
 from ldt.runtime.calls import Call
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.edge_broadcast import Letter, Post, Subject
-from ldt.runtime.loss_state import refuse_unknown
+from ldt.runtime.model.loss_module import refuse_unknown
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 

@@ -22,11 +22,11 @@ from ldt.runtime.ends import make_runner
 from ldt.runtime.executor import Executor
 from ldt.runtime.finite import FiniteCheck
 from ldt.runtime.gradient_hooks import check_gradients
-from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch, parse_microbatches
+from ldt.runtime.model.divergence import Likeness
 from ldt.runtime.notices import Notices
 from ldt.runtime.opening import Opening
 from ldt.runtime.plans import PlanFactory
@@ -65,7 +65,7 @@ class Pipeline:
     LdtError on every rank names one that differs, and where. ``sync_weights`` gives them those of the first of these
     ranks instead. A trainable parameter on two stages, or two tensors of what was one on a stage, are an LdtError that
     names both: known by the name in the whole model, or by equal values together with what holds them (see
-    ``ldt.runtime.tie_evidence``), which ``allow_equal_weights`` leaves out. What is only alike is logged.
+    ``ldt.runtime.model.tie_evidence``), which ``allow_equal_weights`` leaves out. What is only alike is logged.
     ``check_weights=False``, for weights that are loaded later, compares nothing but what ``sync_weights`` sends.
 
     Before each call replicas get the buffers of the first, but with ``sync_buffers=False``: those in a ``state_dict``,

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import wait_or_fail
-from ldt.runtime.held import parts_of
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.module_state import parts_of
 
 __all__ = [
     "Averaging",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
 from ldt.errors import LdtError
-from ldt.runtime.held import parts_of
+from ldt.runtime.model.module_state import parts_of
 
 __all__ = ["FunctionWatch", "SecondPart"]
 

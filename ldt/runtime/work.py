@@ -10,9 +10,9 @@ from ldt.plan import Plan
 from ldt.runtime.audit import Guard
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.finite import FiniteCheck
-from ldt.runtime.likeness import Likeness
 from ldt.runtime.loss import StepLoss, TokenScale
 from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.model.divergence import Likeness
 
 __all__ = ["StepWork"]
 

@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ldt.runtime.common.redact import InputValueError
-from ldt.runtime.held import is_part
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.module_state import is_part
 
 __all__ = ["clip_grad_norm_"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import ldt
 from ldt.runtime import TensorSpec
-from ldt.runtime.keywords import keywords_of
+from ldt.runtime.model.keywords import keywords_of
 from ldt.testing import RankPool
 from ldt.topology import LanePolicy, Topology
 

@@ -11,7 +11,7 @@ from pipeline_jobs import build
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.likeness import _distance, _sketch
+from ldt.runtime.model.divergence import _distance, _sketch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 

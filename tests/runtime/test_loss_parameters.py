@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import ldt
 from ldt.plan import Costs, optimize
-from ldt.runtime.loss_state import loss_module
+from ldt.runtime.model.loss_module import loss_module
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 

@@ -195,7 +195,7 @@ def warnings_of(case: str, alone: bool) -> int:
     topology, records = Topology([1, 1, 1]), []  # type: ignore[var-annotated]
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("ldt.runtime.ties").addHandler(handler)
+    logging.getLogger("ldt.runtime.model.ties").addHandler(handler)
     with ldt.connect(topology, ranks=range(3)) as mesh:
         chunks: Any = shared(case)
         if alone:
@@ -204,7 +204,7 @@ def warnings_of(case: str, alone: bool) -> int:
                 chunk if i in topology.chunks_of(mesh.stage) else None for i, chunk in enumerate(chunks)
             ]
         build(mesh, chunks)
-    logging.getLogger("ldt.runtime.ties").removeHandler(handler)
+    logging.getLogger("ldt.runtime.model.ties").removeHandler(handler)
     return len(records)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ldt
-from ldt.runtime.digests import digests
+from ldt.runtime.model.digests import digests
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 

@@ -9,7 +9,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.held import NamesItself, unwrapped_name
+from ldt.runtime.model.module_state import NamesItself, unwrapped_name
 from ldt.runtime.pipeline import Pipeline
 
 __all__ = ["NamedTensors", "Names", "model_key", "named_tensors"]

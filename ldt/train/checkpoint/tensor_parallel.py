@@ -6,8 +6,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from ldt.errors import CheckpointError
-from ldt.runtime.held import is_part
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.module_state import is_part
 
 __all__ = ["as_shard"]
 

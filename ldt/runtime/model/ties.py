@@ -12,9 +12,16 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import plain
-from ldt.runtime.held import Held, NamesItself, unwrapped_name
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.tie_evidence import Evidence, Witness, content_of, evidence_by_key, hashed, is_one_weight
+from ldt.runtime.model.module_state import Held, NamesItself, unwrapped_name
+from ldt.runtime.model.tie_evidence import (
+    Evidence,
+    Witness,
+    content_of,
+    evidence_by_key,
+    hashed,
+    is_one_weight,
+)
 
 __all__ = ["Ties"]
 

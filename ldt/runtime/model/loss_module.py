@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ldt.runtime.common.redact import InputValueError
-from ldt.runtime.data_parallel import is_fully_sharded, unwrapped
+from ldt.runtime.model.data_parallel import is_fully_sharded, unwrapped
 
 __all__ = ["loss_module", "refuse_unknown"]
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ldt.runtime.common.untrusted import texts
-from ldt.runtime.digests import components
-from ldt.runtime.held import Held, unwrapped_name
+from ldt.runtime.model.digests import components
+from ldt.runtime.model.module_state import Held, unwrapped_name
 
 __all__ = ["Evidence", "Witness", "content_of", "evidence_by_key", "hashed", "is_one_weight"]
 

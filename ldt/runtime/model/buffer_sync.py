@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ldt.errors import LdtError
-from ldt.runtime.data_parallel import unwrapped
-from ldt.runtime.held import spread
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.weights import broadcast, refuse_unwritable
+from ldt.runtime.model.data_parallel import unwrapped
+from ldt.runtime.model.initial_weights import broadcast, refuse_unwritable
+from ldt.runtime.model.module_state import spread
 
 __all__ = ["BufferSync"]
 

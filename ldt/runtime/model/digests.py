@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.control.collectives import as_bytes
-from ldt.runtime.held import unwrapped_tensors
+from ldt.runtime.model.module_state import unwrapped_tensors
 
 __all__ = ["components", "digests", "raw_bytes"]
 

@@ -10,8 +10,8 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
-from ldt.runtime.digests import digests
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.digests import digests
 from ldt.topology import Direction
 
 __all__ = ["Likeness"]

@@ -14,9 +14,9 @@ from torch.nn.parameter import is_lazy
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import plain, texts_by_name
 from ldt.runtime.control.collectives import wait_or_fail
-from ldt.runtime.digests import components, digests, raw_bytes
-from ldt.runtime.held import Held, repeats_elements, spread, tensors_held, unwrapped_tensors
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.digests import components, digests, raw_bytes
+from ldt.runtime.model.module_state import Held, repeats_elements, spread, tensors_held, unwrapped_tensors
 
 __all__ = ["Weights", "broadcast", "refuse_unwritable"]
 
