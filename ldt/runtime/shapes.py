@@ -15,13 +15,13 @@ from ldt.runtime.common.lru import Recent
 from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.control.collectives import as_bytes
-from ldt.runtime.forward_hooks import ForwardHooks
-from ldt.runtime.inference import infer, infer_reach, warm_up
+from ldt.runtime.dry_run.forward_hooks import ForwardHooks
+from ldt.runtime.dry_run.grad_flow import Answer, Reach, used
+from ldt.runtime.dry_run.shape_inference import infer, infer_reach, warm_up
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.model.keywords import declares, keywords_of
-from ldt.runtime.reach import Answer, Reach, used
 
 __all__ = ["ShapeBook"]
 

@@ -13,13 +13,13 @@ from ldt.errors import LdtError
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.redact import QuotingError, disclose, reveal
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first_difference
-from ldt.runtime.inference import dry_run, needs_values
+from ldt.runtime.dry_run.grad_flow import DryRun
+from ldt.runtime.dry_run.shape_inference import dry_run, needs_values
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.model.data_parallel import is_fully_sharded
 from ldt.runtime.model.keywords import declares
 from ldt.runtime.opening import Agreement
-from ldt.runtime.reach import DryRun
 from ldt.runtime.shapes import ShapeBook
 
 __all__ = ["validate_chunks"]

@@ -11,7 +11,8 @@ import torch
 
 from differential.mutation import Mutant
 from differential.spec import Job
-from ldt.runtime import absences, stand_in
+from ldt.runtime import absences
+from ldt.runtime.dry_run import fake_module
 
 __all__ = ["DRY_RUN", "GRADIENTS"]
 
@@ -40,7 +41,7 @@ def _with_plain_objects(copies: Any, value: Any) -> Any:
     return value if isinstance(value, SimpleNamespace) else _copy_of(copies, value)
 
 
-_copy_of = stand_in.StandIn.of
+_copy_of = fake_module.StandIn.of
 GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens do not count",
@@ -119,49 +120,49 @@ GRADIENTS: tuple[Mutant, ...] = (
 DRY_RUN: tuple[Mutant, ...] = (
     Mutant(
         "what a dry run had requires a gradient, and no more",
-        ("ldt.runtime.reach:DryRun.may_require_grad",),
+        ("ldt.runtime.dry_run.grad_flow:DryRun.may_require_grad",),
         lambda run, outputs: [output.requires_grad for output in outputs],
         lambda job: job.has("LayerDrop") and job.has("Detach"),
     ),
     Mutant(
         "a dry run took all ways",
-        ("ldt.runtime.reach:DryRun._is_whole",),
+        ("ldt.runtime.dry_run.grad_flow:DryRun._is_whole",),
         lambda run, outputs: True,
         lambda job: job.has("LayerDrop", "OddDetach"),
     ),
     Mutant(
         "a dry run moves random generators",
-        ("ldt.runtime.unseen:_random_states",),
+        ("ldt.runtime.dry_run.isolation:_random_states",),
         _no_context,
         lambda job: job.has("LayerDrop"),
     ),
     Mutant(
         "a dry run leaves globals behind",
-        ("ldt.runtime.unseen:_Surroundings.put_back",),
+        ("ldt.runtime.dry_run.isolation:_Surroundings.put_back",),
         _nothing,
         lambda job: job.has("Cache"),
     ),
     Mutant(
         "a dry run fills autocast's cache",
-        ("ldt.runtime.unseen:_without_autocast_cache",),
+        ("ldt.runtime.dry_run.isolation:_without_autocast_cache",),
         _no_context,
         lambda job: job.autocasts and job.has("Single"),
     ),
     Mutant(
         "a dry run has plain objects in common",
-        ("ldt.runtime.stand_in:StandIn.of",),
+        ("ldt.runtime.dry_run.fake_module:StandIn.of",),
         _with_plain_objects,
         lambda job: job.has("Memory", "Cache", "RunningMean", "ForwardHook"),
     ),
     Mutant(
         "a dry run calls hooks",
-        ("ldt.runtime.forward_hooks:is_of",),
+        ("ldt.runtime.dry_run.forward_hooks:is_of",),
         lambda *args: True,
         lambda job: job.has("ForwardHook"),
     ),
     Mutant(
         "state that decides is not seen",
-        ("ldt.runtime.stand_in:StandIn.moved",),
+        ("ldt.runtime.dry_run.fake_module:StandIn.moved",),
         lambda copies: False,
         lambda job: job.has("LayerDrop", "OddDetach"),
     ),

@@ -16,7 +16,7 @@ from transformers.models.llama import LlamaConfig, LlamaModel
 from ldt.integrations import hf
 from ldt.integrations.hf.skeleton import model_class
 from ldt.runtime.common.tensor_spec import TensorSpec, specs_of
-from ldt.runtime.inference import infer_specs
+from ldt.runtime.dry_run.shape_inference import infer_specs
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig
 
 from ldt.integrations import hf
 from ldt.runtime.common.tensor_spec import specs_of
-from ldt.runtime.inference import infer_specs
+from ldt.runtime.dry_run.shape_inference import infer_specs
 
 LAYERS = [1, 2, 1, 1, 2, 1, 1]
 EDGE = {0, 3, 6}

@@ -20,8 +20,8 @@ from ldt.plan.passes import add_communication, remove_communication
 from ldt.runtime import TensorSpec
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.comm.transfer import Transfer
-from ldt.runtime.inference import infer_reach
-from ldt.runtime.reach import Reach
+from ldt.runtime.dry_run.grad_flow import Reach
+from ldt.runtime.dry_run.shape_inference import infer_reach
 from ldt.testing import RankPool, ToyChunk, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 

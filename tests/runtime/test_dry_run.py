@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ldt
 from ldt.errors import LdtError
 from ldt.runtime import TensorSpec
-from ldt.runtime.inference import infer_specs
+from ldt.runtime.dry_run.shape_inference import infer_specs
 from ldt.testing import RankPool, ToyChunk, toy_microbatches
 from ldt.topology import Topology
 

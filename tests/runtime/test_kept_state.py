@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from ldt.errors import LdtError
 from ldt.runtime import TensorSpec
 from ldt.runtime.comm.shards import NodeShards
-from ldt.runtime.inference import infer_reach, infer_specs
-from ldt.runtime.reach import Reach
+from ldt.runtime.dry_run.grad_flow import Reach
+from ldt.runtime.dry_run.shape_inference import infer_reach, infer_specs
 from ldt.testing import RankPool
 from ldt.topology import Topology
 

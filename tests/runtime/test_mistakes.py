@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import ldt
 import ldt.plan
-from ldt.runtime.inference import infer_specs
+from ldt.runtime.dry_run.shape_inference import infer_specs
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ldt
 from ldt.runtime import shapes
-from ldt.runtime.inference import infer_specs
+from ldt.runtime.dry_run.shape_inference import infer_specs
 from ldt.runtime.microbatch import Microbatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology

@@ -22,12 +22,12 @@ from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import text_of
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, disclose, reveal
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
-from ldt.runtime.forward_hooks import left_out
+from ldt.runtime.dry_run.fake_module import StandIn
+from ldt.runtime.dry_run.forward_hooks import left_out
+from ldt.runtime.dry_run.grad_flow import Answer, DryRun, of_loss, unknown
+from ldt.runtime.dry_run.isolation import host_random_states, unseen
 from ldt.runtime.model.data_parallel import is_fully_sharded
 from ldt.runtime.model.keywords import keywords_of
-from ldt.runtime.reach import Answer, DryRun, of_loss, unknown
-from ldt.runtime.stand_in import StandIn
-from ldt.runtime.unseen import host_random_states, unseen
 
 __all__ = ["dry_run", "infer", "infer_reach", "infer_specs", "needs_values", "warm_up"]
 

@@ -20,8 +20,8 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ldt.runtime.plain_state import ATOMS, slots_of
-from ldt.runtime.stand_in import is_plain
+from ldt.runtime.dry_run.fake_module import is_plain
+from ldt.runtime.dry_run.python_state import ATOMS, slots_of
 
 __all__ = ["host_random_states", "unseen"]
 
