@@ -4,7 +4,7 @@ A step has 64 microbatches of an attention mask and position ids, int64 [4, 4096
 
 - ``tensor ops``  small tensor operations, one microbatch at a time, as code without a wire format does it (padding on
   either side only; its message is a list of figures): the baseline
-- ``one call``    ldt.runtime.metadata.pack and unpack
+- ``one call``    ldt.runtime.step.metadata.pack and unpack
 - ``no rows``     the same with rows of one element: what a call takes beside scanning and rebuilding rows
 
 Times are in microseconds per step: median and 90th percentile of the whole call on the host, with the device's work
@@ -28,7 +28,7 @@ from picture import Picture
 from transports import device_of
 
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
+from ldt.runtime.step.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
 
 Tensors = Mapping[str, torch.Tensor]
 

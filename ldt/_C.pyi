@@ -158,7 +158,7 @@ def pack_step(
     microbatches: Sequence[object],
     max_elements: int,
 ) -> torch.Tensor:
-    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.metadata.pack.
+    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.step.metadata.pack.
 
     Of each microbatch the attributes id, hops (sequences of TensorSpec) and tensors (by name) are read.
     """
@@ -174,7 +174,7 @@ def unpack_message(
     spec_type: Callable[..., object],
     microbatch_type: type,
 ) -> tuple[Any, ...]:
-    """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.metadata.unpack.
+    """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.step.metadata.unpack.
 
     Of a step: (mode, plan, setting, autocast, microbatches). Of one that is called off: (None,
     error_type, error_text). ``spec_type`` is called with shape, dtype, requires_grad and order; ``microbatch_type`` is

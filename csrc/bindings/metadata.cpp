@@ -1,4 +1,4 @@
-// ldt._C's unpack_message: from messages to Python's values. ldt/runtime/metadata.py gives them
+// ldt._C's unpack_message: from messages to Python's values. ldt/runtime/step/metadata.py gives them
 // their types.
 #include <torch/csrc/autograd/python_variable.h>
 

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from ldt.plan import Plan
-from ldt.runtime.audit import Audit
-from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.untrusted import texts, texts_by_name
 from ldt.runtime.gradient_hooks import check_gradients
@@ -24,7 +22,9 @@ from ldt.runtime.model.initial_weights import Weights
 from ldt.runtime.model.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.model.loss_module import loss_module
 from ldt.runtime.model.ties import Ties
-from ldt.runtime.plans import PlanBook, PlanFactory
+from ldt.runtime.step.audit import Audit
+from ldt.runtime.step.call import agree
+from ldt.runtime.step.plan_cache import PlanBook, PlanFactory
 
 __all__ = ["Given", "Own", "Parts", "WeightOptions", "agree_on_ties", "agreed_parts"]
 

@@ -14,7 +14,6 @@ from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
 from ldt.runtime.absences import Absences, with_absent, without_absent
-from ldt.runtime.audit import Audit
 from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.comm.transfer import AllOf
 from ldt.runtime.common.chunk_outputs import refuse_elsewhere
@@ -26,6 +25,7 @@ from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pace import Pace
 from ldt.runtime.record import Entry, Recorder
 from ldt.runtime.reduce import Averaging, refuse_sparse_gradient
+from ldt.runtime.step.audit import Audit
 from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 

@@ -11,11 +11,11 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ldt.errors import LdtError
-from ldt.runtime.audit import Audit
-from ldt.runtime.calls import Call
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.edge_broadcast import Letter, Post, Subject
 from ldt.runtime.model.loss_module import refuse_unknown
+from ldt.runtime.step.audit import Audit
+from ldt.runtime.step.call import Call
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ldt.plan import Costs, Kind
-from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.mesh.link_probe import probe_links
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepStats
+from ldt.runtime.step.call import agree
 
 __all__ = ["measure_costs"]
 

@@ -13,9 +13,7 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
 from ldt.runtime.aliasing import Aliasing
-from ldt.runtime.audit import Guard
 from ldt.runtime.building import Given, WeightOptions, agree_on_ties, agreed_parts
-from ldt.runtime.calls import Call, Mode, Refusal
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.ends import make_runner
@@ -25,18 +23,20 @@ from ldt.runtime.gradient_hooks import check_gradients
 from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale
 from ldt.runtime.measure import measure_costs
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.model.divergence import Likeness
-from ldt.runtime.notices import Notices
-from ldt.runtime.opening import Opening
-from ldt.runtime.plans import PlanFactory
 from ldt.runtime.record import Recorder
 from ldt.runtime.reduce import EarlierGradients
 from ldt.runtime.result import StepResult, StepStats
-from ldt.runtime.shapes import ShapeBook
 from ldt.runtime.stats import StatsTaker
+from ldt.runtime.step.announce import Notices
+from ldt.runtime.step.audit import Guard
+from ldt.runtime.step.call import Call, Mode, Refusal
+from ldt.runtime.step.handshake import Opening
+from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
+from ldt.runtime.step.plan_cache import PlanFactory
+from ldt.runtime.step.shape_cache import ShapeBook
+from ldt.runtime.step.validate import validate_chunks
 from ldt.runtime.stream_timer import StreamTimer
-from ldt.runtime.validation import validate_chunks
 from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ldt.plan import Plan
-from ldt.runtime.audit import Guard
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.finite import FiniteCheck
 from ldt.runtime.loss import StepLoss, TokenScale
-from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.model.divergence import Likeness
+from ldt.runtime.step.audit import Guard
+from ldt.runtime.step.microbatch import Microbatch
 
 __all__ = ["StepWork"]
 

@@ -81,13 +81,13 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all that crosses is taken for used",
-        ("ldt.runtime.shapes:used",),
+        ("ldt.runtime.step.shape_cache:used",),
         lambda inputs, outputs, reaches: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
     Mutant(
         "all that crosses is taken for used, and absent gradients are not counted",
-        ("ldt.runtime.shapes:used", "ldt.runtime.absences:Absences.note"),
+        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.absences:Absences.note"),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),

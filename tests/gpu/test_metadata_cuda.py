@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ldt.errors import MetadataError
-from ldt.runtime.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
+from ldt.runtime.step.metadata import MicrobatchMetadata, StepMessage, has_metadata_kernels, pack, unpack
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.metadata import MicrobatchMetadata, StepMessage, unpack
+from ldt.runtime.step.metadata import MicrobatchMetadata, StepMessage, unpack
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)

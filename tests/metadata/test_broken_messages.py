@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from masks import alone, messages
 
 from ldt.errors import LdtError, MetadataError
-from ldt.runtime.metadata import StepCalledOff, StepMessage, pack, unpack
+from ldt.runtime.step.metadata import StepCalledOff, StepMessage, pack, unpack
 from ldt.testing import in_time
 
 MAX_ELEMENTS = 1 << 16

@@ -26,7 +26,14 @@ from masks import (
 
 from ldt.errors import MetadataError
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.metadata import METADATA_NAMES, MicrobatchMetadata, StepCalledOff, StepMessage, pack, unpack
+from ldt.runtime.step.metadata import (
+    METADATA_NAMES,
+    MicrobatchMetadata,
+    StepCalledOff,
+    StepMessage,
+    pack,
+    unpack,
+)
 
 
 def row_bytes(name: str, row: torch.Tensor, **others: torch.Tensor) -> int:

@@ -9,7 +9,13 @@ import torch
 from masks import assert_same, opened
 
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.metadata import MAX_METADATA_ELEMENTS, METADATA_NAMES, MicrobatchMetadata, StepMessage, pack
+from ldt.runtime.step.metadata import (
+    MAX_METADATA_ELEMENTS,
+    METADATA_NAMES,
+    MicrobatchMetadata,
+    StepMessage,
+    pack,
+)
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire_format.md").read_text(encoding="utf-8")
 

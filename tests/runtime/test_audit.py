@@ -16,8 +16,8 @@ from pipeline_jobs import build
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.audit import Guard
-from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.step.audit import Guard
+from ldt.runtime.step.microbatch import Microbatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 

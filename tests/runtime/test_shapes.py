@@ -11,9 +11,9 @@ from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime import shapes
 from ldt.runtime.dry_run.shape_inference import infer_specs
-from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.step import shape_cache
+from ldt.runtime.step.microbatch import Microbatch
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -60,7 +60,7 @@ def many_values() -> int:
     topology = Topology([1, 1])
     chunks = [Scaled(16), ToyChunk(16), ToyChunk(16)]
     with ldt.connect(topology, ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "KEPT_ANSWERS", 256)
+        patch.setattr(shape_cache, "KEPT_ANSWERS", 256)
         pipeline = build(mesh, chunks)
         for start in range(0, 300, 100):
             pairs = toy_microbatches(100)

@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import HashStore
 import ldt
 from ldt.errors import LdtError
 from ldt.runtime.aliasing import Aliasing
-from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import TEXT_LIMIT
 from ldt.runtime.common.untrusted import parse, plain
 from ldt.runtime.control.control_plane import ControlPlane
@@ -27,6 +26,7 @@ from ldt.runtime.health.progress import Sighting
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
 from ldt.runtime.loss import TokenScale
 from ldt.runtime.mesh.rendezvous import check_in, share
+from ldt.runtime.step.call import agree
 from ldt.testing import RankPool
 from ldt.topology import Topology
 

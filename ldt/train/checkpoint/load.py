@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from ldt.errors import CheckpointError
-from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputTypeError, QuotingError
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
+from ldt.runtime.step.call import agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import Catalog, Paths, catalog, folders_of, paths_of
 from ldt.train.checkpoint.choice import choose

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.calls import agree
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
+from ldt.runtime.step.call import agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kept_saves, next_save
 from ldt.train.checkpoint.checksums import Checksums

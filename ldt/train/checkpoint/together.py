@@ -9,10 +9,10 @@ from collections.abc import Callable
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.calls import agree
 from ldt.runtime.common.device import synchronize_current_stream
 from ldt.runtime.common.redact import reveal
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.step.call import agree
 
 __all__ = ["together"]
 

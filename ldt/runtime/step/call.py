@@ -11,7 +11,7 @@ from ldt.errors import CheckpointError, LdtError, RemoteStageError
 from ldt.runtime.common.error_text import is_a, name_of
 from ldt.runtime.common.untrusted import plain, texts, texts_by_name
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.microbatch import Microbatch
+from ldt.runtime.step.microbatch import Microbatch
 
 __all__ = ["Call", "Mode", "Refusal", "agree"]
 

@@ -10,15 +10,15 @@ import torch
 
 from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
-from ldt.runtime.calls import Call, Mode, Refusal
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.control.collectives import as_tensor
 from ldt.runtime.control.edge_broadcast import Letter, Subject
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.metadata import StepCalledOff, StepMessage, unpack
-from ldt.runtime.notices import Notice, Notices
-from ldt.runtime.plans import PlanBook
-from ldt.runtime.shapes import ShapeBook
+from ldt.runtime.step.announce import Notice, Notices
+from ldt.runtime.step.call import Call, Mode, Refusal
+from ldt.runtime.step.metadata import StepCalledOff, StepMessage, unpack
+from ldt.runtime.step.plan_cache import PlanBook
+from ldt.runtime.step.shape_cache import ShapeBook
 
 __all__ = ["Agreement", "Opening"]
 

@@ -16,11 +16,11 @@ from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first
 from ldt.runtime.dry_run.grad_flow import DryRun
 from ldt.runtime.dry_run.shape_inference import dry_run, needs_values
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.model.data_parallel import is_fully_sharded
 from ldt.runtime.model.keywords import declares
-from ldt.runtime.opening import Agreement
-from ldt.runtime.shapes import ShapeBook
+from ldt.runtime.step.handshake import Agreement
+from ldt.runtime.step.microbatch import Microbatch
+from ldt.runtime.step.shape_cache import ShapeBook
 
 __all__ = ["validate_chunks"]
 

@@ -13,8 +13,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ldt.runtime.common.redact import InputValueError, QuotingError
-from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.model.module_state import unwrapped_tensors
+from ldt.runtime.step.microbatch import Microbatch
 
 __all__ = ["Audit", "Guard"]
 

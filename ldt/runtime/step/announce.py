@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.audit import Audit, Guard
-from ldt.runtime.calls import Call
 from ldt.runtime.common.error_text import name_of
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, Letter, Subject
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
-from ldt.runtime.microbatch import Microbatch, Signatures
 from ldt.runtime.model.keywords import check_taken
-from ldt.runtime.plans import PlanBook
-from ldt.runtime.shapes import ShapeBook
+from ldt.runtime.step.audit import Audit, Guard
+from ldt.runtime.step.call import Call
+from ldt.runtime.step.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
+from ldt.runtime.step.microbatch import Microbatch, Signatures
+from ldt.runtime.step.plan_cache import PlanBook
+from ldt.runtime.step.shape_cache import ShapeBook
 
 __all__ = ["Notice", "Notices"]
 

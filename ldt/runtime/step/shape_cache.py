@@ -19,9 +19,9 @@ from ldt.runtime.dry_run.forward_hooks import ForwardHooks
 from ldt.runtime.dry_run.grad_flow import Answer, Reach, used
 from ldt.runtime.dry_run.shape_inference import infer, infer_reach, warm_up
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.metadata import METADATA_NAMES, StepMessage
-from ldt.runtime.microbatch import Microbatch
 from ldt.runtime.model.keywords import declares, keywords_of
+from ldt.runtime.step.metadata import METADATA_NAMES, StepMessage
+from ldt.runtime.step.microbatch import Microbatch
 
 __all__ = ["ShapeBook"]
 

@@ -1,0 +1,1 @@
+"""How a call begins: microbatches, its message, plans, shapes of hops, the handshake."""
