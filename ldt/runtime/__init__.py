@@ -1,10 +1,10 @@
 """Executes plans: groups, lanes, chunks, the executor and the pipeline on top."""
 
 from ldt.runtime.common.tensor_spec import TensorSpec
+from ldt.runtime.execution.step_result import StepResult, StepStats, Traffic, merge_timelines
 from ldt.runtime.mesh.connect import connect
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
-from ldt.runtime.result import StepResult, StepStats, Traffic, merge_timelines
 
 __all__ = [
     "Mesh",

@@ -13,8 +13,8 @@ from torch import nn
 from ldt.plan import Plan
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.untrusted import texts, texts_by_name
-from ldt.runtime.gradient_hooks import check_gradients
-from ldt.runtime.loss import LossFn, LossReduction, check_reduction, check_scaler
+from ldt.runtime.execution.grad_hooks import check_gradients
+from ldt.runtime.execution.loss import LossFn, LossReduction, check_reduction, check_scaler
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.buffer_sync import BufferSync
 from ldt.runtime.model.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped

@@ -12,22 +12,24 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
-from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.building import Given, WeightOptions, agree_on_ties, agreed_parts
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.common.tensor_spec import HopSpecs
-from ldt.runtime.ends import make_runner
-from ldt.runtime.executor import Executor
-from ldt.runtime.finite import FiniteCheck
-from ldt.runtime.gradient_hooks import check_gradients
-from ldt.runtime.loss import LossFn, LossReduction, StepLoss, TokenScale
-from ldt.runtime.measure import measure_costs
+from ldt.runtime.execution.aliasing import Aliasing
+from ldt.runtime.execution.edge_chunks import make_runner
+from ldt.runtime.execution.executor import Executor
+from ldt.runtime.execution.grad_hooks import check_gradients
+from ldt.runtime.execution.grad_reduce import EarlierGradients
+from ldt.runtime.execution.loss import LossFn, LossReduction, StepLoss, TokenScale
+from ldt.runtime.execution.nan_check import FiniteCheck
+from ldt.runtime.execution.profile_costs import measure_costs
+from ldt.runtime.execution.recorder import Recorder
+from ldt.runtime.execution.step_result import StepResult, StepStats
+from ldt.runtime.execution.step_state import StepWork
+from ldt.runtime.execution.step_stats import StatsTaker
+from ldt.runtime.execution.stream_timer import StreamTimer
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.divergence import Likeness
-from ldt.runtime.record import Recorder
-from ldt.runtime.reduce import EarlierGradients
-from ldt.runtime.result import StepResult, StepStats
-from ldt.runtime.stats import StatsTaker
 from ldt.runtime.step.announce import Notices
 from ldt.runtime.step.audit import Guard
 from ldt.runtime.step.call import Call, Mode, Refusal
@@ -36,8 +38,6 @@ from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.step.plan_cache import PlanFactory
 from ldt.runtime.step.shape_cache import ShapeBook
 from ldt.runtime.step.validate import validate_chunks
-from ldt.runtime.stream_timer import StreamTimer
-from ldt.runtime.work import StepWork
 
 __all__ = ["Pipeline"]
 

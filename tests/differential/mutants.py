@@ -7,7 +7,7 @@ from typing import Any
 from differential.mutants_of_steps import DRY_RUN, GRADIENTS
 from differential.mutation import Mutant
 from differential.spec import Job
-from ldt.runtime import chunk
+from ldt.runtime.execution import chunk_runner
 
 __all__ = ["MUTANTS"]
 
@@ -26,56 +26,56 @@ def _changes_gradients(job: Job) -> bool:
 
 def _has_gradients_in_one(job: Job) -> bool:
     """Whether the gradient of one row may become that of two parameters, and PyTorch adds nothing to it."""
-    twice = any(sum(item.kind == "Position" for item in chunk) > 1 for chunk in job.chunks)
+    twice = any(sum(item.kind == "Position" for item in chunk_runner) > 1 for chunk in job.chunks)
     return twice and any(call.kind == "step" and call.batches == (1,) for call in job.calls[:1])
 
 
 _UNDER_WAY: tuple[Mutant, ...] = (
     Mutant(
         "what leaves keeps its memory",
-        ("ldt.runtime.executor:own_memory",),
+        ("ldt.runtime.execution.executor:own_memory",),
         lambda tensors, always=(): [],
         _leaves_shared_memory,
     ),
     Mutant(
         "what leaves keeps its memory, and versions are not compared",
-        ("ldt.runtime.executor:own_memory", "ldt.runtime.in_flight:Departures.end"),
+        ("ldt.runtime.execution.executor:own_memory", "ldt.runtime.execution.in_flight:Departures.end"),
         lambda *args: [],
         _leaves_shared_memory,
     ),
     Mutant(
         "outputs of an eval keep their memory",
-        ("ldt.runtime.ends:own_memory",),
+        ("ldt.runtime.execution.edge_chunks:own_memory",),
         lambda tensors: [],
         lambda job: job.has("MovedWeight") and any(call.kind == "eval" for call in job.calls),
     ),
     Mutant(
         "gradients that are one in memory stay so",
-        ("ldt.runtime.grad_memory:GradMemory.separate",),
+        ("ldt.runtime.execution.grad_memory:GradMemory.separate",),
         lambda *args: [],
         lambda job: _has_gradients_in_one(job) and (job.clips or job.scales or _changes_gradients(job)),
     ),
     Mutant(
         "elements that are one in memory are not told",
-        ("ldt.runtime.executor:overlapping",),
+        ("ldt.runtime.execution.executor:overlapping",),
         lambda tensors: [],
         lambda job: job.has("InPlace") and job.has("Views"),
     ),
     Mutant(
         "work in place on an input is not told",
-        ("ldt.runtime.aliasing:Aliasing.changes",),
+        ("ldt.runtime.execution.aliasing:Aliasing.changes",),
         _nothing,
         lambda job: job.has("InPlace"),
     ),
     Mutant(
         "outputs that share memory are not told",
-        ("ldt.runtime.aliasing:Aliasing.shares",),
+        ("ldt.runtime.execution.aliasing:Aliasing.shares",),
         _nothing,
         lambda job: job.has("InPlace"),
     ),
     Mutant(
         "inputs that are passed on are not told",
-        ("ldt.runtime.aliasing:Aliasing.passes",),
+        ("ldt.runtime.execution.aliasing:Aliasing.passes",),
         _nothing,
         lambda job: job.has("InPlace") and job.has("Alias") and len(job.chunks) > 2,
     ),
@@ -152,13 +152,13 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters of the loss are not trained",
-        ("ldt.runtime.ends:TailRunner.named_parameters",),
-        chunk.ChunkRunner.named_parameters,
+        ("ldt.runtime.execution.edge_chunks:TailRunner.named_parameters",),
+        chunk_runner.ChunkRunner.named_parameters,
         lambda job: job.loss == "Weighted",
     ),
     Mutant(
         "what the loss trains besides is not looked for",
-        ("ldt.runtime.loss:refuse_unknown",),
+        ("ldt.runtime.execution.loss:refuse_unknown",),
         _nothing,
         lambda job: job.loss == "Hidden" and _changes_gradients(job),
     ),

@@ -11,8 +11,8 @@ import torch
 
 from differential.mutation import Mutant
 from differential.spec import Job
-from ldt.runtime import absences
 from ldt.runtime.dry_run import fake_module
+from ldt.runtime.execution import absent_grads
 
 __all__ = ["DRY_RUN", "GRADIENTS"]
 
@@ -31,7 +31,7 @@ def _changes_gradients(job: Job) -> bool:
 
 def _zeros_for_absent(specs: Any, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Whatever comes is a gradient."""
-    marked = absences.with_absent(specs, arrived)
+    marked = absent_grads.with_absent(specs, arrived)
     grads = iter(arrived)
     coming = [next(grads) if spec.requires_grad and spec.used is not False else None for spec in specs]
     return [grad if found is None else found for grad, found in zip(coming, marked, strict=True)]
@@ -45,19 +45,19 @@ _copy_of = fake_module.StandIn.of
 GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens do not count",
-        ("ldt.runtime.loss:TokenScale.finish",),
+        ("ldt.runtime.execution.loss:TokenScale.finish",),
         _nothing,
         lambda job: job.reduction == "token",
     ),
     Mutant(
         "replicas are not averaged",
-        ("ldt.runtime.reduce:Averaging._write",),
+        ("ldt.runtime.execution.grad_reduce:Averaging._write",),
         _nothing,
         lambda job: job.dp > 1,
     ),
     Mutant(
         "earlier gradients are lost",
-        ("ldt.runtime.reduce:EarlierGradients.add_back",),
+        ("ldt.runtime.execution.grad_reduce:EarlierGradients.add_back",),
         _nothing,
         lambda job: any(not call.updates for call in job.calls) and _changes_gradients(job),
     ),
@@ -75,7 +75,7 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "absent gradients are zeros",
-        ("ldt.runtime.executor:with_absent",),
+        ("ldt.runtime.execution.executor:with_absent",),
         _zeros_for_absent,
         lambda job: job.has("LayerDrop", "OddDetach", "Detach", "Drop"),
     ),
@@ -87,31 +87,31 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all that crosses is taken for used, and absent gradients are not counted",
-        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.absences:Absences.note"),
+        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:Absences.note"),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
     Mutant(
         "functions that accumulate by themselves run twice",
-        ("ldt.runtime.side_effects:PartWatch.around",),
+        ("ldt.runtime.execution.side_effects:PartWatch.around",),
         _nothing,
         lambda job: job.has("Accumulates") and job.plan == "split",
     ),
     Mutant(
         "functions that change buffers run twice",
-        ("ldt.runtime.side_effects:PartWatch.check",),
+        ("ldt.runtime.execution.side_effects:PartWatch.check",),
         lambda *args: nullcontext,
         lambda job: job.has("Tally") and job.plan == "split",
     ),
     Mutant(
         "what hooks return the second time is taken",
-        ("ldt.runtime.split_backward:_instead",),
+        ("ldt.runtime.execution.split_backward:_instead",),
         _nothing,
         lambda job: job.has("TensorHook") and job.plan == "split",
     ),
     Mutant(
         "reentrant checkpoints are split",
-        ("ldt.runtime.split_backward:_WHOLE",),
+        ("ldt.runtime.execution.split_backward:_WHOLE",),
         {},
         lambda job: job.has("Checkpointed") and job.plan == "split",
     ),

@@ -21,7 +21,7 @@ from faults.corruption import CORRUPTIONS
 from faults.crew import Injected, Seat
 from faults.fault import Fault, FaultKind, Point
 from faults.holdings import Connection, borrowed_socket, tcp_connections
-from ldt.runtime import executor
+from ldt.runtime.execution import executor
 from ldt.testing import paced
 
 __all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt.runtime.comm.transports import TransportChoice
-from ldt.runtime.pace import AHEAD
+from ldt.runtime.execution.run_ahead import AHEAD
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 
 WORLD_SIZE = 2

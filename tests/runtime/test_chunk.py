@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ldt.plan import ushape
-from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.runtime.work import StepWork
+from ldt.runtime.execution.chunk_runner import ChunkRunner
+from ldt.runtime.execution.step_state import StepWork
 from ldt.topology import Topology
 
 SPECS = (TensorSpec((4, 16), torch.float32, requires_grad=True),)

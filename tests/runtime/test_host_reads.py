@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldt
-from ldt.runtime.loss import StepLoss
-from ldt.runtime.reduce import Averaging
+from ldt.runtime.execution.grad_reduce import Averaging
+from ldt.runtime.execution.loss import StepLoss
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 

@@ -12,7 +12,7 @@ from pipeline_jobs import assert_equal_grads, build
 from torch import Tensor
 
 import ldt
-from ldt.runtime.loss import TokenScale
+from ldt.runtime.execution.loss import TokenScale
 from ldt.testing import RankError, RankPool, toy_chunks, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 

@@ -21,11 +21,11 @@ import ldt
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind, Plan, ushape
 from ldt.plan.passes import add_communication, remove_communication
-from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.common.tensor_spec import specs_of
-from ldt.runtime.gradient_hooks import check_gradients
-from ldt.runtime.side_effects import FunctionWatch
-from ldt.runtime.work import StepWork
+from ldt.runtime.execution.chunk_runner import ChunkRunner
+from ldt.runtime.execution.grad_hooks import check_gradients
+from ldt.runtime.execution.side_effects import FunctionWatch
+from ldt.runtime.execution.step_state import StepWork
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ldt.errors import LdtError, NonFiniteError
-from ldt.runtime.chunk import ChunkRunner
+from ldt.runtime.execution.chunk_runner import ChunkRunner
 
 
 class Noting(nn.Module):

@@ -13,7 +13,7 @@ from pipeline_jobs import build
 import ldt
 import ldt.plan
 from ldt.runtime import StepStats, merge_timelines
-from ldt.runtime.record import Entry
+from ldt.runtime.execution.recorder import Entry
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Node, Topology
 

@@ -16,15 +16,15 @@ from torch._C._distributed_c10d import HashStore
 
 import ldt
 from ldt.errors import LdtError
-from ldt.runtime.aliasing import Aliasing
 from ldt.runtime.common.redact import TEXT_LIMIT
 from ldt.runtime.common.untrusted import parse, plain
 from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import Letter, Subject
+from ldt.runtime.execution.aliasing import Aliasing
+from ldt.runtime.execution.loss import TokenScale
 from ldt.runtime.health.desync import Attendance
 from ldt.runtime.health.progress import Sighting
 from ldt.runtime.health.watchdog import FailureReport, FailureWatch
-from ldt.runtime.loss import TokenScale
 from ldt.runtime.mesh.rendezvous import check_in, share
 from ldt.runtime.step.call import agree
 from ldt.testing import RankPool

@@ -12,10 +12,10 @@ import torch
 
 from ldt.plan import Costs, Kind
 from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.execution.grad_reduce import EarlierGradients
+from ldt.runtime.execution.step_result import StepStats
 from ldt.runtime.mesh.link_probe import probe_links
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.reduce import EarlierGradients
-from ldt.runtime.result import StepStats
 from ldt.runtime.step.call import agree
 
 __all__ = ["measure_costs"]

@@ -13,20 +13,20 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.excerpt import excerpt
-from ldt.runtime.absences import Absences, with_absent, without_absent
-from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.comm.transfer import AllOf
 from ldt.runtime.common.chunk_outputs import refuse_elsewhere
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
-from ldt.runtime.grad_memory import GradMemory
-from ldt.runtime.in_flight import Departures, overlapping, own_memory
-from ldt.runtime.mailbox import Arrival, Mailbox, Slot
+from ldt.runtime.execution.absent_grads import Absences, with_absent, without_absent
+from ldt.runtime.execution.chunk_runner import ChunkRunner
+from ldt.runtime.execution.grad_memory import GradMemory
+from ldt.runtime.execution.grad_reduce import Averaging, refuse_sparse_gradient
+from ldt.runtime.execution.in_flight import Departures, overlapping, own_memory
+from ldt.runtime.execution.recorder import Entry, Recorder
+from ldt.runtime.execution.run_ahead import Pace
+from ldt.runtime.execution.stash import Arrival, Mailbox, Slot
+from ldt.runtime.execution.step_state import StepWork
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.pace import Pace
-from ldt.runtime.record import Entry, Recorder
-from ldt.runtime.reduce import Averaging, refuse_sparse_gradient
 from ldt.runtime.step.audit import Audit
-from ldt.runtime.work import StepWork
 from ldt.topology import Channel, Direction
 
 __all__ = ["Executor"]

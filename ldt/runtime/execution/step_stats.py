@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from ldt._C import Lane
-from ldt.runtime.executor import Executor
+from ldt.runtime.execution.executor import Executor
+from ldt.runtime.execution.step_result import StepStats, Traffic
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.result import StepStats, Traffic
 
 __all__ = ["StatsTaker"]
 

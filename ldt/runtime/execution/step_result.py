@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ldt.plan import Timeline
-from ldt.runtime.record import Entry
+from ldt.runtime.execution.recorder import Entry
 from ldt.topology import Node, Topology
 
 __all__ = ["StepResult", "StepStats", "Traffic", "merge_timelines"]

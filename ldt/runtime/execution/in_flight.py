@@ -10,7 +10,7 @@ import torch
 
 from ldt._C import VersionCounters, is_memory_own
 from ldt.errors import LdtError
-from ldt.runtime.mailbox import Slot
+from ldt.runtime.execution.stash import Slot
 from ldt.runtime.model.module_state import repeats_elements, unwrapped_tensors
 
 __all__ = ["Departures", "overlapping", "own_memory"]

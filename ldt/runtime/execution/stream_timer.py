@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ldt.runtime.common.device import current_stream, synchronize_current_stream
-from ldt.runtime.record import Entry
+from ldt.runtime.execution.recorder import Entry
 
 __all__ = ["StreamTimer"]
 

@@ -7,7 +7,7 @@ to parameters as well are the *branches*: what flows into them is kept, and the 
 So branches run twice, and with them their tensors' hooks and whatever a custom function of theirs does besides; what a
 hook returns the second time is not taken. A custom function that changes gradients of its parameters itself runs once.
 Functions and hooks that change other parameters, their gradients or buffers are refused
-(``ldt.runtime.side_effects``); what else they do they do twice, as does ``retain_grad``. The graph lives until the
+(``ldt.runtime.execution.side_effects``); what else they do they do twice, as does ``retain_grad``. The graph lives until the
 second part has run. The engine looks at all nodes behind each branch when it starts there, which makes long chunks of
 small layers slow (0.02 s for 100 layers on a CPU).
 """
@@ -26,7 +26,7 @@ from torch.utils import checkpoint
 
 from ldt.errors import LdtError
 from ldt.runtime.common.autograd_graph import children, leaves_of, reachable, reached
-from ldt.runtime.side_effects import FunctionWatch, SecondPart
+from ldt.runtime.execution.side_effects import FunctionWatch, SecondPart
 
 __all__ = ["Start", "WeightPart", "backward_input"]
 

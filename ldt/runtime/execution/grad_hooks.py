@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.execution.grad_reduce import is_reduced_elsewhere, refuse_sparse_layers
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.module_state import parts_of
-from ldt.runtime.reduce import is_reduced_elsewhere, refuse_sparse_layers
 
 __all__ = ["check_gradients"]
 

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ldt.runtime.aliasing import Aliasing
-from ldt.runtime.chunk import ChunkRunner
 from ldt.runtime.common.chunk_outputs import as_tensors, joined, taken_apart
 from ldt.runtime.common.tensor_spec import HopSpecs
-from ldt.runtime.in_flight import own_memory
+from ldt.runtime.execution.aliasing import Aliasing
+from ldt.runtime.execution.chunk_runner import ChunkRunner
+from ldt.runtime.execution.in_flight import own_memory
+from ldt.runtime.execution.split_backward import Start
+from ldt.runtime.execution.step_state import StepWork
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.data_parallel import GradientSync
-from ldt.runtime.split_backward import Start
-from ldt.runtime.work import StepWork
 
 __all__ = ["HeadRunner", "TailRunner", "make_runner"]
 

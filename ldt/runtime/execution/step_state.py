@@ -8,8 +8,8 @@ from typing import Any
 
 from ldt.plan import Plan
 from ldt.runtime.common.tensor_spec import HopSpecs
-from ldt.runtime.finite import FiniteCheck
-from ldt.runtime.loss import StepLoss, TokenScale
+from ldt.runtime.execution.loss import StepLoss, TokenScale
+from ldt.runtime.execution.nan_check import FiniteCheck
 from ldt.runtime.model.divergence import Likeness
 from ldt.runtime.step.audit import Guard
 from ldt.runtime.step.microbatch import Microbatch

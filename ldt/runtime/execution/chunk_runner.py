@@ -13,15 +13,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from ldt.errors import LdtError
-from ldt.runtime.aliasing import Aliasing, passed_on
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
+from ldt.runtime.execution.aliasing import Aliasing, passed_on
+from ldt.runtime.execution.side_effects import FunctionWatch
+from ldt.runtime.execution.split_backward import Start, WeightPart, backward_input
+from ldt.runtime.execution.step_state import StepWork
 from ldt.runtime.model.data_parallel import GradientSync
 from ldt.runtime.model.keywords import declares, keywords_of
-from ldt.runtime.side_effects import FunctionWatch
-from ldt.runtime.split_backward import Start, WeightPart, backward_input
-from ldt.runtime.work import StepWork
 
 __all__ = ["ChunkRunner"]
 
