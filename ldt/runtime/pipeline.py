@@ -12,7 +12,6 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.plan import Costs, Plan
-from ldt.runtime.building import Given, WeightOptions, agree_on_ties, agreed_parts
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing
@@ -30,6 +29,7 @@ from ldt.runtime.execution.step_stats import StatsTaker
 from ldt.runtime.execution.stream_timer import StreamTimer
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.divergence import Likeness
+from ldt.runtime.pipeline_setup import Given, WeightOptions, agree_on_ties, agreed_parts
 from ldt.runtime.step.announce import Notices
 from ldt.runtime.step.audit import Guard
 from ldt.runtime.step.call import Call, Mode, Refusal

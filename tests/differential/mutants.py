@@ -146,7 +146,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parameters of the loss are not found",
-        ("ldt.runtime.building:loss_module",),
+        ("ldt.runtime.pipeline_setup:loss_module",),
         _nothing,
         lambda job: job.loss == "Weighted",
     ),
