@@ -1,1 +1,1 @@
-"""What moves payloads: process groups, endpoints of channels, ways of transfer, transports and links between processes."""
+"""Moves payloads between nodes: process groups, endpoints of channels, transfer strategies, transports."""

@@ -1,1 +1,1 @@
-"""What every part of the runtime may use: specs of tensors, ranks, devices, texts of errors."""
+"""Types and helpers that every part of the runtime uses."""

@@ -19,8 +19,8 @@ class TensorSpec:
     ``order`` is its layout in memory: the dimensions from the outermost to the innermost, empty for the usual order.
     It travels in that order, and arrives in it, gradients too: kernels may sum in the order of memory. A tensor whose
     elements do not fill its memory (a slice, an expanded tensor) has the usual order and arrives contiguous.
-    ``shard`` is the dimension that is split over the ranks of each stage (see ``ldt.runtime.comm.shards``), None where each
-    has all; ``shape`` is that of the whole.
+    ``shard`` is the dimension that is split over the ranks of each stage (see ``ldt.runtime.comm.shards``), None where
+    each has all; ``shape`` is that of the whole.
     ``used`` says whether the next chunk uses it where gradients are concerned: False if it does not, and sends none
     back, None if that shows in each microbatch. ``decisive`` says that a reentrant checkpoint behind the hop trains its
     layers only if this tensor requires a gradient. Both are found by all ranks alike and not told.

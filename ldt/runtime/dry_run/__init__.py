@@ -1,1 +1,1 @@
-"""Runs a chunk on fake tensors, unseen by anything else: shapes, and which gradients flow."""
+"""Runs a chunk on fake tensors to learn its output shapes and which gradients flow."""

@@ -1,1 +1,1 @@
-"""Runs one row of a plan: chunks, forwards and backwards, the loss, gradient reduction, what is recorded."""
+"""Executes one row of a plan: forwards, backwards, the loss, gradient reduction."""

@@ -7,9 +7,9 @@ to parameters as well are the *branches*: what flows into them is kept, and the 
 So branches run twice, and with them their tensors' hooks and whatever a custom function of theirs does besides; what a
 hook returns the second time is not taken. A custom function that changes gradients of its parameters itself runs once.
 Functions and hooks that change other parameters, their gradients or buffers are refused
-(``ldt.runtime.execution.side_effects``); what else they do they do twice, as does ``retain_grad``. The graph lives until the
-second part has run. The engine looks at all nodes behind each branch when it starts there, which makes long chunks of
-small layers slow (0.02 s for 100 layers on a CPU).
+(``ldt.runtime.execution.side_effects``); what else they do they do twice, as does ``retain_grad``. The graph lives
+until the second part has run. The engine looks at all nodes behind each branch when it starts there, which makes long
+chunks of small layers slow (0.02 s for 100 layers on a CPU).
 """
 
 from __future__ import annotations

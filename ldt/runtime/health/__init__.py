@@ -1,1 +1,1 @@
-"""How a rank tells of a failure and learns of one: failure detector, watchdog, heartbeats, desync and hang detection."""
+"""Reports failures and detects them: watchdog, heartbeats, desync and hang detection."""

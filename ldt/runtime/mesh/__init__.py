@@ -1,1 +1,1 @@
-"""The mesh: connects the ranks of a topology and holds what they talk through."""
+"""Connects the ranks of a topology into a mesh."""

@@ -1,1 +1,1 @@
-"""What a pipeline checks of the modules that it is given: state, ties, initial weights, buffers, keywords."""
+"""Checks and synchronizes the modules that a pipeline is given."""

@@ -1,1 +1,1 @@
-"""How a call begins: microbatches, its message, plans, shapes of hops, the handshake."""
+"""Prepares a call: microbatches, step message, plan, shapes of hops, handshake."""

@@ -15,8 +15,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_absent_gradients import ONE, Alternating, First, steps
 from torch import Tensor, nn
+from uncertain_chunks import ONE, Alternating, First, steps
 
 from ldt.errors import LdtError
 from ldt.runtime import TensorSpec

@@ -266,7 +266,7 @@ def test_a_killed_rank_is_named_by_the_others(pool: RankPool) -> None:
 
 def fails_while_connecting() -> str:
     """One rank cannot make its groups: the others must not wait for the whole deadline and longer."""
-    from ldt.runtime import group_set as module
+    from ldt.runtime.comm import group_set as module
 
     topology = Topology([1, 1, 1])
     make = module.make_group

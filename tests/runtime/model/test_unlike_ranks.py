@@ -14,7 +14,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp import fully_shard
 
 import ldt
-from ldt.runtime import TensorSpec, calibrate
+from ldt.runtime import TensorSpec
+from ldt.runtime.mesh import autotune
 from ldt.testing import RankPool, ToyChunk, in_time, paced
 from ldt.topology import Topology
 
@@ -95,7 +96,7 @@ LIMIT, PATIENCE = paced(3.0).total_seconds(), paced(12.0).total_seconds()
 
 def late_in_calibrate(key: str) -> tuple[float, str]:
     """One rank stops in the middle of what "auto" measures, until all others gave up."""
-    store, original = c10d._get_default_store(), calibrate._seconds
+    store, original = c10d._get_default_store(), autotune._seconds
     dist.barrier()  # one that begins later would hear it from the others before its own time is up
     start = time.monotonic()
 
@@ -105,20 +106,20 @@ def late_in_calibrate(key: str) -> tuple[float, str]:
         return original(*arguments)
 
     if dist.get_rank() == LATE:
-        calibrate._seconds = late  # type: ignore[assignment]
+        autotune._seconds = late  # type: ignore[assignment]
     try:
         with pytest.raises(ldt.LdtError) as caught:
             ldt.connect(Topology([2, 2, 2]), transfer="auto", timeout=timedelta(seconds=LIMIT))
         return time.monotonic() - start, str(caught.value)
     finally:
-        calibrate._seconds = original
+        autotune._seconds = original
         if dist.get_rank() != LATE:
             store.add(key, 1)
 
 
 def test_measuring_keeps_to_the_timeout_of_connect(pool: RankPool) -> None:
     """Also on ranks that wait for the turn of their link."""
-    for rank, (seconds, text) in enumerate(pool.run(late_in_calibrate, "late in calibrate")):
+    for rank, (seconds, text) in enumerate(pool.run(late_in_calibrate, "late in autotune")):
         assert "took too long: give connect a longer timeout" in text, f"rank {rank}"
         assert in_time(seconds, LIMIT + 5), f"rank {rank}"
         assert seconds > LIMIT - 0.5, f"rank {rank}"
