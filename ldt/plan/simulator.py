@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ldt.plan.action import Action
+from ldt.plan.checks.verifier import prove
 from ldt.plan.costs import Costs
-from ldt.plan.engine import Run
 from ldt.plan.message import Message
 from ldt.plan.plan import Plan
+from ldt.plan.sim.engine import Run
 from ldt.plan.timeline import Event, Timeline
-from ldt.plan.verifier import prove
 
 __all__ = ["simulate"]
 
@@ -16,7 +16,7 @@ __all__ = ["simulate"]
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """When everything happens if compute and links cost what ``costs`` says.
 
-    The rules are those of ``ldt.plan.engine``. Raises PlanError if the plan is not valid or the costs do not
+    The rules are those of ``ldt.plan.sim.engine``. Raises PlanError if the plan is not valid or the costs do not
     fit it.
     """
     costs.check(plan.topology)

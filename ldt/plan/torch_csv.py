@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.checks.verifier import verify
 from ldt.plan.files import check_size, check_text
-from ldt.plan.passes import add_communication, add_grad_reduction
 from ldt.plan.plan import Plan
-from ldt.plan.verifier import verify
+from ldt.plan.schedules.passes import add_communication, add_grad_reduction
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["check_expressible", "from_csv", "to_csv"]

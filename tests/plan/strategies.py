@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from ldt.plan import Action, Costs, Kind, Plan
-from ldt.plan.rules import Limits, Rules
+from ldt.plan.planner.policy import Limits, Rules
 from ldt.topology import Node, Topology
 
 _BUFFERS = st.none() | st.integers(1, 3)

@@ -17,9 +17,9 @@ from ldt.plan import (
     buffers_needed,
     simulate,
 )
-from ldt.plan.chain import Chain
-from ldt.plan.list_scheduler import schedule
-from ldt.plan.rules import Limits, Rules
+from ldt.plan.planner.list_scheduler import schedule
+from ldt.plan.planner.policy import Limits, Rules
+from ldt.plan.planner.replica_costs import Chain
 from ldt.topology import Topology
 
 

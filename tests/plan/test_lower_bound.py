@@ -9,9 +9,9 @@ from strategies import any_compute_plan, costs_of, rules_of, topologies
 
 from ldt.errors import PlanError
 from ldt.plan import Costs, Kind, lower_bound, optimize, simulate, ushape
-from ldt.plan.bound import chain_bound
-from ldt.plan.chain import Chain
-from ldt.plan.list_scheduler import schedule
+from ldt.plan.planner.list_scheduler import schedule
+from ldt.plan.planner.lower_bound import chain_bound
+from ldt.plan.planner.replica_costs import Chain
 from ldt.topology import Node, Topology
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ldt
 from ldt.plan import Action, Kind, ushape
-from ldt.plan.passes import add_communication, remove_communication
+from ldt.plan.schedules.passes import add_communication, remove_communication
 from ldt.runtime import TensorSpec
 from ldt.runtime.comm.transfer import Transfer
 from ldt.testing import ToyChunk, toy_loss, toy_microbatches, unsplit_step

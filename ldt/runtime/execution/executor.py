@@ -12,7 +12,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
-from ldt.plan.excerpt import excerpt
+from ldt.plan.checks.error_context import excerpt
 from ldt.runtime.comm.transfer import AllOf
 from ldt.runtime.common.chunk_outputs import refuse_elsewhere
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, first_difference, specs_of

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from ldt.plan.excerpt import excerpt
+from ldt.plan.checks.error_context import excerpt
 from ldt.runtime.common.error_text import TRACEBACK_LINES
 from ldt.runtime.common.rank_info import Place
 from ldt.runtime.health.failure_report import FailureReport

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import ldt
 from ldt.plan import Kind, ushape
-from ldt.plan.passes import add_communication, remove_communication
+from ldt.plan.schedules.passes import add_communication, remove_communication
 from ldt.runtime.execution.nan_check import FiniteCheck
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology

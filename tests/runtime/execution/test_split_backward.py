@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ldt
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind, Plan, ushape
-from ldt.plan.passes import add_communication, remove_communication
+from ldt.plan.schedules.passes import add_communication, remove_communication
 from ldt.runtime.common.tensor_spec import specs_of
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_hooks import check_gradients

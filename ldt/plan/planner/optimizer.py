@@ -6,18 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ldt.plan.action import Action
-from ldt.plan.bound import lower_bound
-from ldt.plan.chain import Chain
+from ldt.plan.checks.verifier import prove
 from ldt.plan.costs import Costs
-from ldt.plan.engine import Run
-from ldt.plan.memory_limit import MemoryLimit
-from ldt.plan.passes import add_communication, add_grad_reduction, check_buffers
 from ldt.plan.plan import Plan
-from ldt.plan.rule_search import search
-from ldt.plan.rules import Limits
+from ldt.plan.planner.lower_bound import lower_bound
+from ldt.plan.planner.memory_limit import MemoryLimit
+from ldt.plan.planner.policy import Limits
+from ldt.plan.planner.policy_search import search
+from ldt.plan.planner.replica_costs import Chain
+from ldt.plan.schedules.passes import add_communication, add_grad_reduction, check_buffers
+from ldt.plan.schedules.u_shape import ushape, ushape_compute
+from ldt.plan.sim.engine import Run
 from ldt.plan.simulator import timeline_of
-from ldt.plan.u_shape import ushape, ushape_compute
-from ldt.plan.verifier import prove
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["optimize"]

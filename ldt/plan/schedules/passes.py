@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.checks.verifier import prove
 from ldt.plan.costs import UNIT_COSTS, Costs
-from ldt.plan.engine import Computed, Run
 from ldt.plan.levels import highest_level
 from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
-from ldt.plan.verifier import prove
+from ldt.plan.sim.engine import Computed, Run
 from ldt.topology import Channel, LanePolicy, Node, Topology, lanes
 
 __all__ = [

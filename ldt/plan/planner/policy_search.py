@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from ldt.plan.bound import chain_bound
-from ldt.plan.chain import Chain
-from ldt.plan.knobs import ORDERS, Knobs
-from ldt.plan.list_scheduler import schedule
-from ldt.plan.rules import Limits, Rules, Schedule
+from ldt.plan.planner.list_scheduler import schedule
+from ldt.plan.planner.lower_bound import chain_bound
+from ldt.plan.planner.policy import Limits, Rules, Schedule
+from ldt.plan.planner.replica_costs import Chain
+from ldt.plan.planner.search_space import ORDERS, Knobs
 
 __all__ = ["search"]
 

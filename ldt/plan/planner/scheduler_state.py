@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ldt.plan.action import Kind
-from ldt.plan.chain import Chain
-from ldt.plan.rules import Rules, Taken
+from ldt.plan.planner.policy import Rules, Taken
+from ldt.plan.planner.replica_costs import Chain
 
 __all__ = ["GridNode", "Place", "Queue", "grid"]
 

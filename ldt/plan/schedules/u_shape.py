@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import groupby
 
 from ldt.plan.action import Action, Kind
+from ldt.plan.checks.verifier import verify
 from ldt.plan.counts import Counts, check_num_microbatches, warmup_counts
-from ldt.plan.forward_only import forward_only_row
-from ldt.plan.passes import add_communication, add_grad_reduction
 from ldt.plan.plan import Plan
-from ldt.plan.verifier import verify
+from ldt.plan.schedules.forward_only import forward_only_row
+from ldt.plan.schedules.passes import add_communication, add_grad_reduction
 from ldt.topology import LanePolicy, Node, Topology
 
 __all__ = ["ushape"]

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from ldt.plan.action import Action
 from ldt.plan.costs import Costs
 from ldt.plan.message import Message, message_into, message_out_of
-from ldt.plan.network import End, Flow, Network
 from ldt.plan.plan import Plan
+from ldt.plan.sim.network import End, Flow, Network
 from ldt.topology import LanePolicy, Node
 
 __all__ = ["Computed", "Run", "Stuck", "Transferred", "run"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import chain as concatenate
 
 from ldt.plan.action import Kind
-from ldt.plan.chain import Chain
-from ldt.plan.rules import Limits, Rules
+from ldt.plan.planner.policy import Limits, Rules
+from ldt.plan.planner.replica_costs import Chain
 
 __all__ = ["ORDERS", "Knobs"]
 

@@ -1,6 +1,6 @@
 """Orders made by playing the step: a node that is free takes the first action of its list that is ready and allowed.
 
-The clock, the links and the receive buffers are those of ``ldt.plan.engine`` with a lane for each channel, so the
+The clock, the links and the receive buffers are those of ``ldt.plan.sim.engine`` with a lane for each channel, so the
 times are the simulated ones, but for which of two messages of one moment takes a link first. Microbatches go through
 each chunk in their order, so counters are all the state there is, and that is what makes it fast enough to try many
 rules.
@@ -11,9 +11,9 @@ from __future__ import annotations
 import heapq
 
 from ldt.plan.action import Kind
-from ldt.plan.chain import Chain
-from ldt.plan.grid import GridNode, Place, Queue, grid
-from ldt.plan.rules import Rules, Schedule, Taken
+from ldt.plan.planner.policy import Rules, Schedule, Taken
+from ldt.plan.planner.replica_costs import Chain
+from ldt.plan.planner.scheduler_state import GridNode, Place, Queue, grid
 
 __all__ = ["schedule"]
 

@@ -7,12 +7,12 @@ from typing import NoReturn
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
+from ldt.plan.checks.error_context import excerpt
+from ldt.plan.checks.row_checks import missing_actions, needed_before, refuse_reason
 from ldt.plan.costs import UNIT_COSTS, Costs
-from ldt.plan.engine import Run, run
-from ldt.plan.excerpt import excerpt
 from ldt.plan.message import Message
 from ldt.plan.plan import Plan
-from ldt.plan.row_rules import missing_actions, needed_before, refuse_reason
+from ldt.plan.sim.engine import Run, run
 from ldt.topology import LanePolicy, Node, lanes
 
 __all__ = ["prove", "verify"]

@@ -9,8 +9,8 @@ from itertools import chain as concatenate
 from typing import NamedTuple
 
 from ldt.errors import PlanError
-from ldt.plan.chain import Chain
 from ldt.plan.costs import Costs
+from ldt.plan.planner.replica_costs import Chain
 from ldt.topology import Topology
 
 __all__ = ["chain_bound", "lower_bound"]

@@ -1,0 +1,1 @@
+"""Proves a plan before a process starts: rows, lanes, deadlocks."""

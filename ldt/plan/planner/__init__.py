@@ -1,0 +1,1 @@
+"""Searches for the order that fits costs, link and memory."""

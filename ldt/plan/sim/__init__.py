@@ -1,0 +1,1 @@
+"""The discrete-event engine that runs plans, for proofs and for timelines."""
