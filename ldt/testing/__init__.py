@@ -8,8 +8,8 @@ from ldt.testing.models import (
     toy_microbatches,
     unsplit_step,
 )
-from ldt.testing.patience import allowed, in_time, paced
 from ldt.testing.pool import RankError, RankPool
+from ldt.testing.slowness import allowed, in_time, paced
 
 __all__ = [
     "RankError",

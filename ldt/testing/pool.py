@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from ldt.testing.patience import allowed, slowness_at_start
+from ldt.testing.slowness import allowed, slowness_at_start
 
 __all__ = ["RankError", "RankPool"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ldt.integrations import hf
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 
 VOCABULARY = 101
 IMAGE, VIDEO = 90, 91

@@ -9,7 +9,7 @@ import torch
 from hf_models import gradients, labels_of, padded, text_config, unsplit, vision_config, walk
 
 from ldt.integrations import hf
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 
 peft = pytest.importorskip("peft")
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ldt
 from ldt.integrations import hf
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 
 CONFIG = text_config("llama")
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 import ldt
 from ldt.cli import main
 from ldt.integrations import hf
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 from ldt.testing import RankPool
 
 WORLD_SIZE = 3

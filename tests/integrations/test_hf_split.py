@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama import LlamaConfig, LlamaModel
 
 from ldt.integrations import hf
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 from ldt.runtime.common.tensor_spec import TensorSpec, specs_of
 from ldt.runtime.dry_run.shape_inference import infer_specs
 

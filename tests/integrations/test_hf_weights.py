@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 import ldt
 from ldt.integrations import hf
 from ldt.integrations.hf import checkpoint
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 
 
 class Counted:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ldt.testing.patience import slowness_at_start
+from ldt.testing.slowness import slowness_at_start
 
 ROOT = Path(__file__).parents[2]
 # Where `LDT_BUILD_TESTS=ON pip install --editable .` builds, unless the variable names another build folder.

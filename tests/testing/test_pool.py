@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ldt.testing import RankError, RankPool, in_time, patience
+from ldt.testing import RankError, RankPool, in_time, slowness
 
 WORLD_SIZE = 2
 
@@ -72,7 +72,7 @@ def late_on(rank: int, seconds: float) -> int:
 
 
 def test_a_slow_machine_has_longer(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "_IDLE_SECONDS", 1e-4)
+    monkeypatch.setattr(slowness, "_IDLE_SECONDS", 1e-4)
     assert pool.run(late_on, 1, 0.5, timeout=0.1) == [1, 1]
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 
 import ldt
 from ldt.topology import Topology
-from ldt.train.checkpoint.values import from_json, to_json
+from ldt.train.checkpoint.json_values import from_json, to_json
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ldt
 from ldt.testing import RankPool
 from ldt.topology import Topology
-from ldt.train.checkpoint.parts import part_of
+from ldt.train.checkpoint.stage_parts import part_of
 
 WORLD_SIZE = 5
 SHAPE: dict[str, Any] = {"tp": [1, 2], "dp": 2, "edge_dp": 1}
@@ -218,7 +218,7 @@ def test_what_torch_answers_up_to_2_11_is_understood(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: bool
 ) -> None:
     """Whether a checkpoint is whole it said as yes or no, before it was a list of what is wrong."""
-    monkeypatch.setattr("ldt.train.checkpoint.parts._validate_global_plan", lambda *unused: good)
+    monkeypatch.setattr("ldt.train.checkpoint.stage_parts._validate_global_plan", lambda *unused: good)
     if good:
         ldt.merge_checkpoint(checkpoint, tmp_path / "merged")
         return

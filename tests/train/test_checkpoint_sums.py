@@ -20,7 +20,7 @@ import ldt
 from ldt.topology import Topology
 from ldt.train.checkpoint import random_states
 from ldt.train.checkpoint.files import parse_json
-from ldt.train.checkpoint.reader import StageReader
+from ldt.train.checkpoint.stage_reader import StageReader
 
 sys.path.append(str(Path(__file__).parent.parent / "plan"))
 from mutations import HOSTILE, mutated_json

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from ldt.integrations.hf.chance import drawn_by_name
 from ldt.integrations.hf.chunks import Chunk
-from ldt.integrations.hf.skeleton import has_layers
+from ldt.integrations.hf.meta_model import has_layers
+from ldt.integrations.hf.seeded_init import drawn_by_name
 
 __all__ = ["add_adapter"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ldt.integrations.hf.skeleton import decoder_of
+from ldt.integrations.hf.meta_model import decoder_of
 from ldt.runtime.common.tensor_spec import TensorSpec
 
 __all__ = ["Chunk", "MergingChunk", "TextChunk", "TextHead", "TextTail", "VisionChunk", "VisionHead"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ldt.integrations.hf.skeleton import model_class
+from ldt.integrations.hf.meta_model import model_class
 
 __all__ = ["packed_position_ids", "position_ids"]
 

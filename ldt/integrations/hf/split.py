@@ -20,7 +20,7 @@ from ldt.integrations.hf.chunks import (
     VisionChunk,
     VisionHead,
 )
-from ldt.integrations.hf.skeleton import keep_text, keep_vision, materialize, skeleton
+from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, skeleton
 from ldt.integrations.hf.structure import count_layers
 
 __all__ = ["Split", "split"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedConfig
 
+from ldt.integrations.hf.call_order import prove_text, prove_vision
 from ldt.integrations.hf.chunks import TextChunk, VisionChunk
-from ldt.integrations.hf.skeleton import keep_text, keep_vision, materialize, model_class, skeleton
-from ldt.integrations.hf.witness import prove_text, prove_vision
+from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, model_class, skeleton
 
 __all__ = ["count_layers"]
 

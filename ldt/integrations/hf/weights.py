@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ldt.errors import LdtError
-from ldt.integrations.hf.chance import drawn_by_name
 from ldt.integrations.hf.checkpoint import (
     by_parameter_name,
     files_of_tensors,
@@ -20,7 +19,8 @@ from ldt.integrations.hf.checkpoint import (
     some,
 )
 from ldt.integrations.hf.chunks import Chunk
-from ldt.integrations.hf.skeleton import with_owners
+from ldt.integrations.hf.meta_model import with_owners
+from ldt.integrations.hf.seeded_init import drawn_by_name
 
 __all__ = ["init_weights", "load_weights", "state_dict"]
 

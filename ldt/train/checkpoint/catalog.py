@@ -12,7 +12,7 @@ from ldt.errors import CheckpointError, LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.untrusted import plain
 from ldt.train.checkpoint.layout import Save, StorageError, file_errors, is_gone, saves_in, stages_in
-from ldt.train.checkpoint.record import FILE, StageRecord
+from ldt.train.checkpoint.stage_manifest import FILE, StageRecord
 
 __all__ = [
     "Paths",

@@ -18,15 +18,15 @@ from ldt.runtime.pipeline import Pipeline
 from ldt.runtime.step.call import agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import Catalog, Paths, catalog, folders_of, paths_of
+from ldt.train.checkpoint.checkpoint_reader import Shelf
 from ldt.train.checkpoint.choice import choose
 from ldt.train.checkpoint.files import parse_json
+from ldt.train.checkpoint.json_values import from_json
 from ldt.train.checkpoint.layout import Save
-from ldt.train.checkpoint.names import Names, named_tensors
+from ldt.train.checkpoint.run_on_all_ranks import together
 from ldt.train.checkpoint.save import HasState, check_savable
-from ldt.train.checkpoint.shelf import Shelf
+from ldt.train.checkpoint.tensor_names import Names, named_tensors
 from ldt.train.checkpoint.tensor_parallel import as_shard
-from ldt.train.checkpoint.together import together
-from ldt.train.checkpoint.values import from_json
 
 __all__ = ["LoadedCheckpoint", "load_checkpoint"]
 

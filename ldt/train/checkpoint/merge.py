@@ -11,10 +11,10 @@ import torch
 
 from ldt.errors import CheckpointError
 from ldt.train.checkpoint.catalog import Paths, catalog, folders_of, paths_of
+from ldt.train.checkpoint.checkpoint_reader import Shelf
 from ldt.train.checkpoint.choice import choose
 from ldt.train.checkpoint.layout import file_errors
-from ldt.train.checkpoint.names import model_key
-from ldt.train.checkpoint.shelf import Shelf
+from ldt.train.checkpoint.tensor_names import model_key
 
 __all__ = ["merge_checkpoint"]
 

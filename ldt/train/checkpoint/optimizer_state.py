@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ldt.errors import CheckpointError
 from ldt.runtime.common.redact import InputValueError, QuotingError
-from ldt.train.checkpoint.record import GroupRecord, OptimizerRecord
-from ldt.train.checkpoint.values import from_json, to_json
+from ldt.train.checkpoint.json_values import from_json, to_json
+from ldt.train.checkpoint.stage_manifest import GroupRecord, OptimizerRecord
 
 __all__ = ["capture", "load", "restored", "tensor_key"]
 

@@ -23,15 +23,15 @@ from ldt.runtime.step.call import agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kept_saves, next_save
 from ldt.train.checkpoint.checksums import Checksums
+from ldt.train.checkpoint.json_values import to_json
 from ldt.train.checkpoint.layout import Save
-from ldt.train.checkpoint.metadata import places_in
-from ldt.train.checkpoint.names import NamedTensors, Names, model_key, named_tensors
-from ldt.train.checkpoint.parts import part_of, write_tensors
-from ldt.train.checkpoint.reader import StageReader
-from ldt.train.checkpoint.record import OptimizerRecord, StageRecord
+from ldt.train.checkpoint.rank_metadata import places_in
+from ldt.train.checkpoint.run_on_all_ranks import together
+from ldt.train.checkpoint.stage_manifest import OptimizerRecord, StageRecord
+from ldt.train.checkpoint.stage_parts import part_of, write_tensors
+from ldt.train.checkpoint.stage_reader import StageReader
+from ldt.train.checkpoint.tensor_names import NamedTensors, Names, model_key, named_tensors
 from ldt.train.checkpoint.tensor_parallel import as_shard
-from ldt.train.checkpoint.together import together
-from ldt.train.checkpoint.values import to_json
 
 __all__ = ["HasState", "check_savable", "save_checkpoint"]
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from ldt.errors import CheckpointError
 from ldt.train.checkpoint.files import damaged
 from ldt.train.checkpoint.layout import file_errors, rank_folder
-from ldt.train.checkpoint.metadata import FILE, parse_metadata
-from ldt.train.checkpoint.part import Part
-from ldt.train.checkpoint.parts import joined
-from ldt.train.checkpoint.record import StageRecord
+from ldt.train.checkpoint.rank_metadata import FILE, parse_metadata
+from ldt.train.checkpoint.rank_part import Part
+from ldt.train.checkpoint.stage_manifest import StageRecord
+from ldt.train.checkpoint.stage_parts import joined
 
 __all__ = ["StageReader"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "plan_quality.py"
+_FILE = Path(__file__).parents[3] / "benchmarks" / "plan_quality.py"
 _SPEC = importlib.util.spec_from_file_location("plan_quality", _FILE)
 quality = sys.modules["plan_quality"] = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(quality)

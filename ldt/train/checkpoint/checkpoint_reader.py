@@ -10,10 +10,10 @@ import torch
 
 from ldt.errors import CheckpointError
 from ldt.train.checkpoint.files import damaged
-from ldt.train.checkpoint.names import model_key
 from ldt.train.checkpoint.optimizer_state import tensor_key
-from ldt.train.checkpoint.reader import StageReader
-from ldt.train.checkpoint.record import OptimizerRecord
+from ldt.train.checkpoint.stage_manifest import OptimizerRecord
+from ldt.train.checkpoint.stage_reader import StageReader
+from ldt.train.checkpoint.tensor_names import model_key
 
 __all__ = ["Shelf", "some"]
 

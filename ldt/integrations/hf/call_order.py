@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ldt.integrations.hf.skeleton import PassOn, decoder_of
+from ldt.integrations.hf.meta_model import PassOn, decoder_of
 
 __all__ = ["prove_text", "prove_vision"]
 

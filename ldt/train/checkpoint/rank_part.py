@@ -7,7 +7,7 @@ from pathlib import Path
 from ldt.train.checkpoint.checksums import Checksums
 from ldt.train.checkpoint.files import damaged, read_bytes
 from ldt.train.checkpoint.layout import file_errors
-from ldt.train.checkpoint.record import StageRecord
+from ldt.train.checkpoint.stage_manifest import StageRecord
 
 __all__ = ["Part"]
 
