@@ -121,6 +121,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda job: job.has("InPlace"),
     ),
     Refusal(
+        "two layers of one name are saved",
+        "two tensors of this rank would be saved as tied.weight",
+        lambda job: bool(job.torn) and job.names,
+    ),
+    Refusal(
         "a loss that is cut off from the model",
         "does not require a gradient although the output of the model does",
         lambda job: job.has("Detach", "OddDetach", "LayerDrop") or bool(job.frozen),
