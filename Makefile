@@ -2,6 +2,7 @@
 #
 #   make demo                       a real training job in three processes (ARGS="--steps 50 ..." is passed on)
 #   make build | test | lint | format | clean
+#   make docs                       builds the documentation into build/site; a warning is an error
 #   make slow                       tests that take long and rarely break, property tests with many examples
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
@@ -43,8 +44,9 @@ INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
 test slow faults differential: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
+docs: EXTRAS = docs
 
-.PHONY: build test slow lint format demo fuzz faults differential sanitize npu-headers matrix clean
+.PHONY: build test slow lint format docs demo fuzz faults differential sanitize npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -79,6 +81,10 @@ format: $(READY)
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(if $(CXX_FILES),$(BIN)/clang-format -i $(CXX_FILES))
+
+docs: $(READY)
+	$(INSTALL)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 demo: $(READY)
 	$(INSTALL)
