@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+from pages import ROOT, read
+
+README = read("README.md")
 
 
 def blocks(language: str) -> list[str]:
@@ -33,6 +35,15 @@ def test_the_program_trains(tmp_path: Path) -> None:
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) > 5
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_the_program_for_gpus_is_this_one_on_devices() -> None:
+    """tests/gpu runs it; here its lines are those of the program above, but for what names a device."""
+    (program,) = blocks("python")
+    (on_gpus,) = re.findall(r"```python title=.*?\n(.*?)```", read("docs/start/gpus.md"), re.DOTALL)
+    changed = [line for line in difflib.ndiff(program.splitlines(), on_gpus.splitlines()) if line[0] == "+"]
+    assert changed
+    assert all(re.search(r"device|cuda|import os|tp=\[1, 1\]", line) for line in changed), changed
 
 
 def test_every_make_target_exists() -> None:
