@@ -86,7 +86,7 @@ class P2pPaths:
     def _of_mesh(self, name: str, mesh: ldt.Mesh) -> BothWays:
         def path(direction: Direction) -> Path:
             end = mesh.endpoints[mesh.topology.channel(0, direction, mesh.replica)]
-            lane, peer = end.strands[LEADERS]
+            lane, peer = end.stripes[LEADERS]
             assert peer is not None, "stages of one rank have leaders only"
             return Path(
                 name,

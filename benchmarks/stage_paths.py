@@ -78,7 +78,7 @@ def _of_pair(name: str, pair: FusedPair) -> Path:
 
 def _of_mesh(name: str, mesh: ldt.Mesh) -> Path:
     end = mesh.endpoints[mesh.topology.channel(0, "F", 0)]
-    lane, peer = end.strands[LEADERS]
+    lane, peer = end.stripes[LEADERS]
 
     def send(source: torch.Tensor) -> Wait:
         assert peer is not None, "the source has a peer"

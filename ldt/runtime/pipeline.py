@@ -20,23 +20,23 @@ from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.grad_hooks import check_gradients
 from ldt.runtime.execution.grad_reduce import EarlierGradients
 from ldt.runtime.execution.loss import LossFn, LossReduction, StepLoss, TokenScale
-from ldt.runtime.execution.nan_check import FiniteCheck
+from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.profile_costs import measure_costs
 from ldt.runtime.execution.recorder import Recorder
 from ldt.runtime.execution.step_result import StepResult, StepStats
-from ldt.runtime.execution.step_state import StepWork
-from ldt.runtime.execution.step_stats import StatsTaker
+from ldt.runtime.execution.step_state import StepState
+from ldt.runtime.execution.step_stats import StepStatsTaker
 from ldt.runtime.execution.stream_timer import StreamTimer
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.divergence import Likeness
+from ldt.runtime.model.divergence import DivergenceCheck
 from ldt.runtime.pipeline_setup import Given, WeightOptions, agree_on_ties, agreed_parts
-from ldt.runtime.step.announce import Notices
+from ldt.runtime.step.announce import Announcer
 from ldt.runtime.step.audit import Guard
-from ldt.runtime.step.call import Call, Mode, Refusal
-from ldt.runtime.step.handshake import Opening
+from ldt.runtime.step.call import Call, Mode, StepRejected
+from ldt.runtime.step.handshake import Handshake
 from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.step.plan_cache import PlanFactory
-from ldt.runtime.step.shape_cache import ShapeBook
+from ldt.runtime.step.shape_cache import ShapeCache
 from ldt.runtime.step.validate import validate_chunks
 
 __all__ = ["Pipeline"]
@@ -105,17 +105,17 @@ class Pipeline:
         wanted = sorted({name for answer in answers for name in answer.metadata})
         all_reads = {chunk: found for answer in answers for chunk, found in answer.reads.items()}
         scaled = any(answer.scaled for answer in answers)  # the edge's scaler is in the gradients of all
-        self._finite = FiniteCheck(activations=check_finite, gradients=check_finite and not scaled)
-        self._likeness = Likeness(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
+        self._nan_check = NanCheck(activations=check_finite, gradients=check_finite and not scaled)
+        self._divergence = DivergenceCheck(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
         self._number = mesh.count_pipeline()
-        aliasing = Aliasing(mesh.failures.store, f"{mesh.failures.key}/pipeline-{self._number}")
+        aliasing = Aliasing(mesh.watchdog.store, f"{mesh.watchdog.key}/pipeline-{self._number}")
         self._runners = {
             index: make_runner(mesh, index, module, free_outputs, self._loss_module, aliasing)
             for index, module in modules.items()
         }
-        self._shapes = ShapeBook(mesh, modules, all_reads, self._number, self._loss_module is not None)
-        notices = Notices(mesh, self._shapes, self._plans, wanted, self._audit) if mesh.is_edge else None
-        self._opening = Opening(mesh, self._shapes, self._plans, notices)
+        self._shapes = ShapeCache(mesh, modules, all_reads, self._number, self._loss_module is not None)
+        announcer = Announcer(mesh, self._shapes, self._plans, wanted, self._audit) if mesh.is_edge else None
+        self._handshake = Handshake(mesh, self._shapes, self._plans, announcer)
         self._guard: Guard | None = None
 
     @property
@@ -192,15 +192,15 @@ class Pipeline:
                 self._serial += 1
                 mode: Mode = "step" if training else "eval"
                 taken = self._take(mode, microbatches)
-                agreement = self._opening.open(Call(mode, self._serial, taken, self._number))
+                context = self._handshake.open(Call(mode, self._serial, taken, self._number))
                 samples = taken if isinstance(taken, list) else None
-                validate_chunks(self._mesh, self._shapes, agreement, samples, training)
+                validate_chunks(self._mesh, self._shapes, context, samples, training)
                 self._mesh.control.gather(None)  # nobody leaves before all have found nothing
-            except Refusal as refusal:
-                raise refusal.error from None
+            except StepRejected as rejected:
+                raise rejected.error from None
             except BaseException as error:
                 self._mesh.fail(error, "validate()")
-        return [list(hops) for hops in agreement.hops]
+        return [list(hops) for hops in context.hops]
 
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""
@@ -239,7 +239,7 @@ class Pipeline:
     def _run(self, mode: Mode, given: Any, upcoming: Any, recorder: Recorder) -> StepResult:
         executor: Executor | None = None
         try:
-            taker = StatsTaker(self._mesh)
+            taker = StepStatsTaker(self._mesh)
             self._serial += 1
             microbatches = self._take(mode, given)
             call = Call(mode, self._serial, microbatches, self._number)
@@ -248,11 +248,11 @@ class Pipeline:
                 if upcoming is None
                 else replace(call, serial=self._serial + 1, microbatches=self._parsed(mode, upcoming))
             )
-            agreement = self._opening.open(call, later)
-            work = StepWork(
-                agreement.plan, agreement.hops, agreement.keywords, call.serial, finite=self._finite
+            context = self._handshake.open(call, later)
+            work = StepState(
+                context.plan, context.hops, context.keywords, call.serial, nan_check=self._nan_check
             )
-            work.likeness = self._likeness
+            work.divergence = self._divergence
             if isinstance(microbatches, list):
                 work.microbatches = microbatches
                 work.loss = self._loss_of(len(microbatches))
@@ -264,8 +264,8 @@ class Pipeline:
             if self._guard is not None:
                 self._guard.end()
             return self._result(work, taker.take(executor))
-        except Refusal as refusal:
-            raise refusal.error from None
+        except StepRejected as rejected:
+            raise rejected.error from None
         except BaseException as error:
             self._clean_up()
             if executor is None:
@@ -315,15 +315,15 @@ class Pipeline:
         """Whether a step divides or averages those that its backwards left."""
         return self._reduction == "token" or self._mesh.topology.dp > 1
 
-    def _execute(self, executor: Executor, work: StepWork, call: Call) -> None:
-        training = work.plan.training
+    def _execute(self, executor: Executor, step: StepState, call: Call) -> None:
+        training = step.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             scale: TokenScale | None = None
             earlier = EarlierGradients(self.parameters() if training and self._changes_gradients else ())
             if training and self._reduction == "token":
-                scale = TokenScale(self._mesh.post, call, self.parameters(), self._audit)
+                scale = TokenScale(self._mesh.edge_broadcast, call, self.parameters(), self._audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
-                    work.announced = scale
+                    step.announced = scale
             try:
                 self._buffers.run()
                 executor.run()
@@ -332,13 +332,13 @@ class Pipeline:
             finally:
                 earlier.add_back()
 
-    def _result(self, work: StepWork, stats: StepStats) -> StepResult:
+    def _result(self, step: StepState, stats: StepStats) -> StepResult:
         result = StepResult(stats)
-        if work.loss is not None and work.loss.per_microbatch():
-            result.loss = work.loss.total()
-            result.losses = work.loss.per_microbatch()
-        if work.keep_outputs and self._mesh.is_edge:
-            result.outputs = [work.outputs[index] for index in sorted(work.outputs)]
+        if step.loss is not None and step.loss.per_microbatch():
+            result.loss = step.loss.total()
+            result.losses = step.loss.per_microbatch()
+        if step.keep_outputs and self._mesh.is_edge:
+            result.outputs = [step.outputs[index] for index in sorted(step.outputs)]
         return result
 
     def _clean_up(self) -> None:

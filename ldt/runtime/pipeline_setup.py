@@ -23,8 +23,8 @@ from ldt.runtime.model.keywords import metadata_taken, read_by_shapes
 from ldt.runtime.model.loss_module import loss_module
 from ldt.runtime.model.ties import Ties
 from ldt.runtime.step.audit import Audit
-from ldt.runtime.step.call import agree
-from ldt.runtime.step.plan_cache import PlanBook, PlanFactory
+from ldt.runtime.step.call import all_agree
+from ldt.runtime.step.plan_cache import PlanCache, PlanFactory
 
 __all__ = ["Given", "Own", "Parts", "WeightOptions", "agree_on_ties", "agreed_parts"]
 
@@ -71,7 +71,7 @@ class WeightOptions:
     sync_buffers: bool = True
 
     def same(self) -> dict[str, str]:
-        """For ``agree``."""
+        """For ``all_agree``."""
         return {f"values of {name}": str(bool(value)) for name, value in asdict(self).items()}
 
 
@@ -127,7 +127,7 @@ class Parts:
         if self.loss_module is not None:
             check_groups("loss_fn", self.loss_module, mesh)
         check_gradients(modules, self.loss_module, mesh, given.loss_reduction == "token")
-        self.plans = PlanBook(mesh.topology, mesh.lanes, given.plan, given.plan_factory)
+        self.plans = PlanCache(mesh.topology, mesh.lanes, given.plan, given.plan_factory)
         self.same = {
             "plans": self.plans.digest_of_all(),
             "values of loss_reduction": given.loss_reduction,
@@ -156,7 +156,7 @@ def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
         error = caught
     own, same = (Own(), {}) if parts is None else (parts.own, parts.same)
     try:
-        answers: list[Own] = agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
+        answers: list[Own] = all_agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
         assert parts is not None, "agree raises what was caught"
         parts.plans.keep_lockstep(check_sharded_alike(mesh, [answer.sharding for answer in answers]))
         parts.weights.settle(answers)
@@ -177,7 +177,7 @@ def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightO
     except Exception as caught:
         error = caught
     marks = {} if ties is None else ties.tell()
-    told = agree(mesh, call, error, {}, marks, _by_chunk)
+    told = all_agree(mesh, call, error, {}, marks, _by_chunk)
     assert ties is not None, "agree raises what was caught"
     ties.compare(told, contents=not options.allow_equal_weights)
 

@@ -58,6 +58,6 @@ def _part_with_grad(parameter: torch.Tensor) -> torch.Tensor:
     part = grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
     if part.is_complex():
         part = torch.view_as_real(part)
-    stand_in = part.detach()
-    stand_in.grad = part
-    return stand_in
+    fake_module = part.detach()
+    fake_module.grad = part
+    return fake_module

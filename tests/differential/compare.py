@@ -104,4 +104,6 @@ def _kind_of(line: str) -> str:
 
 
 def _without_numbers(text: str) -> str:
-    return "".join("#" if letter.isdigit() else letter for letter in text.splitlines()[0])[:110]
+    return "".join("#" if edge_message.isdigit() else edge_message for edge_message in text.splitlines()[0])[
+        :110
+    ]

@@ -39,7 +39,7 @@ _UNDER_WAY: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what leaves keeps its memory, and versions are not compared",
-        ("ldt.runtime.execution.executor:own_memory", "ldt.runtime.execution.in_flight:Departures.end"),
+        ("ldt.runtime.execution.executor:own_memory", "ldt.runtime.execution.in_flight:InFlightTensors.end"),
         lambda *args: [],
         _leaves_shared_memory,
     ),
@@ -126,7 +126,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "outputs of a stage's ranks are not compared",
-        ("ldt.runtime.model.divergence:Likeness.check",),
+        ("ldt.runtime.model.divergence:DivergenceCheck.check",),
         _nothing,
         lambda job: job.has("Uneven"),
     ),

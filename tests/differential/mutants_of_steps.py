@@ -41,7 +41,7 @@ def _with_plain_objects(copies: Any, value: Any) -> Any:
     return value if isinstance(value, SimpleNamespace) else _copy_of(copies, value)
 
 
-_copy_of = fake_module.StandIn.of
+_copy_of = fake_module.FakeCopies.of
 GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens do not count",
@@ -51,7 +51,7 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "replicas are not averaged",
-        ("ldt.runtime.execution.grad_reduce:Averaging._write",),
+        ("ldt.runtime.execution.grad_reduce:GradReduction._write",),
         _nothing,
         lambda job: job.dp > 1,
     ),
@@ -87,7 +87,7 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all that crosses is taken for used, and absent gradients are not counted",
-        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:Absences.note"),
+        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:AbsentGrads.note"),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
@@ -150,7 +150,7 @@ DRY_RUN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a dry run has plain objects in common",
-        ("ldt.runtime.dry_run.fake_module:StandIn.of",),
+        ("ldt.runtime.dry_run.fake_module:FakeCopies.of",),
         _with_plain_objects,
         lambda job: job.has("Memory", "Cache", "RunningMean", "ForwardHook"),
     ),
@@ -162,7 +162,7 @@ DRY_RUN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "state that decides is not seen",
-        ("ldt.runtime.dry_run.fake_module:StandIn.moved",),
+        ("ldt.runtime.dry_run.fake_module:FakeCopies.moved",),
         lambda copies: False,
         lambda job: job.has("LayerDrop", "OddDetach"),
     ),

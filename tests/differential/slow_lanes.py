@@ -108,7 +108,7 @@ class _SlowEnd(Endpoint):
         self.__dict__.update(end=end, held=held)  # the class is frozen
 
     def send(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.strands:
+        if not self.stripes:
             return super().send(tensors, *args, **kwargs)
         return self.held.hold(lambda: self.end.send(tensors, *args, **kwargs))
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ldt
 from ldt.runtime.control.control_plane import ControlPlane
-from ldt.runtime.control.edge_broadcast import Letter, Mailing
+from ldt.runtime.control.edge_broadcast import EdgeMessage, Outbox
 
 __all__ = ["CORRUPTIONS"]
 
@@ -21,19 +21,19 @@ _LONG_CALL_SECONDS = 2.5  # calls as long as this are compared with those of oth
 class _Scrambled(NamedTuple):
     """A letter with other bytes in ``place``."""
 
-    letter: Letter
+    edge_message: EdgeMessage
     place: slice
 
     @property
     def subject(self) -> Any:
-        return self.letter.subject
+        return self.edge_message.subject
 
     @property
     def number(self) -> int:
-        return self.letter.number
+        return self.edge_message.number
 
     def to_bytes(self) -> bytes:
-        data = bytearray(self.letter.to_bytes())
+        data = bytearray(self.edge_message.to_bytes())
         data[self.place] = bytes(byte ^ 0xA5 for byte in data[self.place])
         return bytes(data)
 
@@ -66,19 +66,19 @@ def failure_key(mesh: ldt.Mesh) -> None:
 
 def call_key(mesh: ldt.Mesh) -> None:
     """What stands in the store about the next call. It is read where a call is long, so this rank is late for it."""
-    attendance = mesh.vigil.attendance
-    mesh._store.set(f"{attendance._key}/{attendance._count + 1}", os.urandom(20))
+    desync = mesh.detector.desync
+    mesh._store.set(f"{desync._key}/{desync._count + 1}", os.urandom(20))
     time.sleep(_LONG_CALL_SECONDS)
 
 
 def _scramble_next_letter(place: slice) -> None:
-    plain = Mailing.send
+    plain = Outbox.send
 
-    def send(mailing: Mailing, letter: Letter) -> None:
-        Mailing.send = plain  # type: ignore[method-assign]
-        plain(mailing, _Scrambled(letter, place))  # type: ignore[arg-type]
+    def send(outbox: Outbox, edge_message: EdgeMessage) -> None:
+        Outbox.send = plain  # type: ignore[method-assign]
+        plain(outbox, _Scrambled(edge_message, place))  # type: ignore[arg-type]
 
-    Mailing.send = send  # type: ignore[method-assign]
+    Outbox.send = send  # type: ignore[method-assign]
 
 
 CORRUPTIONS: dict[str, Callable[[ldt.Mesh], None]] = {

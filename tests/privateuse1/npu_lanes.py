@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ldt
 from ldt._C import Lane
 from ldt.runtime.comm.endpoint import Endpoint
-from ldt.runtime.comm.transfer import AllOf
+from ldt.runtime.comm.transfer import CompositeWork
 
 SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]
@@ -56,7 +56,7 @@ def forward_end(mesh: ldt.Mesh) -> Endpoint | None:
     return mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
 
 
-def send(end: Endpoint, tensor: torch.Tensor, label: str = "data") -> AllOf:
+def send(end: Endpoint, tensor: torch.Tensor, label: str = "data") -> CompositeWork:
     work = end.send([tensor], label)
     assert work is not None
     return work

@@ -188,8 +188,8 @@ def _never_sent() -> str:
         end = forward_end(mesh)
         if end is not None and not end.sends:
             end.receive([end.lane.empty((4,), torch.float32)], "F0 microbatch 3")
-        mesh.failures.wait(60.0)
-        mesh.failures.check()
+        mesh.watchdog.wait(60.0)
+        mesh.watchdog.check()
     except ldt.LdtError as error:
         return str(error)
     finally:

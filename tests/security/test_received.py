@@ -19,12 +19,12 @@ from ldt.errors import LdtError
 from ldt.runtime.common.redact import TEXT_LIMIT
 from ldt.runtime.common.untrusted import parse, plain
 from ldt.runtime.control.control_plane import ControlPlane
-from ldt.runtime.control.edge_broadcast import Letter, Subject
+from ldt.runtime.control.edge_broadcast import EdgeMessage, Subject
 from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.loss import TokenScale
-from ldt.runtime.health.desync import Attendance
-from ldt.runtime.health.progress import Sighting
-from ldt.runtime.health.watchdog import FailureReport, FailureWatch
+from ldt.runtime.health.desync import DesyncDetector
+from ldt.runtime.health.progress import RankStatus
+from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.runtime.mesh.rendezvous import check_in, share
 from ldt.runtime.step.call import agree
 from ldt.testing import RankPool
@@ -93,7 +93,7 @@ def test_a_report_comes_back_as_it_was() -> None:
 def test_garbage_where_failures_are_reported_fails_the_mesh() -> None:
     store = HashStore()
     failed: list[FailureReport] = []
-    watch = FailureWatch(store, "failure", failed.append)
+    watch = Watchdog(store, "failure", failed.append)
     store.set("failure", DEEP)
     found = watch.wait(60.0)
     watch.close()
@@ -161,26 +161,26 @@ def test_what_is_shared_is_of_the_kind_that_was_asked(mine: Any, data: bytes) ->
 def test_calls_of_others_are_read_with_care(data: bytes) -> None:
     store = HashStore()
     store.set("call/1", data)
-    trouble = Attendance("call", 4).leave(store)
+    trouble = DesyncDetector("call", 4).leave(store)
     assert data == b"" or trouble is not None, "no entry is that of this call"
     assert trouble is None or len(trouble.text) < 1000
 
 
 # -- signs of life -------------------------------------------------------------------------------------------------
 
-sighting_like = st.fixed_dictionaries(dict.fromkeys(vars(Sighting(0)), json_values)).map(json.dumps)
+sighting_like = st.fixed_dictionaries(dict.fromkeys(vars(RankStatus(0)), json_values)).map(json.dumps)
 
 
 @given(anything | sighting_like.map(str.encode) | st.just(DEEP))
 def test_any_bytes_are_a_sighting(data: bytes) -> None:
-    described = Sighting.from_text(data).describe()
+    described = RankStatus.from_text(data).describe()
     assert len(described) < 2000
     assert all(char.isprintable() or char in "\n\t" for char in described)
 
 
 def test_sightings_of_large_numbers_say_nothing() -> None:
-    fields = {**vars(Sighting(0)), "seconds": 10**400}
-    assert Sighting.from_text(json.dumps(fields)).beat == -1
+    fields = {**vars(RankStatus(0)), "seconds": 10**400}
+    assert RankStatus.from_text(json.dumps(fields)).beat == -1
 
 
 # -- letters of the edge -------------------------------------------------------------------------------------------
@@ -189,19 +189,21 @@ def test_sightings_of_large_numbers_say_nothing() -> None:
 @given(st.binary(max_size=64))
 def test_any_bytes_are_a_letter_or_an_error(data: bytes) -> None:
     try:
-        letter = Letter.from_bytes(data)
+        edge_message = EdgeMessage.from_bytes(data)
     except LdtError:
         return
-    assert letter.to_bytes() == data
+    assert edge_message.to_bytes() == data
 
 
 @pytest.mark.parametrize(
-    "letter", [Letter(Subject.TOKENS, 5, b"1"), Letter(Subject.TOKENS, 6, bytes(8))], ids=["length", "call"]
+    "letter",
+    [EdgeMessage(Subject.TOKENS, 5, b"1"), EdgeMessage(Subject.TOKENS, 6, bytes(8))],
+    ids=["length", "call"],
 )
-def test_a_number_of_tokens_is_checked(letter: Letter) -> None:
+def test_a_number_of_tokens_is_checked(edge_message: EdgeMessage) -> None:
     class Heard:
-        def hear(self, tokens: bool) -> list[Letter]:
-            return [letter]
+        def hear(self, tokens: bool) -> list[EdgeMessage]:
+            return [edge_message]
 
     class Fifth:
         number = 5
@@ -214,14 +216,14 @@ def test_a_number_of_tokens_is_checked(letter: Letter) -> None:
 # -- the control plane ---------------------------------------------------------------------------------------------
 
 WRONG: dict[str, Callable[[ControlPlane], object]] = {
-    "no json": lambda plane: plane._relay.collect(b"{"),
-    "deep": lambda plane: plane._relay.collect(DEEP),
-    "no envelope": lambda plane: plane._relay.collect(b"[1,2,3]"),
-    "another call": lambda plane: plane._relay.collect(json.dumps(["\x1b" * 1000, 0]).encode()),
+    "no json": lambda plane: plane._collectives.collect(b"{"),
+    "deep": lambda plane: plane._collectives.collect(DEEP),
+    "no envelope": lambda plane: plane._collectives.collect(b"[1,2,3]"),
+    "another call": lambda plane: plane._collectives.collect(json.dumps(["\x1b" * 1000, 0]).encode()),
     "no answer": lambda plane: plane.gather([]),
     "no error text": lambda plane: plane.gather({"error": 1, "error_type": "", "same": {}, "own": None}),
     "no names": lambda plane: plane.gather({"error": None, "error_type": None, "same": [], "own": None}),
-    "several": lambda plane: plane._relay.collect(b""),
+    "several": lambda plane: plane._collectives.collect(b""),
 }
 
 
@@ -231,7 +233,7 @@ def answers_to(wrong: str) -> str:
         if mesh.rank == 1:
             with suppress(LdtError), mesh.calling("test"):
                 WRONG[wrong](mesh.control)
-            assert mesh.failures.wait(60.0) is not None
+            assert mesh.watchdog.wait(60.0) is not None
             return ""
         try:
             agree(mesh, "test", None, {"numbers": "1"})

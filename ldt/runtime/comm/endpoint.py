@@ -15,18 +15,18 @@ from ldt._C import Lane
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.shards import overlap, span_of
-from ldt.runtime.comm.transfer import LEADERS, AllOf, Strand, Transfers, parts_of
+from ldt.runtime.comm.transfer import LEADERS, CompositeWork, Stripe, Transfers, parts_of
 from ldt.runtime.comm.transports import Carrier
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["Endpoint", "StrandEnd", "make_endpoints"]
+__all__ = ["Endpoint", "StripeEnd", "make_endpoints"]
 
 _WHOLE = 1 << 62  # bytes, as a size of pieces
-Parts = Mapping[Strand, Sequence[torch.Tensor]]
+Parts = Mapping[Stripe, Sequence[torch.Tensor]]
 
 
-class StrandEnd(NamedTuple):
+class StripeEnd(NamedTuple):
     """This rank's end of a strand. ``peer`` is None on a member, which only hears the broadcast."""
 
     lane: Lane
@@ -42,7 +42,7 @@ class Endpoint:
     """
 
     channel: Channel
-    strands: Mapping[Strand, StrandEnd]
+    stripes: Mapping[Stripe, StripeEnd]
     place: int
     sizes: tuple[int, int]
     shares: int
@@ -52,7 +52,7 @@ class Endpoint:
     @property
     def lane(self) -> Lane:
         """That of the first strand that this rank has an end of."""
-        return next(iter(self.strands.values())).lane
+        return next(iter(self.stripes.values())).lane
 
     def scattering_from(self, nbytes: float) -> Endpoint:
         """The same end, which cuts messages of ``nbytes`` or more."""
@@ -70,34 +70,34 @@ class Endpoint:
 
     def send(
         self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None
-    ) -> AllOf | None:
+    ) -> CompositeWork | None:
         """Start sending this rank's part; None if others have all of it. Without ``specs`` no tensor is split."""
         assert self.sends, self.channel
         works = []
-        for strand, part in self._parts(tensors, specs).items():
-            end = self.strands.get(strand)
+        for stripe, part in self._parts(tensors, specs).items():
+            end = self.stripes.get(stripe)
             if end is not None:
                 assert end.peer is not None, self.channel
                 works.append(end.lane.send(part, end.peer, label=label))
-        return AllOf(works) if works else None
+        return CompositeWork(works) if works else None
 
     def receive(
         self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None
-    ) -> AllOf:
+    ) -> CompositeWork:
         assert not self.sends, self.channel
         assert all(tensor.is_contiguous() for tensor in tensors), "parts of others would be copies"
-        ends = [(self.strands[strand], part) for strand, part in self._parts(tensors, specs).items()]
-        return AllOf([end.lane.recv(part, end.peer, label=label) for end, part in ends])
+        ends = [(self.stripes[stripe], part) for stripe, part in self._parts(tensors, specs).items()]
+        return CompositeWork([end.lane.recv(part, end.peer, label=label) for end, part in ends])
 
     def connect(self, device: torch.device) -> Iterator[dist.Work]:
         """One byte through each strand that this rank has an end of, each to be done before the next."""
-        for strand in self.strands.values():
+        for stripe in self.stripes.values():
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
             if self.sends:
-                assert strand.peer is not None, self.channel
-                yield strand.lane.send(byte, strand.peer, label="connect")
+                assert stripe.peer is not None, self.channel
+                yield stripe.lane.send(byte, stripe.peer, label="connect")
             else:
-                yield strand.lane.recv(byte, strand.peer, label="connect")
+                yield stripe.lane.recv(byte, stripe.peer, label="connect")
 
     # -- what goes over which strand ---------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Endpoint:
 
     def _parts(self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None) -> Parts:
         """Parts without an element are left out, on both ends."""
-        direct = [strand for strand in self.strands if strand.direct]
+        direct = [stripe for stripe in self.stripes if stripe.direct]
         if direct and self.shares == 0:
             return dict.fromkeys(direct, tensors)
         if not direct or specs is None:
@@ -115,23 +115,23 @@ class Endpoint:
         whole = [tensor for tensor, spec in pairs if spec.shard is None]
         split = [(tensor, spec) for tensor, spec in pairs if spec.shard is not None]
         parts = dict(self._of_whole(whole)) if whole else {}
-        for strand in direct:
-            pieces = [self._piece(tensor, spec, strand) for tensor, spec in split]
+        for stripe in direct:
+            pieces = [self._piece(tensor, spec, stripe) for tensor, spec in split]
             if any(piece.numel() for piece in pieces):
-                parts[strand] = pieces
+                parts[stripe] = pieces
         return parts
 
     def _of_whole(self, tensors: Sequence[torch.Tensor]) -> Parts:
         """Tensors of which each rank of a node has, or gets, all."""
         if self._is_cut(sum(tensor.numel() * tensor.element_size() for tensor in tensors)):
-            return {Strand(place, place): part for place, part in enumerate(parts_of(tensors, self.shares))}
+            return {Stripe(place, place): part for place, part in enumerate(parts_of(tensors, self.shares))}
         return {LEADERS: tensors}
 
-    def _piece(self, part: torch.Tensor, spec: TensorSpec, strand: Strand) -> torch.Tensor:
-        """What both ends of ``strand`` have of a tensor that is split, as a view of this rank's part of it."""
+    def _piece(self, part: torch.Tensor, spec: TensorSpec, stripe: Stripe) -> torch.Tensor:
+        """What both ends of ``stripe`` have of a tensor that is split, as a view of this rank's part of it."""
         assert spec.shard is not None
         size = spec.shape[spec.shard]
-        ends = (span_of(size, place, parts) for place, parts in zip(strand[:2], self.sizes, strict=True))
+        ends = (span_of(size, place, parts) for place, parts in zip(stripe[:2], self.sizes, strict=True))
         mine, theirs = ends if self.sends else reversed(tuple(ends))
         return overlap(part, spec.shard, mine, theirs)
 
@@ -153,27 +153,27 @@ def make_endpoints(
     node = topology.node_of(rank)
     place = topology.ranks_of(node).index(rank)
     members = {spec.name: spec.ranks for spec in group_specs(topology, policy, transfers)}
-    made: dict[tuple[LaneKey, Strand], Lane] = {}
+    made: dict[tuple[LaneKey, Stripe], Lane] = {}
     by_lane = lanes(topology, policy)
     broadcast = {key for channel, key in by_lane.items() if topology.tp[channel.target.stage] > 1}
 
-    def lane_of(key: LaneKey, strand: Strand, mine: bool) -> Lane:
+    def lane_of(key: LaneKey, stripe: Stripe, mine: bool) -> Lane:
         """There is a stage group where the node receives on it; specs are agreed, so nothing is announced."""
-        carrier = carriers.get((key, strand))
-        cut = device.type == "cpu" or (key in broadcast and not strand.direct)
-        if (key, strand) not in made:
-            made[key, strand] = Lane(
-                lane_name(key, strand),
+        carrier = carriers.get((key, stripe))
+        cut = device.type == "cpu" or (key in broadcast and not stripe.direct)
+        if (key, stripe) not in made:
+            made[key, stripe] = Lane(
+                lane_name(key, stripe),
                 device=device,
                 chunk_bytes=None if cut else _WHOLE,  # pieces are for broadcasting one while the next comes
-                p2p=groups[lane_name(key, strand)] if mine else None,
-                stage=groups.get(stage_name(key, node, strand)),
-                stage_root=strand.target,
+                p2p=groups[lane_name(key, stripe)] if mine else None,
+                stage=groups.get(stage_name(key, node, stripe)),
+                stage_root=stripe.target,
                 timeout=timeout,
                 announce=False,
                 carrier=None if carrier is None else carrier.handle,
             )
-        return made[key, strand]
+        return made[key, stripe]
 
     endpoints = {}
     for channel, key in by_lane.items():
@@ -181,16 +181,16 @@ def make_endpoints(
             continue
         sends = channel.source == node
         other = topology.ranks_of(channel.target if sends else channel.source)
-        strands = transfers.strands(channel)
+        stripes = transfers.stripes(channel)
         ends = {}
-        for strand in strands:
-            here, there = strand[:2] if sends else (strand.target, strand.source)
-            if place == here or not (sends or strand.direct):
-                name = lane_name(key, strand)
+        for stripe in stripes:
+            here, there = stripe[:2] if sends else (stripe.target, stripe.source)
+            if place == here or not (sends or stripe.direct):
+                name = lane_name(key, stripe)
                 peer = members[name].index(other[there]) if place == here else None
-                ends[strand] = StrandEnd(lane_of(key, strand, place == here), peer)
+                ends[stripe] = StripeEnd(lane_of(key, stripe, place == here), peer)
         if ends:
-            shares = sum(not strand.direct for strand in strands)
+            shares = sum(not stripe.direct for stripe in stripes)
             sizes = transfers.sizes(channel)
             endpoints[channel] = Endpoint(
                 channel, ends, place, sizes, shares, transfers.scatter_from(channel), sends

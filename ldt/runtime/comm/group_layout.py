@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ldt.runtime.comm.transfer import LEADERS, Strand, Transfers
+from ldt.runtime.comm.transfer import LEADERS, Stripe, Transfers
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [
@@ -21,12 +21,12 @@ __all__ = [
     "control_groups",
     "control_name",
     "dp_name",
+    "edge_broadcast_name",
     "group_specs",
     "is_control",
     "lane_name",
     "make_group",
     "model_groups",
-    "post_name",
     "stage_name",
     "tp_name",
     "unique_dims",
@@ -52,7 +52,7 @@ def control_name(node: Node) -> str:
     return f"{CONTROL}/{node}"
 
 
-def post_name(replica: int) -> str:
+def edge_broadcast_name(replica: int) -> str:
     """The leaders again, for what the leader of a replica of the edge tells them."""
     return f"{_POST}/{replica}"
 
@@ -72,15 +72,15 @@ def dp_name(stage: int, tp_rank: int) -> str:
     return f"dp/{stage}.{tp_rank}"
 
 
-def lane_name(key: LaneKey, strand: Strand = LEADERS) -> str:
+def lane_name(key: LaneKey, stripe: Stripe = LEADERS) -> str:
     """The leaders on a lane, or the ranks of its other strands."""
-    name = f"lane/{key}" if strand == LEADERS else f"lane/{key}/{strand.source}-{strand.target}"
-    return f"{name}/direct" if strand.direct else name
+    name = f"lane/{key}" if stripe == LEADERS else f"lane/{key}/{stripe.source}-{stripe.target}"
+    return f"{name}/direct" if stripe.direct else name
 
 
-def stage_name(key: LaneKey, node: Node, strand: Strand = LEADERS) -> str:
+def stage_name(key: LaneKey, node: Node, stripe: Stripe = LEADERS) -> str:
     """The ranks of a node that hear what a strand of a lane brings."""
-    return f"{lane_name(key, strand)}/stage/{node}"
+    return f"{lane_name(key, stripe)}/stage/{node}"
 
 
 def group_specs(topology: Topology, policy: LanePolicy, transfers: Transfers) -> tuple[GroupSpec, ...]:
@@ -97,7 +97,7 @@ def control_groups(topology: Topology) -> tuple[GroupSpec, ...]:
     """The ranks of each node; the leaders; and these once more for each leader of the edge."""
     nodes = [GroupSpec(control_name(node), topology.ranks_of(node)) for node in topology.nodes]
     leaders = tuple(map(topology.leader_of, topology.nodes))
-    posts = (GroupSpec(post_name(replica), leaders) for replica in range(topology.edge_dp))
+    posts = (GroupSpec(edge_broadcast_name(replica), leaders) for replica in range(topology.edge_dp))
     return *nodes, GroupSpec(LEADERS_CONTROL, leaders), *posts
 
 
@@ -117,14 +117,14 @@ def _lane_groups(topology: Topology, policy: LanePolicy, transfers: Transfers) -
     for channel, key in lanes(topology, policy).items():
         by_lane.setdefault(key, []).append(channel)
     for key, channels in by_lane.items():
-        strands = {channel: transfers.strands(channel) for channel in channels}
-        for strand in sorted({strand for found in strands.values() for strand in found}):
-            carried = [channel for channel in channels if strand in strands[channel]]
-            senders = {topology.ranks_of(channel.source)[strand.source] for channel in carried}
-            receivers = {topology.ranks_of(channel.target)[strand.target] for channel in carried}
-            yield GroupSpec(lane_name(key, strand), tuple(sorted(senders | receivers)))
-            for node in sorted({channel.target for channel in carried if not strand.direct}):
-                yield GroupSpec(stage_name(key, node, strand), topology.ranks_of(node))
+        stripes = {channel: transfers.stripes(channel) for channel in channels}
+        for stripe in sorted({stripe for found in stripes.values() for stripe in found}):
+            carried = [channel for channel in channels if stripe in stripes[channel]]
+            senders = {topology.ranks_of(channel.source)[stripe.source] for channel in carried}
+            receivers = {topology.ranks_of(channel.target)[stripe.target] for channel in carried}
+            yield GroupSpec(lane_name(key, stripe), tuple(sorted(senders | receivers)))
+            for node in sorted({channel.target for channel in carried if not stripe.direct}):
+                yield GroupSpec(stage_name(key, node, stripe), topology.ranks_of(node))
 
 
 def make_group(

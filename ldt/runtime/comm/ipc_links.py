@@ -11,12 +11,12 @@ import torch
 
 from ldt._C import LaneError, PeerMemory, PeerReceiver, PeerRoutes, PeerSender, PeerStream
 from ldt.runtime.comm.group_layout import lane_name
-from ldt.runtime.comm.transfer import Strand, Transfers
+from ldt.runtime.comm.transfer import Stripe, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
 
 __all__ = ["LaneEnds", "LaneId", "Route", "Share", "connect_routes", "routes_of"]
 
-LaneId = tuple[LaneKey, Strand]
+LaneId = tuple[LaneKey, Stripe]
 Share = Callable[[str, Any], Sequence[Any]]
 """Gives what this rank has, under a name, to all ranks of the topology, and returns what each of them gave."""
 
@@ -39,12 +39,12 @@ def routes_of(topology: Topology, policy: LanePolicy, transfers: Transfers) -> d
     routes: dict[LaneId, dict[Route, None]] = {}
     for channel, key in lanes(topology, policy).items():
         sources, targets = topology.ranks_of(channel.source), topology.ranks_of(channel.target)
-        for strand in transfers.strands(channel):
-            name = lane_name(key, strand)
-            of_lane = routes.setdefault((key, strand), {})
-            of_lane[Route(name, sources[strand.source], targets[strand.target], False)] = None
-            if not strand.direct:
-                chain = [*targets[strand.target :], *targets[: strand.target]]
+        for stripe in transfers.stripes(channel):
+            name = lane_name(key, stripe)
+            of_lane = routes.setdefault((key, stripe), {})
+            of_lane[Route(name, sources[stripe.source], targets[stripe.target], False)] = None
+            if not stripe.direct:
+                chain = [*targets[stripe.target :], *targets[: stripe.target]]
                 of_lane |= {Route(name, *pair, True): None for pair in itertools.pairwise(chain)}
     return {lane: list(found) for lane, found in routes.items()}
 

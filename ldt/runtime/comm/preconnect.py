@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.group_layout import GLOO, model_groups
-from ldt.runtime.comm.transfer import AllOf
-from ldt.runtime.health.watchdog import FailureWatch
+from ldt.runtime.comm.transfer import CompositeWork
+from ldt.runtime.health.watchdog import Watchdog
 from ldt.topology import Channel, Topology
 
 __all__ = [
@@ -34,12 +34,12 @@ def connect_all(
     topology: Topology,
     endpoints: Mapping[Channel, Endpoint],
     device: torch.device,
-    failures: FailureWatch,
+    watchdog: Watchdog,
     deadline: float,
 ) -> None:
     """The groups of the model and the strands, one after the other, so that a step finds all connected."""
     for what, work in _start_connecting(groups, topology, endpoints, device):
-        await_connected(work, what, failures, deadline)
+        await_connected(work, what, watchdog, deadline)
 
 
 def limit_transfers(
@@ -74,18 +74,18 @@ def _start_connecting(
 
 
 def connect_alone(
-    groups: Mapping[str, dist.ProcessGroup], device: torch.device, failures: FailureWatch, deadline: float
+    groups: Mapping[str, dist.ProcessGroup], device: torch.device, watchdog: Watchdog, deadline: float
 ) -> None:
     """Groups of this rank alone: a communicator made within a step may wait for receives that wait for it."""
     for name, group in groups.items():
         if dist.get_world_size(group) == 1 and dist.get_backend(group) != GLOO:
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
-            await_connected(work, f"group {name}", failures, deadline)
+            await_connected(work, f"group {name}", watchdog, deadline)
 
 
-def check_opening(device: torch.device, failures: FailureWatch, deadline: float) -> None:
+def check_opening(device: torch.device, watchdog: Watchdog, deadline: float) -> None:
     """Called while the first product is under way: raises RemoteStageError if another rank failed, or LdtError."""
-    failures.check()
+    watchdog.check()
     if time.monotonic() > deadline:
         raise LdtError(
             f"connect: {device} did not get to a product of two small matrices in time: look at what else is queued "
@@ -93,9 +93,9 @@ def check_opening(device: torch.device, failures: FailureWatch, deadline: float)
         )
 
 
-def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline: float) -> None:
+def await_connected(work: dist.Work, what: str, watchdog: Watchdog, deadline: float) -> None:
     """``await_on_host``, until ``deadline`` (``time.monotonic()``): then raises LdtError naming ``what``."""
-    if not await_on_host(work, failures, _POLL_SECONDS, deadline):
+    if not await_on_host(work, watchdog, _POLL_SECONDS, deadline):
         raise LdtError(
             f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
             "that the hosts reach each other on all ports and use the same network interface, or give a longer "
@@ -104,7 +104,7 @@ def await_connected(work: dist.Work, what: str, failures: FailureWatch, deadline
 
 
 def await_on_host(
-    work: dist.Work | AllOf, failures: FailureWatch, poll_seconds: float, deadline: float = math.inf
+    work: dist.Work | CompositeWork, watchdog: Watchdog, poll_seconds: float, deadline: float = math.inf
 ) -> bool:
     """Wait for the end of ``work``; False if it was not there by ``deadline``.
 
@@ -112,7 +112,7 @@ def await_on_host(
     Raises RemoteStageError if another rank failed, and what went wrong with ``work``.
     """
     while not work.is_completed():
-        failures.check()
+        watchdog.check()
         if time.monotonic() > deadline:
             return False
         time.sleep(poll_seconds)

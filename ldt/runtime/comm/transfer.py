@@ -18,14 +18,14 @@ import torch.distributed as dist
 from ldt.runtime.comm.shards import overlapping
 from ldt.topology import Channel, Topology
 
-__all__ = ["LEADERS", "AllOf", "Strand", "Transfer", "TransferChoice", "Transfers", "parts_of"]
+__all__ = ["LEADERS", "CompositeWork", "Stripe", "Transfer", "TransferChoice", "Transfers", "parts_of"]
 
 Transfer = Literal["leader", "scatter", "direct", "auto"]
 TransferChoice = Union[Transfer, Mapping[tuple[int, int], Transfer]]  # noqa: UP007 (evaluated)
 _BLOCK_BYTES = 512
 
 
-class Strand(NamedTuple):
+class Stripe(NamedTuple):
     """``source`` and ``target`` are the places of its ranks in their nodes; ``direct`` ones are not broadcast."""
 
     source: int
@@ -33,7 +33,7 @@ class Strand(NamedTuple):
     direct: bool = False
 
 
-LEADERS = Strand(0, 0)
+LEADERS = Stripe(0, 0)
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ class Transfers:
         """Ranks of the sending and of the receiving node."""
         return self.topology.tp[channel.source.stage], self.topology.tp[channel.target.stage]
 
-    def strands(self, channel: Channel) -> tuple[Strand, ...]:
+    def stripes(self, channel: Channel) -> tuple[Stripe, ...]:
         """The leaders' first, then others that are broadcast, then direct ones."""
         sources, targets = self.sizes(channel)
         way = self.way(channel)
         if sources == targets == 1:
             return (LEADERS,)
-        shared = [Strand(place, place) for place in range(min(sources, targets))]
+        shared = [Stripe(place, place) for place in range(min(sources, targets))]
         if way in ("leader", "scatter"):
             return tuple(shared if way == "scatter" else shared[:1])
         if sources == targets:
-            peers = [Strand(place, place, direct=True) for place in range(sources)]
+            peers = [Stripe(place, place, direct=True) for place in range(sources)]
             return tuple(peers if way == "direct" else shared + peers)
-        pairs = [Strand(source, target, direct=True) for source, target in overlapping(sources, targets)]
+        pairs = [Stripe(source, target, direct=True) for source, target in overlapping(sources, targets)]
         return tuple(shared + pairs if way == "auto" else shared[:1] + pairs)
 
     def scatter_from(self, channel: Channel) -> float:
@@ -97,8 +97,8 @@ class Transfers:
 
     def can_split(self, channel: Channel) -> bool:
         """Whether tensors can cross of which each rank has a part."""
-        strands = self.strands(channel)
-        return strands[-1].direct or self.sizes(channel) == (1, 1)
+        stripes = self.stripes(channel)
+        return stripes[-1].direct or self.sizes(channel) == (1, 1)
 
     def to_text(self) -> str:
         """Equal on ranks that were given the same."""
@@ -133,7 +133,7 @@ def _cut(tensor: torch.Tensor, number: int) -> Sequence[torch.Tensor]:
     return tensor.reshape(-1).tensor_split([share * place for place in range(1, number)])
 
 
-class AllOf:
+class CompositeWork:
     """The works of all strands of a message as one, as far as the runtime uses a ``dist.Work``."""
 
     def __init__(self, works: Sequence[dist.Work]) -> None:

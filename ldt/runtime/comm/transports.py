@@ -137,9 +137,9 @@ class CarrierChoice:
 
     def _by_nccl(self, lane: LaneId) -> Carrier:
         """Makes the communicators of this rank's groups of a lane, in the order of all ranks."""
-        key, strand = lane
+        key, stripe = lane
         node = self.topology.node_of(self.rank)
-        names = lane_name(key, strand), stage_name(key, node, strand)
+        names = lane_name(key, stripe), stage_name(key, node, stripe)
         p2p, stage = (
             None if name not in self.groups else communicator_of(self.groups[name], self.device)
             for name in names

@@ -6,10 +6,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ldt.topology import Node, Topology
 
-__all__ = ["Place"]
+__all__ = ["RankInfo"]
 
 
-class Place:
+class RankInfo:
     """The place of one rank: ``rank`` is its number within the topology, ``ranks[rank]`` the global one."""
 
     def __init__(self, topology: Topology, ranks: tuple[int, ...], rank: int) -> None:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ldt.errors import LdtError
-from ldt.runtime.common.rank_info import Place
-from ldt.runtime.health.failure_detector import Vigil
+from ldt.runtime.common.rank_info import RankInfo
+from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.topology import Node
 
-__all__ = ["MAX_BYTES", "Relay", "as_bytes", "as_tensor", "wait_or_fail"]
+__all__ = ["MAX_BYTES", "Collectives", "as_bytes", "as_tensor", "wait_or_fail"]
 
 _POLL = timedelta(seconds=0.2)
 _INLINE_BYTES = 2048  # a message up to this size takes one round, a longer one two
@@ -27,19 +27,19 @@ MAX_BYTES = 64 << 20
 _A_SUM = "a sum over all ranks"
 
 
-def wait_or_fail(work: dist.Work, vigil: Vigil, what: str, seconds: float | None = None) -> None:
+def wait_or_fail(work: dist.Work, detector: FailureDetector, what: str, seconds: float | None = None) -> None:
     """Wait for a host-side work of a group, as long as it takes unless ``seconds`` are given.
 
     Raises RemoteStageError as soon as the mesh has failed, LdtError when the connection is lost or the time is up.
     gloo's collectives may be waited for in slices; its point-to-point works may not.
     """
     start = time.monotonic()
-    with vigil.progress.waiting(what):
+    with detector.progress.waiting(what):
         while not work.is_completed():
             try:
                 work.wait(_POLL)
             except RuntimeError:  # the slice is over, or the work has failed
-                vigil.failures.check()
+                detector.watchdog.check()
                 if seconds is not None and time.monotonic() - start > seconds and not work.is_completed():
                     raise LdtError(
                         f"waited {seconds:g} s for {what}: is every rank making the same calls? If so, and it only "
@@ -48,10 +48,10 @@ def wait_or_fail(work: dist.Work, vigil: Vigil, what: str, seconds: float | None
         try:
             work.wait()
         except RuntimeError as error:
-            raise vigil.lost(f"waiting for {what}", error) from error
+            raise detector.lost(f"waiting for {what}", error) from error
 
 
-class Relay:
+class Collectives:
     """Collective calls of all ranks, on gloo. ``node`` is the group of this rank's node, ``leaders`` that of leaders.
 
     Either is None where it would have one rank, or none of this node's. Within ``seconds`` each call must be done.
@@ -59,41 +59,41 @@ class Relay:
 
     def __init__(
         self,
-        place: Place,
-        vigil: Vigil,
+        rank_info: RankInfo,
+        detector: FailureDetector,
         seconds: float,
         node: dist.ProcessGroup | None,
         leaders: dist.ProcessGroup | None,
     ) -> None:
-        self._place = place
-        self._vigil = vigil
+        self._rank_info = rank_info
+        self._detector = detector
         self._seconds = seconds
         self._node = node
         self._leaders = leaders
 
-    def spread(self, data: bytes, source: Node) -> bytes:
+    def broadcast(self, data: bytes, source: Node) -> bytes:
         """The bytes that the leader of ``source`` gives, on every rank."""
         if self._leaders is not None:
-            data = self._from_root(self._leaders, self._place.topology.nodes.index(source), data)
-        return self.within_node(data)
+            data = self._from_root(self._leaders, self._rank_info.topology.nodes.index(source), data)
+        return self.broadcast_in_node(data)
 
-    def within_node(self, data: bytes, *, patient: bool = False) -> bytes:
+    def broadcast_in_node(self, data: bytes, *, patient: bool = False) -> bytes:
         """The bytes that the leader of this node gives, on each of its ranks. A collective call of these alone.
 
         ``patient`` waits for the leader without a limit.
         """
         return data if self._node is None else self._from_root(self._node, 0, data, patient)
 
-    def collect(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         """The bytes of every rank, by rank of the topology, on every rank."""
         of_node = self._to_root(self._node, [data])
-        of_all = self._to_root(self._leaders, of_node) if self._place.is_leader else []
-        messages = _unpacked(self.spread(_packed(of_all), self._place.topology.nodes[0]))
-        if len(messages) != self._place.topology.world_size:
-            raise LdtError(f"{len(messages)} messages came of {self._place.topology.world_size} ranks")
+        of_all = self._to_root(self._leaders, of_node) if self._rank_info.is_leader else []
+        messages = _unpacked(self.broadcast(_packed(of_all), self._rank_info.topology.nodes[0]))
+        if len(messages) != self._rank_info.topology.world_size:
+            raise LdtError(f"{len(messages)} messages came of {self._rank_info.topology.world_size} ranks")
         return messages
 
-    def all_in_node(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def all_gather_in_node(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
         """``tensor`` of each rank of this node, on all of these alone, which have it in one shape."""
         if self._node is None:
             return [tensor]
@@ -173,7 +173,7 @@ class Relay:
         return parts or []
 
     def _finish(self, work: dist.Work, what: str, patient: bool = False) -> None:
-        wait_or_fail(work, self._vigil, what, None if patient else self._seconds)
+        wait_or_fail(work, self._detector, what, None if patient else self._seconds)
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.untrusted import parse, plain, quoted, understood
-from ldt.runtime.control.collectives import MAX_BYTES, Relay
-from ldt.runtime.health.watchdog import FailureWatch
+from ldt.runtime.control.collectives import MAX_BYTES, Collectives
+from ldt.runtime.health.watchdog import Watchdog
 from ldt.topology import Node
 
 __all__ = ["ControlPlane"]
@@ -33,10 +33,12 @@ class ControlPlane:
     message, so that none is taken for one of another call, and every sum carries a number for it.
     """
 
-    def __init__(self, place: Place, relay: Relay, failures: FailureWatch, call: Callable[[], str]) -> None:
-        self._place = place
-        self._relay = relay
-        self._failures = failures
+    def __init__(
+        self, rank_info: RankInfo, collectives: Collectives, watchdog: Watchdog, call: Callable[[], str]
+    ) -> None:
+        self._rank_info = rank_info
+        self._collectives = collectives
+        self._watchdog = watchdog
         self._call = call
 
     def broadcast(self, message: Any, node: Node, read: Read = _as_it_is) -> Any:
@@ -44,41 +46,41 @@ class ControlPlane:
 
         Raises LdtError naming the sender where ``read`` cannot.
         """
-        source = self._place.topology.leader_of(node)
-        data = _encode([self._call(), message]) if self._place.rank == source else b""
-        return self._opened(self._relay.spread(data, node), source, read)
+        source = self._rank_info.topology.leader_of(node)
+        data = _encode([self._call(), message]) if self._rank_info.rank == source else b""
+        return self._opened(self._collectives.broadcast(data, node), source, read)
 
     def gather(self, message: Any, read: Read = _as_it_is) -> list[Any]:
         """Every rank's ``message``, by rank of the topology, on every rank, as ``read`` reads each."""
-        answers = self._relay.collect(_encode([self._call(), message]))
+        answers = self._collectives.all_gather(_encode([self._call(), message]))
         return [self._opened(data, source, read) for source, data in enumerate(answers)]
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all ranks, in double precision."""
         tensor = torch.tensor([*values, self._mark()], dtype=torch.float64, device="cpu")
-        *sums, mark = self._relay.sum(tensor).tolist()
-        if mark != self._place.topology.world_size * self._mark():
-            self._failures.wait(1.0)
-            self._failures.check()
+        *sums, mark = self._collectives.sum(tensor).tolist()
+        if mark != self._rank_info.topology.world_size * self._mark():
+            self._watchdog.wait(1.0)
+            self._watchdog.check()
             raise LdtError(
-                f"rank {self._global(self._place.rank)} is in {self._call() or 'no call'}, another one in another call "
-                "that makes a sum: every rank must make the same calls in the same order"
+                f"rank {self._global(self._rank_info.rank)} is in {self._call() or 'no call'}, another one in another "
+                "call that makes a sum: every rank must make the same calls in the same order"
             )
         return sums
 
     def numbers_in_node(self, numbers: torch.Tensor, what: str) -> list[torch.Tensor]:
         """``numbers`` of each rank of this node; a collective call of these alone, which have as many."""
-        return self._relay.all_in_node(numbers, what)
+        return self._collectives.all_gather_in_node(numbers, what)
 
     def close(self) -> None:
-        self._relay.close()
+        self._collectives.close()
 
     def _mark(self) -> float:
         """A number for the call that this rank is in. Sums of as many as there are ranks are exact."""
         return float(zlib.crc32(self._call().encode()))
 
     def _global(self, rank: int) -> int:
-        return self._place.ranks[rank]
+        return self._rank_info.ranks[rank]
 
     def _opened(self, data: bytes, source: int, read: Read) -> Any:
         """The message in ``data``, if it belongs to the call that this rank is in."""
@@ -87,12 +89,12 @@ class ControlPlane:
             case [str(theirs), message] if theirs == self._call():
                 return understood(message, read, f"rank {self._global(source)}")
             case [str(theirs), _]:
-                self._failures.wait(1.0)  # another rank may have found out before
-                self._failures.check()
+                self._watchdog.wait(1.0)  # another rank may have found out before
+                self._watchdog.check()
                 raise LdtError(
                     f"rank {self._global(source)} is in {plain(theirs, _NAME_LIMIT) or 'no call'}, "
-                    f"rank {self._global(self._place.rank)} is in {self._call() or 'no call'}: every rank must make "
-                    "the same calls in the same order"
+                    f"rank {self._global(self._rank_info.rank)} is in {self._call() or 'no call'}: every rank must "
+                    "make the same calls in the same order"
                 )
         raise LdtError(
             f"rank {self._global(source)} sent a control message of another form: {quoted(envelope)}"

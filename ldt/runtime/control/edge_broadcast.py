@@ -20,14 +20,22 @@ import torch.distributed as dist
 
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError
-from ldt.runtime.comm.group_layout import post_name
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.comm.group_layout import edge_broadcast_name
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.teardown import end_all
-from ldt.runtime.control.collectives import MAX_BYTES, Relay, as_bytes, as_tensor
-from ldt.runtime.health.failure_detector import Vigil
+from ldt.runtime.control.collectives import MAX_BYTES, Collectives, as_bytes, as_tensor
+from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.topology import Node
 
-__all__ = ["MAX_CONTENT_BYTES", "Letter", "Letterbox", "Mailing", "Post", "Subject", "make_post"]
+__all__ = [
+    "MAX_CONTENT_BYTES",
+    "EdgeBroadcast",
+    "EdgeMessage",
+    "Inbox",
+    "Outbox",
+    "Subject",
+    "make_edge_broadcast",
+]
 
 _FRAME_BYTES = (
     1 << 18
@@ -45,7 +53,7 @@ class Subject(IntEnum):
     TOKENS = 3
 
 
-class Letter(NamedTuple):
+class EdgeMessage(NamedTuple):
     """``number`` is that of the call which the letter is for."""
 
     subject: Subject
@@ -62,7 +70,7 @@ class Letter(NamedTuple):
         return b"".join(value.to_bytes(8, "little") for value in head) + self.content
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Letter:
+    def from_bytes(cls, data: bytes) -> EdgeMessage:
         """What ``to_bytes`` gave. Raises LdtError for anything else."""
         subject, number, length = cls.head_of(data)
         if len(data) != _HEAD_BYTES + length:
@@ -83,45 +91,47 @@ class Letter(NamedTuple):
         return Subject(subject), number, length
 
 
-class Mailing:
+class Outbox:
     """Where a leader of the edge sends from; ``peers`` are the ranks of the other leaders in the lane's group."""
 
     def __init__(self, lane: Lane, peers: Sequence[int]) -> None:
         self.lane = lane
         self._peers = peers
 
-    def send(self, letter: Letter) -> None:
+    def send(self, edge_message: EdgeMessage) -> None:
         """Start sending to all. What goes wrong shows where it is waited for, at the other ends."""
-        data = letter.to_bytes()
+        data = edge_message.to_bytes()
         for peer in self._peers:
             for start in range(0, len(data), _FRAME_BYTES):
                 frame = as_tensor(data[start : start + _FRAME_BYTES])
-                self.lane.send([frame], peer, label=f"{letter.subject.name} {letter.number}")
+                self.lane.send([frame], peer, label=f"{edge_message.subject.name} {edge_message.number}")
 
 
-class Letterbox:
+class Inbox:
     """Where a leader receives from the edge's leader ``peer``. Always ``_AHEAD`` frames can come."""
 
     def __init__(self, lane: Lane, peer: int) -> None:
         self.lane = lane
         self._peer = peer
         self._frames = deque(self._post() for _ in range(_AHEAD))
-        self._kept: defaultdict[bool, deque[Letter]] = defaultdict(deque)  # by whether they are about tokens
+        self._kept: defaultdict[bool, deque[EdgeMessage]] = defaultdict(
+            deque
+        )  # by whether they are about tokens
 
-    def take(self, tokens: bool) -> Letter:
+    def take(self, tokens: bool) -> EdgeMessage:
         """The next letter about tokens, or the next about a step; waits for it."""
         kept = self._kept[tokens]
         while not kept:
-            letter = self._next()
-            self._kept[letter.subject is Subject.TOKENS].append(letter)
+            edge_message = self._next()
+            self._kept[edge_message.subject is Subject.TOKENS].append(edge_message)
         return kept.popleft()
 
-    def _next(self) -> Letter:
+    def _next(self) -> EdgeMessage:
         data = self._next_frame()
-        subject, number, length = Letter.head_of(data)
+        subject, number, length = EdgeMessage.head_of(data)
         while len(data) < _HEAD_BYTES + length:
             data += self._next_frame()
-        return Letter(subject, number, data[_HEAD_BYTES : _HEAD_BYTES + length])
+        return EdgeMessage(subject, number, data[_HEAD_BYTES : _HEAD_BYTES + length])
 
     def _next_frame(self) -> bytes:
         work, frame = self._frames.popleft() if self._frames else self._post()
@@ -137,46 +147,48 @@ class Letterbox:
         return self.lane.recv([frame], self._peer, label="letter"), frame
 
 
-class Post:
-    """This rank's ends: a ``mailing`` on a leader of the edge, and ``boxes``, by replica of the edge, on leaders."""
+class EdgeBroadcast:
+    """This rank's ends: a ``outbox`` on a leader of the edge, and ``boxes``, by replica of the edge, on leaders."""
 
     def __init__(
         self,
-        place: Place,
-        relay: Relay,
-        vigil: Vigil,
-        mailing: Mailing | None,
-        boxes: Mapping[int, Letterbox],
+        rank_info: RankInfo,
+        collectives: Collectives,
+        detector: FailureDetector,
+        outbox: Outbox | None,
+        boxes: Mapping[int, Inbox],
     ) -> None:
-        self._place = place
-        self._relay = relay
-        self._vigil = vigil
-        self._mailing = mailing
+        self._rank_info = rank_info
+        self._collectives = collectives
+        self._detector = detector
+        self._outbox = outbox
         self._boxes = boxes
-        self._own: defaultdict[bool, deque[Letter]] = defaultdict(deque)
+        self._own: defaultdict[bool, deque[EdgeMessage]] = defaultdict(deque)
 
-    def tell(self, letter: Letter) -> None:
+    def tell(self, edge_message: EdgeMessage) -> None:
         """Send to all ranks, from a leader of the edge."""
-        self._own[letter.subject is Subject.TOKENS].append(letter)
-        if self._mailing is not None:
-            self._mailing.send(letter)
+        self._own[edge_message.subject is Subject.TOKENS].append(edge_message)
+        if self._outbox is not None:
+            self._outbox.send(edge_message)
 
-    def hear(self, *, tokens: bool = False) -> list[Letter]:
+    def hear(self, *, tokens: bool = False) -> list[EdgeMessage]:
         """The next letter of each leader of the edge, by replica, on every rank: about tokens, or about a step.
 
         Waits as long as it takes. A collective call of the ranks of a node. Raises RemoteStageError if the mesh fails.
         """
-        letters = []
-        for replica in range(self._place.topology.edge_dp):
+        edge_messages = []
+        for replica in range(self._rank_info.topology.edge_dp):
             data = b""
-            if self._place.is_leader:
+            if self._rank_info.is_leader:
                 data = self._from(replica, tokens).to_bytes()
-            letters.append(Letter.from_bytes(self._relay.within_node(data, patient=True)))
-        return letters
+            edge_messages.append(
+                EdgeMessage.from_bytes(self._collectives.broadcast_in_node(data, patient=True))
+            )
+        return edge_messages
 
     def lanes(self) -> list[Lane]:
         """Those that this rank has an end of."""
-        return [end.lane for end in [self._mailing, *self._boxes.values()] if end is not None]
+        return [end.lane for end in [self._outbox, *self._boxes.values()] if end is not None]
 
     def close(self, timeout: timedelta) -> None:
         """See what was told off, for at most so long; nothing is heard any more."""
@@ -184,38 +196,43 @@ class Post:
             (f"abort lane {box.lane.name}", partial(box.lane.abort, "the mesh is closed"))
             for box in self._boxes.values()
         ]
-        if self._mailing is not None:
-            ends.append((f"close lane {self._mailing.lane.name}", partial(self._mailing.lane.close, timeout)))
+        if self._outbox is not None:
+            ends.append((f"close lane {self._outbox.lane.name}", partial(self._outbox.lane.close, timeout)))
         first = end_all(ends)
         if first is not None:
             raise first
 
-    def _from(self, replica: int, tokens: bool) -> Letter:
-        if self._place.node == Node(0, replica):
+    def _from(self, replica: int, tokens: bool) -> EdgeMessage:
+        if self._rank_info.node == Node(0, replica):
             return self._own[tokens].popleft()
         what = f"{'the number of tokens' if tokens else 'a step message'} of rank {self._edge_rank(replica)}, the edge"
         try:
-            with self._vigil.progress.waiting(what):
+            with self._detector.progress.waiting(what):
                 return self._boxes[replica].take(tokens)
         except LaneError as error:
-            raise self._vigil.lost(f"waiting for {what}", error) from error
+            raise self._detector.lost(f"waiting for {what}", error) from error
 
     def _edge_rank(self, replica: int) -> int:
-        return self._place.ranks[self._place.edge_leader(replica)]
+        return self._rank_info.ranks[self._rank_info.edge_leader(replica)]
 
 
-def make_post(place: Place, relay: Relay, vigil: Vigil, groups: Mapping[str, dist.ProcessGroup]) -> Post:
+def make_edge_broadcast(
+    rank_info: RankInfo,
+    collectives: Collectives,
+    detector: FailureDetector,
+    groups: Mapping[str, dist.ProcessGroup],
+) -> EdgeBroadcast:
     """This rank's ends, over ``groups``. Receives are posted from now on."""
-    nodes = place.topology.nodes
-    mailing: Mailing | None = None
-    boxes: dict[int, Letterbox] = {}
-    for replica in range(place.topology.edge_dp):
-        name = post_name(replica)
-        if name in groups and place.is_leader:
+    nodes = rank_info.topology.nodes
+    outbox: Outbox | None = None
+    boxes: dict[int, Inbox] = {}
+    for replica in range(rank_info.topology.edge_dp):
+        name = edge_broadcast_name(replica)
+        if name in groups and rank_info.is_leader:
             lane = Lane(name, p2p=groups[name], stage=None, timeout=math.inf, announce=False)
             edge = nodes.index(Node(0, replica))
-            if place.node == nodes[edge]:
-                mailing = Mailing(lane, [rank for rank in range(len(nodes)) if rank != edge])
+            if rank_info.node == nodes[edge]:
+                outbox = Outbox(lane, [rank for rank in range(len(nodes)) if rank != edge])
             else:
-                boxes[replica] = Letterbox(lane, edge)
-    return Post(place, relay, vigil, mailing, boxes)
+                boxes[replica] = Inbox(lane, edge)
+    return EdgeBroadcast(rank_info, collectives, detector, outbox, boxes)

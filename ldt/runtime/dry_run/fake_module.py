@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, Unsupporte
 from ldt.runtime.dry_run.forward_hooks import call_with_layer_hooks, is_of
 from ldt.runtime.dry_run.python_state import ATOMS, pickled, refused, slots_of, state_of
 
-__all__ = ["StandIn", "is_plain"]
+__all__ = ["FakeCopies", "is_plain"]
 
 _MAX_ARRAY_BYTES = 1 << 24
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -36,7 +36,7 @@ _CONTAINERS: tuple[Any, ...] = (list, set, collections.deque, weakref.WeakSet, *
 _BY_REFERENCE = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"types", "collections"})
 
 
-class StandIn:
+class FakeCopies:
     """Copies what is reachable from modules and functions: containers, objects of plain classes, closures.
 
     Tensors become fakes of ``mode``, the same one for the same tensor, and nothing of their memory is copied, but for

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ldt.runtime.dry_run.fake_module import is_plain
 from ldt.runtime.dry_run.python_state import ATOMS, slots_of
 
-__all__ = ["host_random_states", "unseen"]
+__all__ = ["host_random_states", "isolated"]
 
 _MAX_OBJECTS = 10_000  # that are looked at for one module
 _MAX_ENTRIES = 100_000  # of all containers together; one that has more than are left stays as it is
@@ -32,7 +32,7 @@ _LIBRARIES = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
 
 
 @contextmanager
-def unseen(module: nn.Module, device: torch.device) -> Iterator[None]:
+def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
     """What runs in here leaves no trace in modes, random generators, nor in what the code of ``module`` can reach.
 
     That is: global variables, variables of enclosing functions and attributes of classes that its functions name, with

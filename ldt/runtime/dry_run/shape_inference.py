@@ -22,10 +22,10 @@ from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import text_of
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, disclose, reveal
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
-from ldt.runtime.dry_run.fake_module import StandIn
+from ldt.runtime.dry_run.fake_module import FakeCopies
 from ldt.runtime.dry_run.forward_hooks import left_out
 from ldt.runtime.dry_run.grad_flow import Answer, DryRun, of_loss, unknown
-from ldt.runtime.dry_run.isolation import host_random_states, unseen
+from ldt.runtime.dry_run.isolation import host_random_states, isolated
 from ldt.runtime.model.data_parallel import is_fully_sharded
 from ldt.runtime.model.keywords import keywords_of
 
@@ -203,7 +203,7 @@ def _dry_run(
 ) -> tuple[_Read, list[weakref.ref[torch.Tensor]]]:
     """Also what is left of its tensors."""
     mode = _FakeTensors()
-    copies, more = StandIn(mode), StandIn(mode)
+    copies, more = FakeCopies(mode), FakeCopies(mode)
 
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
@@ -212,24 +212,24 @@ def _dry_run(
             return _fake_of(TensorSpec.of(leaf), leaf.device, shards)
         return _fake_of(leaf, device, shards) if isinstance(leaf, TensorSpec) else leaf
 
-    def run(stand_in: nn.Module, copies: StandIn) -> DryRun:
+    def run(fake_module: nn.Module, copies: FakeCopies) -> DryRun:
         drawn = host_random_states()
         fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
         nodes = enumerate(getattr(arg, "grad_fn", None) for arg in fake_args)
         inputs = {i: node for i, node in nodes if node is not None}
-        output = stand_in(*fake_args, **fake_kwargs)
+        output = fake_module(*fake_args, **fake_kwargs)
         moved = copies.moved() or host_random_states() != drawn
-        trained = [parameter for parameter in stand_in.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in fake_module.parameters() if parameter.requires_grad]
         return DryRun(output, inputs, trained, moved, any(left_out(module)))
 
-    with unseen(module, device), torch.set_grad_enabled(training), mode:
+    with isolated(module, device), torch.set_grad_enabled(training), mode:
         try:
-            stand_in = copies.of(module)
-            first = run(stand_in, copies)
+            fake_module = copies.of(module)
+            first = run(fake_module, copies)
             answer = read(first)
             if first.moved and training:
                 with suppress(Exception):  # not all run twice: then the doubt stays
-                    answer = _settled(first, run(more.of(stand_in), more), read)
+                    answer = _settled(first, run(more.of(fake_module), more), read)
         finally:
             more.release()
             copies.release()

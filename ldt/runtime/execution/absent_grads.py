@@ -10,7 +10,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.common.tensor_spec import TensorSpec
 
-__all__ = ["Absences", "with_absent", "without_absent"]
+__all__ = ["AbsentGrads", "with_absent", "without_absent"]
 
 _STATE = "if a state that this depends on was changed since the last step, call pipeline.forget_shapes() on every rank"
 
@@ -51,7 +51,7 @@ def without_absent(
     return leaving
 
 
-class Absences:
+class AbsentGrads:
     """Of one step on one rank: where chunks give their inputs other gradients than was agreed.
 
     ``backwards`` has the number of them that the row has, by chunk.

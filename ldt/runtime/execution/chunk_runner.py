@@ -19,7 +19,7 @@ from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing, passed_on
 from ldt.runtime.execution.side_effects import FunctionWatch
 from ldt.runtime.execution.split_backward import Start, WeightPart, backward_input
-from ldt.runtime.execution.step_state import StepWork
+from ldt.runtime.execution.step_state import StepState
 from ldt.runtime.model.data_parallel import GradientSync
 from ldt.runtime.model.keywords import declares, keywords_of
 
@@ -101,48 +101,48 @@ class ChunkRunner:
         self._anchor = torch.empty(0, requires_grad=True)
 
     def forward(
-        self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+        self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
         """Run under the caller's grad mode on what ``arrived`` over a hop that carries ``specs``.
 
         Returns what goes on to the next chunk, to be given to ``leave``.
         """
-        return as_tensors(self.run(work, microbatch, arrived, specs), self.index)
+        return as_tensors(self.run(step, microbatch, arrived, specs), self.index)
 
     def backward(
-        self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
+        self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """Accumulate parameter gradients, given one gradient per output (None: none).
 
         Returns the gradients of those inputs whose spec says so, None where the chunk did not use the input.
         """
-        starts = self.starts(work, microbatch, grads)
+        starts = self.starts(step, microbatch, grads)
         graph = self._graphs.pop(microbatch)
         graph.let_go()
         _backward(starts)
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
         given = list(map(_finished, wanted))
-        work.finite.gradients(self.index, microbatch, given, self.named_parameters())
+        step.nan_check.gradients(self.index, microbatch, given, self.named_parameters())
         return given
 
     def backward_input(
-        self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]
+        self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The part of ``backward`` that others wait for: only the gradients of the inputs.
 
         Raises LdtError if the backward of this chunk cannot be split.
         """
         graph = self._graphs[microbatch]
-        starts = self.starts(work, microbatch, grads)
+        starts = self.starts(step, microbatch, grads)
         with self._named():
             found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
         graph.roots, graph.outputs = [], []
         given = list(map(_finished, found))
-        work.finite.gradients(self.index, microbatch, given)
+        step.nan_check.gradients(self.index, microbatch, given)
         return given
 
-    def backward_weight(self, work: StepWork, microbatch: int) -> None:
+    def backward_weight(self, step: StepState, microbatch: int) -> None:
         """The rest: accumulate parameter gradients. Raises LdtError if something else is changed in both parts."""
         graph = self._graphs.pop(microbatch)
         assert graph.weight_part is not None
@@ -151,7 +151,7 @@ class ChunkRunner:
                 graph.weight_part.run()
         finally:
             graph.let_go()
-        work.finite.gradients(self.index, microbatch, parameters=self.named_parameters())
+        step.nan_check.gradients(self.index, microbatch, parameters=self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What its backward trains."""
@@ -159,12 +159,12 @@ class ChunkRunner:
 
     # -- parts of these ----------------------------------------------------------------------------------------
 
-    def run(self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs) -> Any:
+    def run(self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs) -> Any:
         """The module on what ``arrived``. Raises LdtError if it changes in place what is more than that elsewhere."""
         inputs = self.enter(microbatch, arrived, specs)
         del arrived
         versions = [tensor._version for tensor in inputs]
-        output = self.call(work, microbatch, inputs)
+        output = self.call(step, microbatch, inputs)
         if self.aliasing is not None:
             pairs = enumerate(zip(inputs, versions, strict=True))
             changed = [place for place, (tensor, version) in pairs if tensor._version != version]
@@ -172,10 +172,10 @@ class ChunkRunner:
             self.aliasing.passes(self.index - 1, passed_on(inputs, output))
         return output
 
-    def call(self, work: StepWork, microbatch: int, inputs: Sequence[Any]) -> Any:
+    def call(self, step: StepState, microbatch: int, inputs: Sequence[Any]) -> Any:
         """The module on ``inputs``, and on what it takes by name of what there is for this microbatch."""
-        output = self.module(*inputs, **self._keywords.pick(work.keywords[microbatch], len(inputs)))
-        work.finite.outputs(self.index, microbatch, output)
+        output = self.module(*inputs, **self._keywords.pick(step.keywords[microbatch], len(inputs)))
+        step.nan_check.outputs(self.index, microbatch, output)
         return output
 
     def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ class ChunkRunner:
             graph.outputs = [] if self._free_outputs else list(leaving)
         return leaving
 
-    def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
+    def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         """Where the backward begins, and with what."""
         pairs = zip(self._graphs[microbatch].roots, grads, strict=True)
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]

@@ -14,7 +14,7 @@ from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.in_flight import own_memory
 from ldt.runtime.execution.split_backward import Start
-from ldt.runtime.execution.step_state import StepWork
+from ldt.runtime.execution.step_state import StepState
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.data_parallel import GradientSync
 
@@ -25,9 +25,9 @@ class HeadRunner(ChunkRunner):
     """Runs on the sample itself; nothing comes over a hop."""
 
     def forward(
-        self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+        self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        return as_tensors(self.call(work, microbatch, work.microbatches[microbatch].args), self.index)
+        return as_tensors(self.call(step, microbatch, step.microbatches[microbatch].args), self.index)
 
 
 class TailRunner(ChunkRunner):
@@ -44,33 +44,33 @@ class TailRunner(ChunkRunner):
             yield from self.loss_module.named_parameters("loss_fn")
 
     def forward(
-        self, work: StepWork, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+        self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        output = self.run(work, microbatch, arrived, specs)
+        output = self.run(step, microbatch, arrived, specs)
         del arrived  # before the loss: from here on the graph alone decides what is kept of the input
-        target = work.microbatches[microbatch].target
-        if work.loss is not None and (target is not None or work.plan.training):
-            self._finish(work, microbatch, output, target)
-        if work.keep_outputs:
+        target = step.microbatches[microbatch].target
+        if step.loss is not None and (target is not None or step.plan.training):
+            self._finish(step, microbatch, output, target)
+        if step.keep_outputs:
             rest, tensors = taken_apart(output)
             del output
             own_memory(tensors)  # the module may keep theirs, and write to it in its next forward
-            work.outputs[microbatch] = joined(rest, tensors)
+            step.outputs[microbatch] = joined(rest, tensors)
         return ()
 
-    def starts(self, work: StepWork, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
-        assert work.loss is not None
-        loss = work.loss.take_root(microbatch)
+    def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
+        assert step.loss is not None
+        loss = step.loss.take_root(microbatch)
         return [(loss, torch.ones_like(loss))] if loss.requires_grad else []
 
-    def _finish(self, work: StepWork, microbatch: int, output: Any, target: Any) -> None:
-        assert work.loss is not None
-        loss = work.loss.forward(microbatch, output, target)
-        work.finite.loss(self.index, microbatch, loss)
-        if work.guard is not None:
-            work.guard.add_loss(microbatch, loss)
-        if work.announced is not None and work.loss.complete:
-            work.announced.tell(work.loss.count)
+    def _finish(self, step: StepState, microbatch: int, output: Any, target: Any) -> None:
+        assert step.loss is not None
+        loss = step.loss.forward(microbatch, output, target)
+        step.nan_check.loss(self.index, microbatch, loss)
+        if step.guard is not None:
+            step.guard.add_loss(microbatch, loss)
+        if step.announced is not None and step.loss.complete:
+            step.announced.tell(step.loss.count)
 
 
 def make_runner(

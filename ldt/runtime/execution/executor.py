@@ -13,18 +13,18 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import excerpt
-from ldt.runtime.comm.transfer import AllOf
+from ldt.runtime.comm.transfer import CompositeWork
 from ldt.runtime.common.chunk_outputs import refuse_elsewhere
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
-from ldt.runtime.execution.absent_grads import Absences, with_absent, without_absent
+from ldt.runtime.execution.absent_grads import AbsentGrads, with_absent, without_absent
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
-from ldt.runtime.execution.grad_reduce import Averaging, refuse_sparse_gradient
-from ldt.runtime.execution.in_flight import Departures, overlapping, own_memory
+from ldt.runtime.execution.grad_reduce import GradReduction, refuse_sparse_gradient
+from ldt.runtime.execution.in_flight import InFlightTensors, overlapping, own_memory
 from ldt.runtime.execution.recorder import Entry, Recorder
-from ldt.runtime.execution.run_ahead import Pace
-from ldt.runtime.execution.stash import Arrival, Mailbox, Slot
-from ldt.runtime.execution.step_state import StepWork
+from ldt.runtime.execution.run_ahead import RunAheadLimit
+from ldt.runtime.execution.stash import ActivationStash, Slot, Stashed
+from ldt.runtime.execution.step_state import StepState
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.audit import Audit
 from ldt.topology import Channel, Direction
@@ -33,7 +33,7 @@ __all__ = ["Executor"]
 
 logger = logging.getLogger(__name__)
 
-BackwardOf = Callable[[StepWork, int, Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
+BackwardOf = Callable[[StepState, int, Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
 
 
 class Executor:
@@ -43,19 +43,19 @@ class Executor:
         self,
         mesh: Mesh,
         runners: Mapping[int, ChunkRunner],
-        work: StepWork,
+        step: StepState,
         recorder: Recorder | None = None,
         audit: Audit | None = None,
     ) -> None:
         self._mesh = mesh
         self._topology = mesh.topology
         self._runners = runners
-        self._work = work
-        self._mailbox = Mailbox()
+        self._work = step
+        self._stash = ActivationStash()
         self._outbox: dict[Slot, list[torch.Tensor]] = {}
-        self._pace = Pace(mesh.device, mesh.failures)
-        self._sends: dict[Channel, deque[tuple[AllOf, Entry]]] = {}
-        self._departures = Departures()
+        self._run_ahead = RunAheadLimit(mesh.device, mesh.watchdog)
+        self._sends: dict[Channel, deque[tuple[CompositeWork, Entry]]] = {}
+        self._in_flight_tensors = InFlightTensors()
         self._gradients = GradMemory()
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # what local hops carried, by microbatch and hop
@@ -63,10 +63,10 @@ class Executor:
         self.recorder = recorder or Recorder()
         self._audit = audit
         self.place = "the start of the row"
-        self._progress = mesh.vigil.progress
+        self._progress = mesh.detector.progress
         self._index = 0
-        self._averagings: list[Averaging] = []
-        self._absences = Absences({})
+        self._grad_reductions: list[GradReduction] = []
+        self._absent_grads = AbsentGrads({})
         self._last: dict[int, Action] = {}  # the last whole backward of each chunk
 
     def run(self) -> None:
@@ -74,24 +74,26 @@ class Executor:
         row = self._work.plan.rows[self._mesh.node]
         self._progress.begin(self._work.plan)
         self._last = {action.chunk: action for action in row if action.kind is Kind.B}
-        self._absences = Absences(Counter(action.chunk for action in row if action.kind in (Kind.B, Kind.I)))
+        self._absent_grads = AbsentGrads(
+            Counter(action.chunk for action in row if action.kind in (Kind.B, Kind.I))
+        )
         try:
             for self._index, action in enumerate(row):
                 self._stand(f"action {action} ({self._index + 1} of {len(row)}): {_words(action)}")
                 if action.kind.is_compute:
                     with self._progress.waiting("its device, which is some actions behind"):
-                        self._pace.keep()
+                        self._run_ahead.keep()
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
                 if action.kind.is_compute:
-                    self._pace.mark()
+                    self._run_ahead.mark()
             self._index = len(row)
             self._stand("the end of its row: the last sends and reductions")
             self._flush()
         finally:
-            self._mailbox.clear()
+            self._stash.clear()
             self._outbox.clear()
-            self._departures.clear()
+            self._in_flight_tensors.clear()
         assert not any(runner.in_flight for runner in self._runners.values()), "a graph was left behind"
 
     def excerpt(self) -> str:
@@ -145,7 +147,7 @@ class Executor:
         tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
         self._receives[slot] = entry
         self._count(action, specs)
-        self._mailbox.put(slot, Arrival(tensors, end.receive(wire, _label(action), specs)))
+        self._stash.put(slot, Stashed(tensors, end.receive(wire, _label(action), specs)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
         row = self._work.plan.rows[self._mesh.node]
@@ -156,10 +158,12 @@ class Executor:
         }
         tied = {id(p) for chunk in later for p in parameters_of[chunk]}  # reduced once, with the last
         mine = [p for p in parameters_of[action.chunk] if id(p) not in tied]
-        for averaging in self._averagings:  # so that those that are over give their memory back
-            if averaging.is_done:
-                averaging.finish()
-        self._averagings.append(Averaging(mine, self._mesh, f"the gradients of chunk {action.chunk}"))
+        for grad_reduction in self._grad_reductions:  # so that those that are over give their memory back
+            if grad_reduction.is_done:
+                grad_reduction.finish()
+        self._grad_reductions.append(
+            GradReduction(mine, self._mesh, f"the gradients of chunk {action.chunk}")
+        )
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -204,10 +208,10 @@ class Executor:
 
     def _compare(self, hop: int, direction: Direction, microbatch: int, tensors: list[Any]) -> None:
         """Raise LdtError on all ranks of the node where they are about to send different tensors as the same."""
-        if self._work.likeness is not None and self._topology.crosses(hop):
+        if self._work.divergence is not None and self._topology.crosses(hop):
             chunk = hop if direction == "F" else hop + 1
             what = "output" if direction == "F" else "gradient of the input"
-            self._work.likeness.check(
+            self._work.divergence.check(
                 hop,
                 direction,
                 self._carried(hop, direction, microbatch),
@@ -220,7 +224,7 @@ class Executor:
     ) -> list[torch.Tensor]:
         """The message with the gradients of a chunk's inputs, as its receiver expects it."""
         wanted = [spec for spec in self._hop(chunk - 1, microbatch) if spec.requires_grad]
-        self._absences.note(chunk, microbatch, wanted, found)
+        self._absent_grads.note(chunk, microbatch, wanted, found)
         return without_absent(wanted, found, self._zeros, self._mesh.device)
 
     def _zeros(self, spec: TensorSpec) -> torch.Tensor:
@@ -243,22 +247,22 @@ class Executor:
         aliasing = self._runners[action.chunk].aliasing
         if shared and direction == "F" and aliasing is not None:
             aliasing.shares(action.chunk, shared)
-        self._departures.begin(slot, tensors)
+        self._in_flight_tensors.begin(slot, tensors)
         if self._topology.crosses(min(action.chunk, chunk)):
             self._outbox[slot] = tensors
         else:
-            self._mailbox.put(slot, Arrival(tensors))
+            self._stash.put(slot, Stashed(tensors))
 
     def _arrived(self, slot: Slot, entry: Entry) -> Sequence[torch.Tensor]:
         """What came for ``slot``; waits for it if it is still under way."""
         hop = slot.chunk - 1 if slot.direction == "F" else slot.chunk
         if not self._carried(hop, slot.direction, slot.microbatch):
             return ()
-        arrival = self._mailbox.take(slot)
+        arrival = self._stash.take(slot)
         if slot.direction == "B":  # so the output is there, and the backward may write to what it was
-            self._departures.end(Slot(slot.chunk + 1, "F", slot.microbatch))
+            self._in_flight_tensors.end(Slot(slot.chunk + 1, "F", slot.microbatch))
         if arrival.work is None:
-            self._departures.end(slot)
+            self._in_flight_tensors.end(slot)
         else:
             start = self.recorder.now()
             receive = self._receives[slot].action
@@ -308,7 +312,7 @@ class Executor:
 
     def _stand(self, place: str) -> None:
         """From here on this rank is at ``place``. Raises RemoteStageError if the mesh has failed."""
-        self._mesh.failures.check()
+        self._mesh.watchdog.check()
         self.place = place
         self._progress.at(place, self._index)
         logger.debug("%s", place)
@@ -325,12 +329,12 @@ class Executor:
     def _channel(self, action: Action) -> Channel:
         return self._work.plan.channel_of(action, self._mesh.node)
 
-    def _seen_done(self, work: AllOf, entry: Entry) -> bool:
+    def _seen_done(self, work: CompositeWork, entry: Entry) -> bool:
         if not work.is_completed():
             return False
         work.wait()  # raises what went wrong
         entry.end = self.recorder.now()
-        self._departures.end(_slot(entry.action))
+        self._in_flight_tensors.end(_slot(entry.action))
         return True
 
     def _flush(self) -> None:
@@ -339,11 +343,11 @@ class Executor:
             with self._progress.waiting(self._description(entry.action)):
                 work.wait()
             entry.end = self.recorder.now()
-            self._departures.end(_slot(entry.action))
+            self._in_flight_tensors.end(_slot(entry.action))
         self._sends.clear()
-        for averaging in self._averagings:
-            averaging.finish()
-        self._averagings.clear()
+        for grad_reduction in self._grad_reductions:
+            grad_reduction.finish()
+        self._grad_reductions.clear()
         self.recorder.flushing += self.recorder.now() - start
 
 

@@ -16,8 +16,8 @@ from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.module_state import parts_of
 
 __all__ = [
-    "Averaging",
     "EarlierGradients",
+    "GradReduction",
     "is_reduced_elsewhere",
     "refuse_sparse_gradient",
     "refuse_sparse_layers",
@@ -27,7 +27,7 @@ __all__ = [
 _SPARSE = "{} are sparse, which cannot be averaged over replicas: use layers with sparse=False"
 
 
-class Averaging:
+class GradReduction:
     """Replaces each ``.grad`` by the mean over the replicas of the edge, where one without a gradient counts as zero.
 
     Of cloud replicas that one edge replica serves the sum is taken: each has gradients of a part of its microbatches,
@@ -60,7 +60,7 @@ class Averaging:
         """Wait, and write the means."""
         for _, flat, work in self._started:
             if flat.device.type == "cpu":
-                wait_or_fail(work, self._mesh.vigil, self._what)
+                wait_or_fail(work, self._mesh.detector, self._what)
             else:
                 work.wait()
         self._check_untouched()

@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.execution.stash import Slot
 from ldt.runtime.model.module_state import repeats_elements, unwrapped_tensors
 
-__all__ = ["Departures", "overlapping", "own_memory"]
+__all__ = ["InFlightTensors", "overlapping", "own_memory"]
 
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: 1 << 30)  # without it, all is copied
 
@@ -36,7 +36,7 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [place for place, tensor in enumerate(tensors) if _overlaps(tensor)]
 
 
-class Departures:
+class InFlightTensors:
     """What a rank has given away in a step, and how often each tensor had been written to by then."""
 
     def __init__(self) -> None:

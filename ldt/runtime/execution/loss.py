@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.control.edge_broadcast import Letter, Post, Subject
+from ldt.runtime.control.edge_broadcast import EdgeBroadcast, EdgeMessage, Subject
 from ldt.runtime.model.loss_module import refuse_unknown
 from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import Call
@@ -167,7 +167,11 @@ class TokenScale:
     """
 
     def __init__(
-        self, post: Post, call: Call, parameters: Iterable[torch.nn.Parameter], audit: Audit | None = None
+        self,
+        post: EdgeBroadcast,
+        call: Call,
+        parameters: Iterable[torch.nn.Parameter],
+        audit: Audit | None = None,
     ) -> None:
         self._post = post
         self._audit = audit
@@ -176,24 +180,24 @@ class TokenScale:
 
     def tell(self, count: float) -> None:
         """``count``: the tokens of this replica of the edge, from its leader."""
-        letter = Letter(Subject.TOKENS, self._call.number, _COUNT.pack(count))
-        self._post.tell(letter)
+        edge_message = EdgeMessage(Subject.TOKENS, self._call.number, _COUNT.pack(count))
+        self._post.tell(edge_message)
         if self._audit is not None:
-            self._audit.write("tokens", self._call.serial, letter.nbytes)
+            self._audit.write("tokens", self._call.serial, edge_message.nbytes)
 
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
-        letters = self._post.hear(tokens=True)
-        count = sum(self._count_in(letter) for letter in letters)
+        edge_messages = self._post.hear(tokens=True)
+        count = sum(self._count_in(edge_message) for edge_message in edge_messages)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:
                 parameter.grad.mul_(replicas).div_(count) if replicas > 1 else parameter.grad.div_(count)
 
-    def _count_in(self, letter: Letter) -> float:
-        if letter.number != self._call.number or len(letter.content) != _COUNT.size:
+    def _count_in(self, edge_message: EdgeMessage) -> float:
+        if edge_message.number != self._call.number or len(edge_message.content) != _COUNT.size:
             raise LdtError(
-                f"expected the number of tokens of call {self._call.number}, got {len(letter.content)} bytes about "
-                f"call {letter.number}: do all ranks run one version of ldt?"
+                f"expected the number of tokens of call {self._call.number}, got {len(edge_message.content)} bytes "
+                f"about call {edge_message.number}: do all ranks run one version of ldt?"
             )
-        count: float = _COUNT.unpack(letter.content)[0]
+        count: float = _COUNT.unpack(edge_message.content)[0]
         return count

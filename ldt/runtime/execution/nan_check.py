@@ -12,12 +12,12 @@ from torch.utils import _pytree as pytree
 
 from ldt.errors import NonFiniteError
 
-__all__ = ["FiniteCheck"]
+__all__ = ["NanCheck"]
 
 _Named = tuple[str, torch.Tensor]
 
 
-class FiniteCheck:
+class NanCheck:
     """Raises NonFiniteError for the first tensor of an action that has a NaN or an infinity, before it is sent.
 
     Looks at ``activations`` (outputs of chunks, and the loss), at ``gradients``, or at neither. In an output -inf

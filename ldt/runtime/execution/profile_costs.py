@@ -16,7 +16,7 @@ from ldt.runtime.execution.grad_reduce import EarlierGradients
 from ldt.runtime.execution.step_result import StepStats
 from ldt.runtime.mesh.link_probe import probe_links
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.step.call import agree
+from ldt.runtime.step.call import all_agree
 
 __all__ = ["measure_costs"]
 
@@ -36,7 +36,7 @@ def measure_costs(
     One step runs uncounted, then ``repeats`` more. Times are medians over microbatches and steps, of the slowest rank
     that runs the chunk; bytes are the mean of a hop's messages forward. Gradients are put back as they were.
     """
-    agree(mesh, _CALL, _refusal(repeats), {"numbers of steps": str(repeats)})
+    all_agree(mesh, _CALL, _refusal(repeats), {"numbers of steps": str(repeats)})
     once = isinstance(microbatches, Iterator)  # what it raises is to be raised within a step
     batches = iter(tee(microbatches, repeats + 1)) if once else repeat(microbatches)
     earlier = EarlierGradients(parameters)

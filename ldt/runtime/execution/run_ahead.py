@@ -8,9 +8,9 @@ from collections import deque
 import torch
 
 from ldt.runtime.common.device import current_stream
-from ldt.runtime.health.watchdog import FailureWatch
+from ldt.runtime.health.watchdog import Watchdog
 
-__all__ = ["AHEAD", "Pace"]
+__all__ = ["AHEAD", "RunAheadLimit"]
 
 # Compute actions. Enough that the device never waits for a host that is on time; what is sent and not yet gone is
 # held until the host gets to know that it is, so memory grows with this number.
@@ -18,16 +18,16 @@ AHEAD = 4
 _POLL_SECONDS = 5e-5
 
 
-class Pace:
+class RunAheadLimit:
     """Holds the host back so that it launches no action before the one that is ``AHEAD`` actions earlier is done.
 
     That one needs nothing of what comes later in the row, so this never waits for itself. On the CPU, where actions
     are done when they return, it does nothing.
     """
 
-    def __init__(self, device: torch.device, failures: FailureWatch) -> None:
+    def __init__(self, device: torch.device, watchdog: Watchdog) -> None:
         self._device = device
-        self._failures = failures
+        self._watchdog = watchdog
         self._ends: deque[torch.Event] = deque()
 
     def mark(self) -> None:
@@ -42,6 +42,6 @@ class Pace:
         """Wait until another one may be launched. Raises RemoteStageError if another rank has failed."""
         while len(self._ends) >= AHEAD:
             while not self._ends[0].query():
-                self._failures.check()
+                self._watchdog.check()
                 time.sleep(_POLL_SECONDS)
             self._ends.popleft()

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ldt.runtime.comm.transfer import AllOf
+from ldt.runtime.comm.transfer import CompositeWork
 from ldt.topology import Direction
 
-__all__ = ["Arrival", "Mailbox", "Slot"]
+__all__ = ["ActivationStash", "Slot", "Stashed"]
 
 
 class Slot(NamedTuple):
@@ -21,24 +21,24 @@ class Slot(NamedTuple):
 
 
 @dataclass
-class Arrival:
+class Stashed:
     """Tensors that are there, or that a transfer in flight writes into. None is a gradient that there is not."""
 
     tensors: Sequence[Any]
-    work: AllOf | None = None
+    work: CompositeWork | None = None
 
 
-class Mailbox:
+class ActivationStash:
     """One slot, one arrival: put once, taken once. Anything else is a plan that was not verified."""
 
     def __init__(self) -> None:
-        self._slots: dict[Slot, Arrival] = {}
+        self._slots: dict[Slot, Stashed] = {}
 
-    def put(self, slot: Slot, arrival: Arrival) -> None:
+    def put(self, slot: Slot, arrival: Stashed) -> None:
         assert slot not in self._slots, f"{slot} came twice"
         self._slots[slot] = arrival
 
-    def take(self, slot: Slot) -> Arrival:
+    def take(self, slot: Slot) -> Stashed:
         assert slot in self._slots, f"{slot} is used before it was received"
         return self._slots.pop(slot)
 

@@ -9,10 +9,10 @@ from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.step_result import StepStats, Traffic
 from ldt.runtime.mesh.mesh import Mesh
 
-__all__ = ["StatsTaker"]
+__all__ = ["StepStatsTaker"]
 
 
-class StatsTaker:
+class StepStatsTaker:
     """Made when a step begins, asked when it has ended."""
 
     def __init__(self, mesh: Mesh) -> None:

@@ -12,7 +12,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.untrusted import parse, plain, quoted
 
-__all__ = ["CLOSED", "EXITED", "Attendance", "Discord"]
+__all__ = ["CLOSED", "EXITED", "Desync", "DesyncDetector"]
 
 PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
@@ -21,7 +21,7 @@ CLOSED = "closed its mesh"
 EXITED = "exited without closing its mesh"
 
 
-class Discord(NamedTuple):
+class Desync(NamedTuple):
     """That two ranks are not in the same call. ``rank`` is the one that is to blame, if that is clear."""
 
     rank: int | None
@@ -35,7 +35,7 @@ class _Call(NamedTuple):
     thread: int
 
 
-class Attendance:
+class DesyncDetector:
     """Counts the calls of one rank and compares a long one with what other ranks do as their call of that number.
 
     The first rank that is long in call n, or closes instead of it, leaves its name in the store, the others find it
@@ -82,7 +82,7 @@ class Attendance:
         with self._lock:
             return "" if self._current is None else f"{self._current.name} (call {self._current.number})"
 
-    def compare(self, store: Any) -> Discord | None:
+    def compare(self, store: Any) -> Desync | None:
         """What is wrong if another rank makes another call than this one, which has lasted for a while."""
         with self._lock:
             call = self._current
@@ -92,7 +92,7 @@ class Attendance:
         self._compared = call.number
         return trouble
 
-    def leave(self, store: Any, how: str = CLOSED) -> Discord | None:
+    def leave(self, store: Any, how: str = CLOSED) -> Desync | None:
         """Say that this rank makes no more calls. What is wrong if another one waits for it in the next call."""
         with self._lock:
             number = self._count + 1
@@ -108,14 +108,14 @@ class Attendance:
                 "serves one thread at a time, so connect one for each"
             )
 
-    def _meet(self, store: Any, number: int, name: str) -> Discord | None:
+    def _meet(self, store: Any, number: int, name: str) -> Desync | None:
         key = f"{self._key}/{number}"
         text = store.compare_set(key, "", json.dumps([self._rank, name]))
         try:
             first, first_name = _entry(parse(text))
         except ValueError:
             what = f"the store has {quoted(text)} where a rank should have left its call {number}: who writes to it?"
-            return Discord(None, what)
+            return Desync(None, what)
         if first == self._rank:
             self._mine.append(number)
             while len(self._mine) > _KEPT_CALLS:
@@ -125,7 +125,7 @@ class Attendance:
         words = [_words(first, first_name, number), _words(self._rank, name, number)]
         exited = [rank for rank, what in ((first, first_name), (self._rank, name)) if what == EXITED]
         text = f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
-        return Discord(exited[0] if len(exited) == 1 else None, text)
+        return Desync(exited[0] if len(exited) == 1 else None, text)
 
 
 def _entry(value: Any) -> tuple[int, str]:

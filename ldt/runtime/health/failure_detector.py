@@ -18,15 +18,15 @@ from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime.common.error_text import files_of, is_a
 from ldt.runtime.common.managed import managed
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.redact import disclose, reveal
-from ldt.runtime.health.desync import CLOSED, EXITED, Attendance, Discord
-from ldt.runtime.health.hang_detector import StallWatch, of_lost_ranks, picture
-from ldt.runtime.health.heartbeat import Heartbeats, RollCall
+from ldt.runtime.health.desync import CLOSED, EXITED, Desync, DesyncDetector
+from ldt.runtime.health.hang_detector import HangDetector, of_lost_ranks, status_report
+from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
 from ldt.runtime.health.progress import Progress
-from ldt.runtime.health.watchdog import FailureReport, FailureWatch
+from ldt.runtime.health.watchdog import FailureReport, Watchdog
 
-__all__ = ["LEAST_SILENCE", "Patience", "Vigil", "is_of_transfer"]
+__all__ = ["LEAST_SILENCE", "FailureDetector", "HealthTimeouts", "is_of_transfer"]
 
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _CONSEQUENCES = (RemoteStageError, LaneError, dist.DistError)
@@ -44,7 +44,7 @@ _USERS_CODE = "the code that uses the mesh"
 
 
 @dataclass(frozen=True)
-class Patience:
+class HealthTimeouts:
     """How long a rank may be silent, and how long it may not get on, until it is taken for lost or hung."""
 
     silence: timedelta = timedelta(seconds=30)
@@ -52,7 +52,7 @@ class Patience:
     warn_after: timedelta = timedelta(seconds=60)
 
 
-class Vigil:
+class FailureDetector:
     """Kept by each rank over its mesh, at ``place``. ``on_failure`` is called once, when the first failure is known.
 
     ``break_off`` is called a second later, unless the mesh is closed by then: it ends what nothing else ends.
@@ -62,10 +62,10 @@ class Vigil:
 
     def __init__(
         self,
-        place: Place,
+        rank_info: RankInfo,
         store: Any,
         key: str,
-        patience: Patience,
+        patience: HealthTimeouts,
         *,
         shares_errors: bool,
         on_failure: Callable[[FailureReport], None],
@@ -73,66 +73,66 @@ class Vigil:
         overdue: Callable[[], str],
         lost_connections: Callable[[], int],
     ) -> None:
-        self._place = place
+        self._rank_info = rank_info
         self._shares_errors = shares_errors
         self._overdue = overdue
         self._lost_connections = lost_connections
         self._known_losses = 0
         self._known_closed: frozenset[int] = frozenset()
         self._explained_until = 0.0
-        self._roll: RollCall | None = None
+        self._probe: LivenessProbe | None = None
         stall = patience.stall.total_seconds()
         self._silence = patience.silence.total_seconds()
         self.progress = Progress()
-        self.attendance = Attendance(f"{key}/call", place.global_rank)
-        self.heartbeats = Heartbeats(f"{key}/seen", place.ranks, place.global_rank, self.progress)
-        self._stall = StallWatch(
-            place,
+        self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)
+        self.heartbeats = Heartbeats(f"{key}/seen", rank_info.ranks, rank_info.global_rank, self.progress)
+        self._hang_detector = HangDetector(
+            rank_info,
             self.progress,
             self.heartbeats,
             warn_after=min(patience.warn_after.total_seconds(), stall / 2),
             limit=stall,
             shows_stack=shares_errors,
         )
-        lookouts = (
+        health_checks = (
             self._beat,
             self._compare_calls,
             self._find_overdue,
             self._look_after_connections,
             self._look_after_neighbour,
-            self._stall.look,
+            self._hang_detector.look,
         )
         answer_seconds = max(self._silence, _LEAST_ANSWER_SECONDS)
-        self.failures = FailureWatch(store, f"{key}/failure", on_failure, lookouts, break_off, answer_seconds)
-        self.failures.on_exit = self._exit
+        self.watchdog = Watchdog(
+            store, f"{key}/failure", on_failure, health_checks, break_off, answer_seconds
+        )
+        self.watchdog.on_exit = self._exit
 
     @managed
     def calling(self, name: str) -> Iterator[None]:
         """Held around a collective call of all ranks. Raises LdtError within another one."""
         with ExitStack() as held:
             try:
-                held.enter_context(self.attendance.calling(name))
+                held.enter_context(self.desync.calling(name))
             except LdtError as error:
-                if (
-                    not self.attendance.of_this_thread
-                ):  # nobody else would tell the others, who make this call
+                if not self.desync.of_this_thread:  # nobody else would tell the others, who make this call
                     self.publish(error, name)
                 raise
-            held.enter_context(self.progress.calling(self.attendance.current))
+            held.enter_context(self.progress.calling(self.desync.current))
             yield
 
     def publish(self, error: BaseException, place: str = _USERS_CODE) -> FailureReport:
         """Report ``error`` unless another failure is known or comes to be known. Returns the first failure."""
-        first = self.failures.first
+        first = self.watchdog.first
         if first is None and self._may_follow(error):
             first = self._cause(error)
         if first is None:
-            first = self.failures.publish(self._report_of(error, place))
+            first = self.watchdog.publish(self._report_of(error, place))
         return first
 
     def lost(self, doing: str, error: BaseException) -> LdtError:
         """What to raise where a connection was lost: of the failure that this came of, if that comes to be known."""
-        first = self.failures.first or self._cause(error)
+        first = self.watchdog.first or self._cause(error)
         if first is not None:
             return first.as_error()
         return TransferError(f"lost the connection while {doing}: {error}")
@@ -147,13 +147,13 @@ class Vigil:
         def farewell(store: Any) -> FailureReport | None:
             self.progress.closed = True
             self.heartbeats.beat_now(store)
-            return self._told(self.attendance.leave(store, how))
+            return self._told(self.desync.leave(store, how))
 
-        place = self._place
-        if self.failures.first is not None and place.global_rank == 0:
+        place = self._rank_info
+        if self.watchdog.first is not None and place.global_rank == 0:
             # Its process may keep the store, and end next: then nobody could read any more what happened.
-            self.failures.await_known(len(place.ranks), _TELLING_SECONDS)
-        self.failures.leave(farewell)
+            self.watchdog.await_known(len(place.ranks), _TELLING_SECONDS)
+        self.watchdog.leave(farewell)
 
     # -- what goes wrong elsewhere ---------------------------------------------------------------------------
 
@@ -167,18 +167,20 @@ class Vigil:
     def _cause(self, error: BaseException) -> FailureReport | None:
         """The failure that ``error`` came of: told by another rank, or by its silence."""
         try:
-            roll = self.heartbeats.call_roll(self.failures.store)
-            told = self.failures.wait(roll.patience)
-            missing = {} if told is not None else roll.missing(self.failures.store)
+            probe = self.heartbeats.probe_liveness(self.watchdog.store)
+            told = self.watchdog.wait(probe.patience)
+            missing = {} if told is not None else probe.missing(self.watchdog.store)
         except Exception:  # the store is gone as well: then that is the failure
-            return self.failures.wait(2.0)
-        if self.failures.first is not None or not missing:
-            return self.failures.first
-        noticed = f"rank {self._place.global_rank} noticed: {self.tell(error)}"
-        return self.failures.publish(of_lost_ranks(self._place, missing, f"for {roll.patience:g} s", noticed))
+            return self.watchdog.wait(2.0)
+        if self.watchdog.first is not None or not missing:
+            return self.watchdog.first
+        noticed = f"rank {self._rank_info.global_rank} noticed: {self.tell(error)}"
+        return self.watchdog.publish(
+            of_lost_ranks(self._rank_info, missing, f"for {probe.patience:g} s", noticed)
+        )
 
     def _report_of(self, error: BaseException, place: str) -> FailureReport:
-        me = self._place
+        me = self._rank_info
         report = FailureReport.of(
             error, me.global_rank, me.stage, me.replica, place, in_full=self._shares_errors
         )
@@ -192,7 +194,9 @@ class Vigil:
 
     def _picture(self) -> str:
         try:
-            return picture(self._place, self.heartbeats.sightings(self.failures.store), self.progress)
+            return status_report(
+                self._rank_info, self.heartbeats.statuses(self.watchdog.store), self.progress
+            )
         except Exception as error:
             return f"  the store does not tell: {error}"
 
@@ -200,7 +204,7 @@ class Vigil:
         """The interpreter ends, and the mesh was not closed: because of an exception, or by the script's end."""
         of_person = hasattr(sys, "ps1")  # who may have seen to it
         error = None if of_person else getattr(sys, "last_value", None)
-        if isinstance(error, BaseException) and self.failures.first is None:
+        if isinstance(error, BaseException) and self.watchdog.first is None:
             self.publish(error)
         self.leave(EXITED)
 
@@ -210,15 +214,15 @@ class Vigil:
         self.heartbeats.beat(store)
 
     def _compare_calls(self, store: Any) -> FailureReport | None:
-        return self._told(self.attendance.compare(store))
+        return self._told(self.desync.compare(store))
 
-    def _told(self, discord: Discord | None) -> FailureReport | None:
-        if discord is None:
+    def _told(self, desync: Desync | None) -> FailureReport | None:
+        if desync is None:
             return None
-        if discord.rank not in self._place.ranks:
-            return FailureReport.of_unknown(discord.text)
-        node = self._place.node_of(discord.rank)
-        return FailureReport(discord.rank, node.stage, node.replica, "", discord.text)
+        if desync.rank not in self._rank_info.ranks:
+            return FailureReport.of_unknown(desync.text)
+        node = self._rank_info.node_of(desync.rank)
+        return FailureReport(desync.rank, node.stage, node.replica, "", desync.text)
 
     def _find_overdue(self, store: Any) -> FailureReport | None:
         """A device that has failed answers with an error, which is as good a reason."""
@@ -231,31 +235,33 @@ class Vigil:
     def _look_after_connections(self, store: Any) -> FailureReport | None:
         """Where no rank waits for one that is gone, as it computes, or waits for its device."""
         lost = self._lost_connections()
-        if self._roll is None and lost > self._known_losses:
+        if self._probe is None and lost > self._known_losses:
             self._known_losses = lost
-            roll = self.heartbeats.call_roll(store)
-            if roll.closed != self._known_closed:  # these are connections of ranks that are just closing
-                self._known_closed = roll.closed
+            probe = self.heartbeats.probe_liveness(store)
+            if probe.closed != self._known_closed:  # these are connections of ranks that are just closing
+                self._known_closed = probe.closed
                 self._explained_until = time.monotonic() + _CLOSING_SECONDS
             if time.monotonic() > self._explained_until:
-                self._roll = roll
-        if self._roll is None or not self._roll.is_over:
+                self._probe = probe
+        if self._probe is None or not self._probe.is_over:
             return None
-        roll = self._roll
-        missing = roll.missing(store)
-        self._roll = None
-        noticed = f"rank {self._place.global_rank} noticed that connections to it were closed"
-        return of_lost_ranks(self._place, missing, f"for {roll.patience:g} s", noticed) if missing else None
+        probe = self._probe
+        missing = probe.missing(store)
+        self._probe = None
+        noticed = f"rank {self._rank_info.global_rank} noticed that connections to it were closed"
+        return (
+            of_lost_ranks(self._rank_info, missing, f"for {probe.patience:g} s", noticed) if missing else None
+        )
 
     def _look_after_neighbour(self, store: Any) -> FailureReport | None:
         found = self.heartbeats.look_after_neighbour(store, self._silence)
         if found is None:
             return None
         noticed = (
-            f"Rank {self._place.global_rank} noticed. If it may be silent for so long, as in a debugger, give connect "
-            "a longer heartbeat_timeout."
+            f"Rank {self._rank_info.global_rank} noticed. If it may be silent for so long, as in a debugger, give "
+            "connect a longer heartbeat_timeout."
         )
-        return of_lost_ranks(self._place, dict([found]), f"for {self._silence:.0f} s", noticed)
+        return of_lost_ranks(self._rank_info, dict([found]), f"for {self._silence:.0f} s", noticed)
 
 
 def is_of_transfer(error: BaseException) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 
 from ldt.plan.checks.error_context import excerpt
 from ldt.runtime.common.error_text import TRACEBACK_LINES
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health.failure_report import FailureReport
-from ldt.runtime.health.heartbeat import Heartbeats, RollCall
-from ldt.runtime.health.progress import Progress, Sighting
+from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
+from ldt.runtime.health.progress import Progress, RankStatus
 
-__all__ = ["StallWatch", "of_lost_ranks", "picture"]
+__all__ = ["HangDetector", "of_lost_ranks", "status_report"]
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ _GRACE_SECONDS = 2.0  # a rank that hangs can say best where, if it still can
 _SHOWN = 32  # ranks
 
 
-class StallWatch:
+class HangDetector:
     """Asked again and again by the thread that watches for failures.
 
     Once this rank has not got on for ``limit`` seconds in a call, it calls the roll. Who does not answer is lost; else
@@ -34,7 +34,7 @@ class StallWatch:
 
     def __init__(
         self,
-        place: Place,
+        rank_info: RankInfo,
         progress: Progress,
         heartbeats: Heartbeats,
         *,
@@ -42,51 +42,51 @@ class StallWatch:
         limit: float,
         shows_stack: bool,
     ) -> None:
-        self._place = place
+        self._rank_info = rank_info
         self._progress = progress
         self._heartbeats = heartbeats
         self._warn_after = warn_after
         self._limit = limit
         self._shows_stack = shows_stack
         self._warned_of = ""
-        self._roll: RollCall | None = None
+        self._probe: LivenessProbe | None = None
 
     def look(self, store: Any) -> FailureReport | None:
         """Who hangs, if somebody does."""
         call, seconds = self._progress.call, self._progress.seconds
         if not call or seconds < self._warn_after:
-            self._roll = None
+            self._probe = None
             return None
-        if self._warned_of != call and self._place.is_leader:
+        if self._warned_of != call and self._rank_info.is_leader:
             self._warned_of = call
             self._warn(store, call, seconds)
         if seconds < self._limit:
             return None
-        if self._roll is None:
-            self._roll = self._heartbeats.call_roll(store)
-        return self._judge(store, self._roll, seconds) if self._roll.is_over else None
+        if self._probe is None:
+            self._probe = self._heartbeats.probe_liveness(store)
+        return self._judge(store, self._probe, seconds) if self._probe.is_over else None
 
     def _warn(self, store: Any, call: str, seconds: float) -> None:
-        shown = picture(self._place, self._heartbeats.sightings(store), self._progress)
-        me = self._place.global_rank
+        shown = status_report(self._rank_info, self._heartbeats.statuses(store), self._progress)
+        me = self._rank_info.global_rank
         logger.warning("rank %d has not got on for %.0f s in %s\n%s", me, seconds, call, shown)
 
-    def _judge(self, store: Any, roll: RollCall, seconds: float) -> FailureReport | None:
-        me = self._place.global_rank
-        missing = roll.missing(store)
+    def _judge(self, store: Any, probe: LivenessProbe, seconds: float) -> FailureReport | None:
+        me = self._rank_info.global_rank
+        missing = probe.missing(store)
         if missing:
             noticed = f"Rank {me} noticed as it has not got on for {seconds:.0f} s."
-            return of_lost_ranks(self._place, missing, f"for {roll.patience:g} s", noticed)
-        sightings = self._heartbeats.sightings(store) | {me: self._progress.sighting()}
-        busy = {rank: seen for rank, seen in sightings.items() if not (seen.is_waiting or seen.closed)}
+            return of_lost_ranks(self._rank_info, missing, f"for {probe.patience:g} s", noticed)
+        statuses = self._heartbeats.statuses(store) | {me: self._progress.status()}
+        busy = {rank: seen for rank, seen in statuses.items() if not (seen.is_waiting or seen.closed)}
         if any(seen.seconds < self._limit for seen in busy.values()):
             return None  # somebody works
         culprit = max(busy, key=lambda rank: busy[rank].seconds, default=None)
         if culprit == me:
             return self._of_this_rank(seconds)
-        if seconds < self._limit + roll.patience + _GRACE_SECONDS:
+        if seconds < self._limit + probe.patience + _GRACE_SECONDS:
             return None
-        shown = picture(self._place, sightings, self._progress)
+        shown = status_report(self._rank_info, statuses, self._progress)
         if culprit is None:
             text = (
                 f"no rank has got on for {self._limit:.0f} s, each waits for others (stall_timeout):\n{shown}"
@@ -110,23 +110,23 @@ class StallWatch:
         )
         lines = "".join(traceback.format_list(stack)).splitlines()[-TRACEBACK_LINES:]
         return self._report(
-            self._place.global_rank,
+            self._rank_info.global_rank,
             self._progress.place or self._progress.call,
             f"no progress for {seconds:.0f} s: it stands at {where}. Give connect a longer stall_timeout if it works",
             "\n".join(lines) if self._shows_stack else "",
         )
 
     def _report(self, rank: int, place: str, error: str, stack: str = "") -> FailureReport:
-        node = self._place.node_of(rank)
+        node = self._rank_info.node_of(rank)
         return FailureReport(rank, node.stage, node.replica, place, error, None, stack)
 
 
 def of_lost_ranks(
-    place: Place, missing: Mapping[int, Sighting], how_long: str, noticed: str
+    rank_info: RankInfo, missing: Mapping[int, RankStatus], how_long: str, noticed: str
 ) -> FailureReport:
     """That the ranks ``missing`` give no sign of life, and how that was ``noticed``."""
     rank, seen = next(iter(missing.items()))
-    node = place.node_of(rank)
+    node = rank_info.node_of(rank)
     others = f", nor of ranks {list(missing)[1:]}" if len(missing) > 1 else ""
     text = (
         f"no sign of life {how_long}{others}: its process was killed (out of memory?), has exited or is stopped, or "
@@ -135,20 +135,20 @@ def of_lost_ranks(
     return FailureReport(rank, node.stage, node.replica, "", text + noticed)
 
 
-def picture(place: Place, sightings: Mapping[int, Sighting], progress: Progress) -> str:
+def status_report(rank_info: RankInfo, statuses: Mapping[int, RankStatus], progress: Progress) -> str:
     """What each rank was last seen doing, a line for each, and where the nodes are in the plan that is run."""
-    shown = list(place.ranks[:_SHOWN])
+    shown = list(rank_info.ranks[:_SHOWN])
     lines = [
-        f"  {place.describe(rank)}: {sightings[rank].describe() if rank in sightings else 'never seen'}"
+        f"  {rank_info.describe(rank)}: {statuses[rank].describe() if rank in statuses else 'never seen'}"
         for rank in shown
     ]
-    if len(shown) < len(place.ranks):
-        lines.append(f"  and {len(place.ranks) - len(shown)} more ranks")
-    leaders = {node: place.ranks[place.topology.leader_of(node)] for node in place.topology.nodes}
+    if len(shown) < len(rank_info.ranks):
+        lines.append(f"  and {len(rank_info.ranks) - len(shown)} more ranks")
+    leaders = {node: rank_info.ranks[rank_info.topology.leader_of(node)] for node in rank_info.topology.nodes}
     places = {
-        node: sightings[leader].index
+        node: statuses[leader].index
         for node, leader in leaders.items()
-        if leader in shown and leader in sightings and sightings[leader].index >= 0
+        if leader in shown and leader in statuses and statuses[leader].index >= 0
     }
     plan = progress.plan
     return "\n".join(lines + ([excerpt(plan, places)] if plan is not None and places else []))

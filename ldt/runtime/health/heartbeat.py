@@ -6,14 +6,14 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from ldt.runtime.health.progress import Progress, Sighting
+from ldt.runtime.health.progress import Progress, RankStatus
 
-__all__ = ["Heartbeats", "RollCall"]
+__all__ = ["Heartbeats", "LivenessProbe"]
 
 _BEAT_SECONDS = 0.2
 _LOOK_SECONDS = 1.0  # how often a rank looks after its neighbour
 _BEATS_TO_WAIT = 7.5
-_NEVER_SEEN = Sighting(0).to_text().encode()
+_NEVER_SEEN = RankStatus(0).to_text().encode()
 _RANKS_PER_BEAT = 250  # of larger meshes ranks beat less often, so that the store is not asked more often
 
 
@@ -40,16 +40,16 @@ class Heartbeats:
             self.beat_now(store)
 
     def beat_now(self, store: Any) -> None:
-        store.set(f"{self._key}/{self._rank}", self._progress.sighting().to_text())
+        store.set(f"{self._key}/{self._rank}", self._progress.status().to_text())
 
-    def sightings(self, store: Any) -> dict[int, Sighting]:
+    def statuses(self, store: Any) -> dict[int, RankStatus]:
         """What each rank, by its global number, was last seen doing. Without those that were never seen."""
-        return {rank: Sighting.from_text(text) for rank, text in self.texts(store).items()}
+        return {rank: RankStatus.from_text(text) for rank, text in self.texts(store).items()}
 
-    def call_roll(self, store: Any) -> RollCall:
-        return RollCall(self, store)
+    def probe_liveness(self, store: Any) -> LivenessProbe:
+        return LivenessProbe(self, store)
 
-    def look_after_neighbour(self, store: Any, limit: float) -> tuple[int, Sighting] | None:
+    def look_after_neighbour(self, store: Any, limit: float) -> tuple[int, RankStatus] | None:
         """The next rank, and what it was last seen doing, if it has given no sign of life for ``limit`` seconds.
 
         Each looks after one, so one of those next to ranks that are gone is still there.
@@ -61,10 +61,10 @@ class Heartbeats:
         text = self.texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
         if self._neighbours_last is None or self._neighbours_last[0] != text:
             self._neighbours_last = text, now
-        sighting = Sighting.from_text(text)
+        status = RankStatus.from_text(text)
         return (
-            (self._neighbour, sighting)
-            if now - self._neighbours_last[1] > limit and not sighting.closed
+            (self._neighbour, status)
+            if now - self._neighbours_last[1] > limit and not status.closed
             else None
         )
 
@@ -80,7 +80,7 @@ class Heartbeats:
         return dict(zip(keys, store.multi_get(list(keys.values())), strict=True)) if keys else {}
 
 
-class RollCall:
+class LivenessProbe:
     """Asks all other ranks for a sign of life, from when it is made on. Those that have closed need not give one.
 
     Ranks that are busy may be late, so it takes ``patience`` seconds until one can be said to be missing.
@@ -92,7 +92,7 @@ class RollCall:
             store, heartbeats.others
         )
         self.closed = frozenset(
-            rank for rank, text in self._before.items() if Sighting.from_text(text).closed
+            rank for rank, text in self._before.items() if RankStatus.from_text(text).closed
         )
         self._silent = set(self._before) - self.closed
         self._start = time.monotonic()
@@ -102,8 +102,8 @@ class RollCall:
     def is_over(self) -> bool:
         return time.monotonic() - self._start > self.patience
 
-    def missing(self, store: Any) -> dict[int, Sighting]:
+    def missing(self, store: Any) -> dict[int, RankStatus]:
         """Ranks that have given no sign of life yet, and what they were last seen doing."""
         now = self._heartbeats.texts(store, self._silent)
         self._silent = {rank for rank in self._silent if now.get(rank, _NEVER_SEEN) == self._before[rank]}
-        return {rank: Sighting.from_text(self._before[rank]) for rank in sorted(self._silent)}
+        return {rank: RankStatus.from_text(self._before[rank]) for rank in sorted(self._silent)}

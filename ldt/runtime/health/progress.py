@@ -13,13 +13,13 @@ from ldt.plan import Plan
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.untrusted import parse, plain
 
-__all__ = ["Progress", "Sighting"]
+__all__ = ["Progress", "RankStatus"]
 
 _TEXT_LIMIT = 300
 
 
 @dataclass(frozen=True)
-class Sighting:
+class RankStatus:
     """A rank at one moment. ``index`` is that of its action in its row; ``seconds``, for how long it has not got on.
 
     ``beat`` counts those of the rank. It holds names and numbers only, so that of the edge may be shown to all.
@@ -38,7 +38,7 @@ class Sighting:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: bytes | str) -> Sighting:
+    def from_text(cls, text: bytes | str) -> RankStatus:
         """What ``to_text`` gives; one that says nothing for anything else, as it may be the reason of a failure."""
         try:
             fields: dict[str, Any] = parse(text)
@@ -114,13 +114,13 @@ class Progress:
         """Since this rank has got on."""
         return time.monotonic() - self._since
 
-    def sighting(self) -> Sighting:
+    def status(self) -> RankStatus:
         """A new one each time."""
         self._beat += 1
         texts = (text[:_TEXT_LIMIT] for text in (self.call, self.place, self._waits_for, self._received))
         call, place, waits_for, received = texts
         seconds = round(self.seconds, 1)
-        return Sighting(self._beat, call, place, self._index, waits_for, received, seconds, self.closed)
+        return RankStatus(self._beat, call, place, self._index, waits_for, received, seconds, self.closed)
 
     def _moved(self) -> None:
         self._since = time.monotonic()

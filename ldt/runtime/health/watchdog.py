@@ -15,7 +15,7 @@ from typing import Any
 from ldt.runtime.health.connections import Connections
 from ldt.runtime.health.failure_report import FailureReport
 
-__all__ = ["FailureReport", "FailureWatch", "Lookout"]
+__all__ = ["FailureReport", "HealthCheck", "Watchdog"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +26,10 @@ _GRACE_SECONDS = 1.0  # for ranks to leave what they wait in, one after the othe
 _LOST_SECONDS = 1.0  # how long the store may refuse
 _ANSWER_SECONDS = 30.0  # how long it may say nothing
 _STORE_ERRORS = (RuntimeError, OSError)
-Lookout = Callable[[Any], "FailureReport | None"]  # given the store: what is wrong, if something is
+HealthCheck = Callable[[Any], "FailureReport | None"]  # given the store: what is wrong, if something is
 
 # The threads must have ended before the interpreter goes: one that comes back from the store then would abort it.
-_running: weakref.WeakSet[FailureWatch] = weakref.WeakSet()
+_running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
 
 # A forked child has none of the threads, but all of what Python does at the end.
@@ -50,13 +50,13 @@ def _freeze() -> None:
     gc.freeze()
 
 
-class FailureWatch:
+class Watchdog:
     """Knows the first failure of the mesh, whichever rank it happened on.
 
     A thread looks into the store every 0.1 s over a connection of its own, so that a rank that is blocked in a
     transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes. A second later,
-    unless this is closed by then, the thread calls ``break_off``. It also asks ``lookouts`` in turn, and publishes what
-    they find. A store that does not answer a question within ``answer_seconds`` is a failure, too.
+    unless this is closed by then, the thread calls ``break_off``. It also asks ``health_checks`` in turn, and publishes
+    what they find. A store that does not answer a question within ``answer_seconds`` is a failure, too.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class FailureWatch:
         store: Any,
         key: str,
         on_failure: Callable[[FailureReport], None],
-        lookouts: Sequence[Lookout] = (),
+        health_checks: Sequence[HealthCheck] = (),
         break_off: Callable[[], None] = lambda: None,
         answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
@@ -75,7 +75,7 @@ class FailureWatch:
         atexit.unregister(_freeze)  # whatever failed before, the process has gone on
         self._key = key
         self._on_failure = on_failure
-        self._lookouts = lookouts
+        self._lookouts = health_checks
         self._break_off = break_off
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -132,7 +132,7 @@ class FailureWatch:
                 self._connection.cut()
                 self._thread.join(_JOIN_SECONDS)
 
-    def leave(self, farewell: Lookout) -> None:
+    def leave(self, farewell: HealthCheck) -> None:
         """Stop the thread; unless the mesh has failed, ask ``farewell``, too, and leave what it finds to others."""
         self.close()
         if self._thread.is_alive():

@@ -85,5 +85,5 @@ def _seconds(
     message = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
     answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
     ways = (there, message), (back, answer)
-    rounds = [there_and_back(mesh.failures, *ways, deadline=deadline) for _ in range(_REPEATS + 1)]
+    rounds = [there_and_back(mesh.watchdog, *ways, deadline=deadline) for _ in range(_REPEATS + 1)]
     return statistics.median(rounds[1:])

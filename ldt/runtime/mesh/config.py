@@ -9,16 +9,16 @@ import torch
 
 from ldt.runtime.comm.transfer import Transfers
 from ldt.runtime.comm.transports import TransportChoice
-from ldt.runtime.health.failure_detector import LEAST_SILENCE, Patience
+from ldt.runtime.health.failure_detector import LEAST_SILENCE, HealthTimeouts
 from ldt.topology import LanePolicy, Topology
 
-__all__ = ["Limits", "Terms"]
+__all__ = ["ConnectConfig", "Timeouts"]
 
 _SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
 
 
 @dataclass(frozen=True)
-class Limits:
+class Timeouts:
     """How long ``connect`` and what follows may wait. TypeError and ValueError for what cannot be waited for."""
 
     timeout: timedelta
@@ -39,12 +39,12 @@ class Limits:
                 raise ValueError(f"{name} must be {wanted}, got {limit}")
 
     @property
-    def patience(self) -> Patience:
-        return Patience(self.heartbeat_timeout, self.stall_timeout)
+    def patience(self) -> HealthTimeouts:
+        return HealthTimeouts(self.heartbeat_timeout, self.stall_timeout)
 
 
 @dataclass(frozen=True)
-class Terms:
+class ConnectConfig:
     """See ``connect``. ``ranks`` are global ones, in the order of the topology; ``rank`` is this one's place there."""
 
     topology: Topology
@@ -55,7 +55,7 @@ class Terms:
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
-    limits: Limits
+    timeouts: Timeouts
     share_edge_errors: bool
 
     @property

@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d as c10d
 from ldt.runtime.comm.transfer import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
-from ldt.runtime.health.failure_detector import Patience
+from ldt.runtime.health.failure_detector import HealthTimeouts
 from ldt.runtime.health.fork_guard import check_world
 from ldt.runtime.mesh.autotune import calibrate
-from ldt.runtime.mesh.config import Limits, Terms
+from ldt.runtime.mesh.config import ConnectConfig, Timeouts
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.mesh.rendezvous import check_in, mesh_key, refuse
 from ldt.topology import LanePolicy, Topology
@@ -45,8 +45,8 @@ def connect(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     transfer_timeout: timedelta = timedelta(minutes=30),
-    heartbeat_timeout: timedelta = Patience.silence,
-    stall_timeout: timedelta = Patience.stall,
+    heartbeat_timeout: timedelta = HealthTimeouts.silence,
+    stall_timeout: timedelta = HealthTimeouts.stall,
     share_edge_errors: bool = False,
 ) -> Mesh:
     """Meet the other ranks of ``topology`` and connect everything that a step will use.
@@ -89,16 +89,18 @@ def connect(
     ranks = _check_ranks(topology, ranks)
     rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     device = choose_device(device, backend)
-    limits = Limits(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
+    timeouts = Timeouts(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
     place = (ranks, rank, device)
-    return _connect(Terms(topology, backend, lanes, transfers, transport, *place, limits, share_edge_errors))
+    return _connect(
+        ConnectConfig(topology, backend, lanes, transfers, transport, *place, timeouts, share_edge_errors)
+    )
 
 
-def _connect(terms: Terms) -> Mesh:
-    me = terms.ranks[terms.rank]
-    store, key = _meeting_place(me, terms.ranks)
+def _connect(config: ConnectConfig) -> Mesh:
+    me = config.ranks[config.rank]
+    store, key = _meeting_place(me, config.ranks)
     process, thread = os.getpid(), threading.get_ident()
     if _connecting.setdefault(process, thread) != thread:
         # To wait would be for ever where another rank has them in another order.
@@ -109,16 +111,16 @@ def _connect(terms: Terms) -> Mesh:
             "on all ranks; then each thread may use one",
         )
     try:
-        return _meet(terms, store, key, me)
+        return _meet(config, store, key, me)
     finally:
         _connecting.pop(process, None)
 
 
-def _meet(terms: Terms, store: Any, key: str, me: int) -> Mesh:
-    seconds = terms.limits.timeout.total_seconds()
+def _meet(config: ConnectConfig, store: Any, key: str, me: int) -> Mesh:
+    seconds = config.timeouts.timeout.total_seconds()
     deadline = time.monotonic() + seconds
-    check_in(store, key, me, terms.ranks, terms.settings, seconds)
-    mesh = Mesh(terms, store, key, partial(_connect, terms))
+    check_in(store, key, me, config.ranks, config.settings, seconds)
+    mesh = Mesh(config, store, key, partial(_connect, config))
     try:
         mesh.open(deadline)
         mesh.endpoints.update(calibrate(mesh, deadline))

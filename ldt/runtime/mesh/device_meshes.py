@@ -12,7 +12,7 @@ from ldt.errors import LdtError
 from ldt.runtime.comm import group_layout as naming
 from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.common.device import choose_backend
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.topology import Node
 
 __all__ = ["DeviceMeshes"]
@@ -25,9 +25,9 @@ class DeviceMeshes:
     """
 
     def __init__(
-        self, place: Place, groups: GroupSet, key: str, device: torch.device, backend: str | None
+        self, rank_info: RankInfo, groups: GroupSet, key: str, device: torch.device, backend: str | None
     ) -> None:
-        self._place = place
+        self._rank_info = rank_info
         self._groups = groups
         self._key = key
         self._device = device
@@ -37,7 +37,7 @@ class DeviceMeshes:
     def part(self, dim: str) -> DeviceMesh:
         """A dimension of the device mesh of the stage."""
         if dim not in self._parts:
-            place = self._place
+            place = self._rank_info
             names = (naming.dp_name(place.stage, place.tp_rank), naming.tp_name(*place.node))
             replicas = range(place.topology.replicas(place.stage))
             nodes = (place.topology.ranks_of(Node(place.stage, replica)) for replica in replicas)
@@ -62,6 +62,6 @@ class DeviceMeshes:
             if not dist.is_initialized():
                 raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
             backend = choose_backend(self._device, self._backend)
-            me = [self._place.global_rank]
+            me = [self._rank_info.global_rank]
             self._groups.make(name, f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60))
         return self._groups[name]

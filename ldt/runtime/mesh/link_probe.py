@@ -13,7 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.preconnect import await_on_host
-from ldt.runtime.health.watchdog import FailureWatch
+from ldt.runtime.health.watchdog import Watchdog
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.topology import Direction
 
@@ -61,7 +61,7 @@ def _probe(mesh: Mesh, hop: int, replica: int, nbytes: int) -> tuple[float, floa
     medians = []
     for size in (1, nbytes):
         message = torch.zeros(size, dtype=torch.uint8, device=mesh.device)  # not in the time
-        times = [there_and_back(mesh.failures, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
+        times = [there_and_back(mesh.watchdog, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
         medians.append(statistics.median(times[1:]))
     return (medians[0], medians[1]) if there is not None and there.sends else None
 
@@ -80,7 +80,7 @@ def end_of(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint
 
 
 def there_and_back(
-    failures: FailureWatch, *ways: tuple[Endpoint | None, torch.Tensor], deadline: float = math.inf
+    watchdog: Watchdog, *ways: tuple[Endpoint | None, torch.Tensor], deadline: float = math.inf
 ) -> float:
     """Seconds for a message there and one back, as far as this rank takes part.
 
@@ -90,7 +90,7 @@ def there_and_back(
     for end, message in ways:
         if end is not None:
             work = (end.send if end.sends else end.receive)([message], "probe")
-            if work is not None and not await_on_host(work, failures, _POLL_SECONDS, deadline):
+            if work is not None and not await_on_host(work, watchdog, _POLL_SECONDS, deadline):
                 raise LdtError(
                     f"measuring channel {end.channel.name} took too long: give connect a longer timeout"
                 )

@@ -27,16 +27,16 @@ from ldt.runtime.comm.transports import Carrier, CarrierChoice
 from ldt.runtime.common.device import choose_backend, open_libraries
 from ldt.runtime.common.error_text import is_a
 from ldt.runtime.common.managed import managed
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.redact import reveal
 from ldt.runtime.common.teardown import end_all
-from ldt.runtime.control.collectives import Relay
+from ldt.runtime.control.collectives import Collectives
 from ldt.runtime.control.control_plane import ControlPlane
-from ldt.runtime.control.edge_broadcast import Post, make_post
-from ldt.runtime.health.failure_detector import Vigil, is_of_transfer
+from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
+from ldt.runtime.health.failure_detector import FailureDetector, is_of_transfer
 from ldt.runtime.health.fork_guard import check_process
-from ldt.runtime.health.watchdog import FailureReport, FailureWatch
-from ldt.runtime.mesh.config import Terms
+from ldt.runtime.health.watchdog import FailureReport, Watchdog
+from ldt.runtime.mesh.config import ConnectConfig
 from ldt.runtime.mesh.device_meshes import DeviceMeshes
 from ldt.runtime.mesh.rendezvous import share
 from ldt.topology import Channel, LanePolicy
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _CLOSING_SECONDS = 5.0  # for what is under way on all lanes
 
 
-class Mesh(Place):
+class Mesh(RankInfo):
     """This rank's place in a connected topology, made by ``connect``.
 
     A context manager that closes the mesh, and tells the other ranks of an exception that leaves it.
@@ -60,16 +60,16 @@ class Mesh(Place):
 
     def __init__(
         self,
-        terms: Terms,
+        config: ConnectConfig,
         store: Any,
         key: str,
         connect_again: Callable[[], Mesh],
     ) -> None:
-        super().__init__(terms.topology, terms.ranks, terms.rank)
-        self.lanes: LanePolicy = terms.lanes
-        self.transfers = terms.transfers
-        self.device = terms.device
-        self._terms = terms
+        super().__init__(config.topology, config.ranks, config.rank)
+        self.lanes: LanePolicy = config.lanes
+        self.transfers = config.transfers
+        self.device = config.device
+        self._config = config
         self._key = key
         self._store = store
         self._connect_again = connect_again
@@ -77,19 +77,19 @@ class Mesh(Place):
         self._endpoints: dict[Channel, Endpoint] = {}
         self._carriers: dict[LaneId, Carrier] = {}
         self._watched: tuple[Lane, ...] = ()
-        self._device_meshes = DeviceMeshes(self, self._groups, key, terms.device, terms.backend)
+        self._device_meshes = DeviceMeshes(self, self._groups, key, config.device, config.backend)
         self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
         self._closed = False
         self._process = os.getpid()
         self._pipelines = 0
         self._control: ControlPlane | None = None
-        self._post: Post | None = None
-        self.vigil = Vigil(
+        self._edge_broadcast: EdgeBroadcast | None = None
+        self.detector = FailureDetector(
             self,
             store,
             key,
-            terms.limits.patience,
-            shares_errors=terms.share_edge_errors or not self.is_edge,
+            config.timeouts.patience,
+            shares_errors=config.share_edge_errors or not self.is_edge,
             on_failure=self._on_failure,
             break_off=self._groups.break_all,
             overdue=self._overdue,
@@ -129,10 +129,10 @@ class Mesh(Place):
         return self._control
 
     @property
-    def post(self) -> Post:
-        assert self._post is not None, "the mesh is not connected"
+    def edge_broadcast(self) -> EdgeBroadcast:
+        assert self._edge_broadcast is not None, "the mesh is not connected"
         self._check_process()
-        return self._post
+        return self._edge_broadcast
 
     @property
     def endpoints(self) -> dict[Channel, Endpoint]:
@@ -146,7 +146,7 @@ class Mesh(Place):
 
     def all_lanes(self) -> list[Lane]:
         """Every lane that this rank has an end of."""
-        lanes = (strand.lane for end in self._endpoints.values() for strand in end.strands.values())
+        lanes = (stripe.lane for end in self._endpoints.values() for stripe in end.stripes.values())
         return list({id(lane): lane for lane in lanes}.values())
 
     def transport_of(self, channel: Channel) -> str:
@@ -155,7 +155,7 @@ class Mesh(Place):
         Where its strands differ, all of theirs, as "c10d and copy_engine".
         """
         key = lanes_of(self.topology, self.lanes)[channel]
-        carriers = (self._carriers.get((key, strand)) for strand in self._endpoints[channel].strands)
+        carriers = (self._carriers.get((key, stripe)) for stripe in self._endpoints[channel].stripes)
         return " and ".join(
             sorted({"c10d" if carrier is None else carrier.transport for carrier in carriers})
         )
@@ -167,17 +167,17 @@ class Mesh(Place):
     # -- failing and closing ---------------------------------------------------------------------------------
 
     @property
-    def failures(self) -> FailureWatch:
-        return self.vigil.failures
+    def watchdog(self) -> Watchdog:
+        return self.detector.watchdog
 
     @property
     def failed(self) -> bool:
-        return self.failures.first is not None
+        return self.watchdog.first is not None
 
     def check_usable(self) -> None:
         """Raise LdtError if this mesh is closed, of another process or has failed: RemoteStageError if elsewhere."""
         self._check_process()
-        first = self.failures.first
+        first = self.watchdog.first
         if first is not None:
             refused = "this mesh cannot be used after a failure; connect again. "
             if first.rank == self.global_rank:
@@ -191,7 +191,7 @@ class Mesh(Place):
 
         Raises LdtError within another call of this rank.
         """
-        return self.vigil.calling(name)
+        return self.detector.calling(name)
 
     @managed
     def collective(self, name: str) -> Iterator[None]:
@@ -213,7 +213,7 @@ class Mesh(Place):
         """
         if not self._is_here:
             raise error  # of a forked child
-        first = self.vigil.publish(error, place)
+        first = self.detector.publish(error, place)
         self._groups.break_all()
         mine = first.rank == self.global_rank
         if mine:
@@ -228,7 +228,7 @@ class Mesh(Place):
 
     def tell(self, error: BaseException) -> str:
         """What the other ranks may learn of ``error``; see ``fail``."""
-        return self.vigil.tell(error)
+        return self.detector.tell(error)
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
@@ -241,11 +241,11 @@ class Mesh(Place):
             return
         self._check_process()
         if not self.failed:
-            self.vigil.attendance.check_free("close()")
+            self.detector.desync.check_free("close()")
         self._closed = True
         if self.failed:  # before what may take a while
             self._groups.break_all()
-        steps = (self.vigil.leave, self._drop_lanes, self._drop_groups)
+        steps = (self.detector.leave, self._drop_lanes, self._drop_groups)
         first = end_all(("close the mesh in full", step) for step in steps)
         if first is not None:
             raise first
@@ -271,7 +271,7 @@ class Mesh(Place):
         code = error.code if error is not None and is_a(error, SystemExit) else 1  # type: ignore[attr-defined]
         ends = code is None or (type(code) is int and code == 0)  # with nothing wrong
         if error is not None and not ends and not self._closed:
-            self.vigil.publish(error)
+            self.detector.publish(error)
         self.close()
 
     def __repr__(self) -> str:
@@ -283,25 +283,25 @@ class Mesh(Place):
 
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        open_libraries(self.device, partial(check_opening, self.device, self.failures, deadline))
-        transfer_timeout = self._terms.limits.transfer_timeout
+        open_libraries(self.device, partial(check_opening, self.device, self.watchdog, deadline))
+        transfer_timeout = self._config.timeouts.transfer_timeout
         self._groups.use(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
-                self.failures.check()
+                self.watchdog.check()
                 control = naming.is_control(spec.name)
-                kind = naming.GLOO if control else choose_backend(self.device, self._terms.backend)
+                kind = naming.GLOO if control else choose_backend(self.device, self._config.backend)
                 members = [self.ranks[rank] for rank in spec.ranks]
                 self._groups.make(spec.name, f"{self._key}/{spec.name}", members, kind, _until(deadline))
-        relay = Relay(
+        collectives = Collectives(
             self,
-            self.vigil,
+            self.detector,
             transfer_timeout.total_seconds(),
             self._groups.get(naming.control_name(self.node)),
             self._groups.get(naming.LEADERS_CONTROL) if self.is_leader else None,
         )
-        self._control = ControlPlane(self, relay, self.failures, lambda: self.vigil.attendance.current)
-        self._post = make_post(self, relay, self.vigil, self._groups)
+        self._control = ControlPlane(self, collectives, self.watchdog, lambda: self.detector.desync.current)
+        self._edge_broadcast = make_edge_broadcast(self, collectives, self.detector, self._groups)
         self._carriers = self._choose_carriers(deadline)
         self._endpoints = make_endpoints(
             self.topology,
@@ -316,18 +316,18 @@ class Mesh(Place):
         self._watched = tuple(self.all_lanes())
         if dist.is_initialized():
             self._device_meshes.part("tp")  # not first while shapes are inferred
-            connect_alone(self._groups, self.device, self.failures, deadline)
-        self.failures.check()  # what failed before there was a lane to abort
-        connect_all(self._groups, self.topology, self._endpoints, self.device, self.failures, deadline)
+            connect_alone(self._groups, self.device, self.watchdog, deadline)
+        self.watchdog.check()  # what failed before there was a lane to abort
+        connect_all(self._groups, self.topology, self._endpoints, self.device, self.watchdog, deadline)
         limit_transfers(self._groups, self.topology, transfer_timeout)
 
     def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
         def share_with_all(name: str, value: Any) -> list[Any]:
             key = f"{self._key}/carriers/{name}"
-            return share(self._store, key, self.global_rank, self.ranks, value, self.failures, deadline)
+            return share(self._store, key, self.global_rank, self.ranks, value, self.watchdog, deadline)
 
         place = (self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device)
-        return CarrierChoice(self._terms.transport, *place, share_with_all).make()
+        return CarrierChoice(self._config.transport, *place, share_with_all).make()
 
     @property
     def _is_here(self) -> bool:
@@ -343,9 +343,9 @@ class Mesh(Place):
 
     def _abort_lanes(self) -> None:
         """After a failure, and before groups are aborted: NCCL must not be called with their communicators then."""
-        first = self.failures.first
+        first = self.watchdog.first
         reason = "the mesh is closed" if first is None else first.describe()
-        post = [] if self._post is None else self._post.lanes()
+        post = [] if self._edge_broadcast is None else self._edge_broadcast.lanes()
         end_all((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post])
 
     def _overdue(self) -> str:
@@ -361,12 +361,12 @@ class Mesh(Place):
             self._abort_lanes()
         lanes = [] if self.failed else self.all_lanes()
         ends: list[tuple[str, Any]] = [(f"close lane {lane.name}", lane.close) for lane in lanes]
-        if self._post is not None:
-            ends.append(("close the lanes of the edge's letters", self._post.close))
+        if self._edge_broadcast is not None:
+            ends.append(("close the lanes of the edge's letters", self._edge_broadcast.close))
         first = end_all((what, lambda close=close: close(_left(deadline))) for what, close in ends)  # type: ignore[misc]
         self._endpoints.clear()
         self._carriers.clear()
-        self._watched, self._post = (), None
+        self._watched, self._edge_broadcast = (), None
         lanes.clear()
         ends.clear()
         if first is not None:

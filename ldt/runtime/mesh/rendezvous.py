@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import parse, plain, quoted, texts_by_name, understood
-from ldt.runtime.health.watchdog import FailureWatch
+from ldt.runtime.health.watchdog import Watchdog
 
 __all__ = ["check_in", "mesh_key", "refuse", "share"]
 
@@ -66,7 +66,7 @@ def share(
     rank: int,
     ranks: Sequence[int],
     value: Any,
-    failures: FailureWatch,
+    watchdog: Watchdog,
     deadline: float,
 ) -> list[Any]:
     """Give ``value``, a bool or texts by name, to all ``ranks`` (global ones) under ``key``; returns what each gave.
@@ -76,7 +76,7 @@ def share(
     """
     store.set(f"{key}/{rank}", json.dumps(value))
     while not store.check([f"{key}/{other}" for other in ranks]):
-        failures.check()
+        watchdog.check()
         if time.monotonic() > deadline:
             missing = [other for other in ranks if not store.check([f"{key}/{other}"])]
             raise LdtError(f"connect: ranks {missing} did not give their {key} in time; look at their output")

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ldt.errors import LdtError
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.redact import InputValueError
 
 __all__ = [
@@ -47,46 +47,46 @@ def sharding_of(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
     return {index: names for index, names in found.items() if names}
 
 
-def check_sharded_alike(place: Place, shardings: Sequence[Mapping[str, list[str]]]) -> set[int]:
+def check_sharded_alike(rank_info: RankInfo, shardings: Sequence[Mapping[str, list[str]]]) -> set[int]:
     """The stages that have such parts, given ``sharding_of`` of every rank, by rank of the topology.
 
     Raises LdtError if ranks of one stage have other parts: they would wait for each other in vain.
     """
-    stages = [place.topology.node_of(rank).stage for rank in range(len(shardings))]
+    stages = [rank_info.topology.node_of(rank).stage for rank in range(len(shardings))]
     for rank, sharding in enumerate(shardings):
         first = stages.index(stages[rank])
         if sharding != shardings[first]:
             raise LdtError(
                 f"all ranks of a stage must call fully_shard on the same modules of a chunk: of stage {stages[rank]}, "
-                f"rank {place.ranks[first]} did on {shardings[first] or 'none'}, rank {place.ranks[rank]} on "
+                f"rank {rank_info.ranks[first]} did on {shardings[first] or 'none'}, rank {rank_info.ranks[rank]} on "
                 f"{sharding or 'none'} (names by chunk)"
             )
     return {stage for stage, sharding in zip(stages, shardings, strict=True) if sharding}
 
 
-def check_groups(where: str, module: nn.Module, place: Place) -> None:
+def check_groups(where: str, module: nn.Module, rank_info: RankInfo) -> None:
     """Raise ValueError where the module in ``where`` would talk to ranks that run something else."""
-    _check_sharded(module, place)
-    _check_batch_norms(where, module, place)
+    _check_sharded(module, rank_info)
+    _check_batch_norms(where, module, rank_info)
 
 
-def _check_sharded(module: nn.Module, place: Place) -> None:
+def _check_sharded(module: nn.Module, rank_info: RankInfo) -> None:
     """Parts of ``fully_shard`` would divide by a wrong number."""
     parts = _sharded_parts(module)
     for mesh in (p.device_mesh for part in parts for p in part.parameters() if isinstance(p, DTensor)):
-        if mesh.ndim == 1 and place.spans_node(mesh) and not place.spans_replicas(mesh):
+        if mesh.ndim == 1 and rank_info.spans_node(mesh) and not rank_info.spans_replicas(mesh):
             raise InputValueError(
-                f"fully_shard must go over the replicas, ranks {list(place.replica_ranks)}, got a mesh of ranks "
+                f"fully_shard must go over the replicas, ranks {list(rank_info.replica_ranks)}, got a mesh of ranks "
                 f"{mesh.mesh.tolist()}, which are of one stage and see the same microbatches: use mesh.dp_mesh"
             )
 
 
-def _check_batch_norms(where: str, module: nn.Module, place: Place) -> None:
+def _check_batch_norms(where: str, module: nn.Module, rank_info: RankInfo) -> None:
     """A batch norm would wait for ranks of other nodes, which are at other actions of the plan."""
     for name, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm) and dist.is_initialized():
             ranks = dist.get_process_group_ranks(part.process_group or dist.group.WORLD)
-            if not set(ranks) <= set(place.node_ranks):
+            if not set(ranks) <= set(rank_info.node_ranks):
                 raise InputValueError(
                     f"{where}: {name or 'it'} is a SyncBatchNorm over ranks {ranks}, which run other chunks or other "
                     "microbatches, so that its forward would wait for them in vain: take BatchNorm, whose running "

@@ -14,14 +14,14 @@ from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.digests import digests
 from ldt.topology import Direction
 
-__all__ = ["Likeness"]
+__all__ = ["DivergenceCheck"]
 
 _LOOKS = 64  # at messages of other shapes, for each chunk and direction
 _PROJECTIONS = 8
 _PIECE = 1 << 17
 
 
-class Likeness:
+class DivergenceCheck:
     """Compares what leaves a chunk on the ranks of this node, for each kind of message the first time.
 
     Whole tensors are sent by the leader, or in shares by all: if ranks have others, as where layers keep a part of the

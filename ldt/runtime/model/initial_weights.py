@@ -16,7 +16,13 @@ from ldt.runtime.common.untrusted import plain, texts_by_name
 from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.digests import components, digests, raw_bytes
-from ldt.runtime.model.module_state import Held, repeats_elements, spread, tensors_held, unwrapped_tensors
+from ldt.runtime.model.module_state import (
+    HeldTensor,
+    repeats_elements,
+    spread,
+    tensors_held,
+    unwrapped_tensors,
+)
 
 __all__ = ["Weights", "broadcast", "refuse_unwritable"]
 
@@ -35,7 +41,7 @@ class Weights:
 
     def __init__(self, mesh: Mesh, modules: Mapping[str, nn.Module], values: bool) -> None:
         self._mesh = mesh
-        self._by_part: dict[str, list[Held]] = {}
+        self._by_part: dict[str, list[HeldTensor]] = {}
         self._count = len(mesh.topology.ranks_of_stage(mesh.stage))
         for held in () if self._count == 1 else tensors_held(modules):
             self._by_part.setdefault(_part(held.tensor, mesh), []).append(held)
@@ -89,7 +95,7 @@ def broadcast(
         flat = torch.cat([raw_bytes(part).to(mesh.device) for part in bucket])
         work = dist.broadcast(flat, group=group, group_src=0, async_op=True)
         if flat.device.type == "cpu":
-            wait_or_fail(work, mesh.vigil, what)
+            wait_or_fail(work, mesh.detector, what)
         else:
             work.wait()
         if dist.get_rank(group) != 0:
@@ -140,7 +146,7 @@ def _part(tensor: torch.Tensor, mesh: Mesh) -> str:
     return f"{mesh.tp_rank if over_node else ''}/{mesh.replica if over_replicas else ''}"
 
 
-def _lines(found: Sequence[Held], values: bool) -> dict[str, str]:
+def _lines(found: Sequence[HeldTensor], values: bool) -> dict[str, str]:
     """By tensor what must be equal of it."""
     contents = digests([held.tensor for held in found]) if values else [""] * len(found)
     return {held.label: f"{held.describe()} {content}" for held, content in zip(found, contents, strict=True)}

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 
 __all__ = [
-    "Held",
+    "HeldTensor",
     "NamesItself",
     "is_part",
     "parts_of",
@@ -70,7 +70,7 @@ def unwrapped_name(name: str) -> str:
     return name
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A parameter or buffer, ``name`` in ``where``, such as "chunk 1"."""
 
     where: str
@@ -92,13 +92,13 @@ class Held(NamedTuple):
         return f"{kind}{shape}{split}{wanted}"
 
 
-def tensors_held(modules: Mapping[str, nn.Module]) -> Iterator[Held]:
+def tensors_held(modules: Mapping[str, nn.Module]) -> Iterator[HeldTensor]:
     """Parameters and buffers of ``modules``, each of one module once, by the first of its names."""
     for where, module in modules.items():
         for name, parameter in module.named_parameters():
-            yield Held(where, name, parameter)
+            yield HeldTensor(where, name, parameter)
         for name, buffer in module.named_buffers():
-            yield Held(where, name, buffer)
+            yield HeldTensor(where, name, buffer)
 
 
 def is_part(tensor: torch.Tensor) -> bool:
@@ -106,7 +106,7 @@ def is_part(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, DTensor) and bool(getattr(tensor, "tensor_model_parallel", False))
 
 
-def spread(tensor: torch.Tensor, place: Place) -> tuple[bool, bool]:
+def spread(tensor: torch.Tensor, rank_info: RankInfo) -> tuple[bool, bool]:
     """Whether the ranks of a node have different parts of ``tensor``, and whether replicas have."""
     if not isinstance(tensor, DTensor):
         return is_part(tensor), False
@@ -115,7 +115,7 @@ def spread(tensor: torch.Tensor, place: Place) -> tuple[bool, bool]:
         for dim, placement in enumerate(tensor.placements)
         if not placement.is_replicate()
     ]
-    return any(map(place.spans_node, dims)), any(map(place.spans_replicas, dims))
+    return any(map(rank_info.spans_node, dims)), any(map(rank_info.spans_replicas, dims))
 
 
 def _dimension(mesh: DeviceMesh, dim: int) -> DeviceMesh:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ldt.runtime.common.untrusted import texts
 from ldt.runtime.model.digests import components
-from ldt.runtime.model.module_state import Held, unwrapped_name
+from ldt.runtime.model.module_state import HeldTensor, unwrapped_name
 
 __all__ = ["Evidence", "Witness", "content_of", "evidence_by_key", "hashed", "is_one_weight"]
 
@@ -85,12 +85,12 @@ class Witness:
         self._lines: dict[int, tuple[torch.Tensor, str]] = {}
         self._digests: dict[int, tuple[nn.Module, str]] = {}
 
-    def of(self, wanted: Mapping[str, Held]) -> dict[str, Evidence]:
+    def of(self, wanted: Mapping[str, HeldTensor]) -> dict[str, Evidence]:
         """By key what there is on each."""
         elsewhere = self._elsewhere({id(held.tensor) for held in wanted.values()}) if wanted else {}
         return {key: self._on(held, elsewhere.get(id(held.tensor), ())) for key, held in wanted.items()}
 
-    def _on(self, held: Held, elsewhere: Iterable[str]) -> Evidence:
+    def _on(self, held: HeldTensor, elsewhere: Iterable[str]) -> Evidence:
         chunk = self._chunks[int(held.where.removeprefix("chunk "))]
         around = list(self._around(chunk, held.name))
         return Evidence(

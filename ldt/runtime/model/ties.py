@@ -13,7 +13,7 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import plain
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.module_state import Held, NamesItself, unwrapped_name
+from ldt.runtime.model.module_state import HeldTensor, NamesItself, unwrapped_name
 from ldt.runtime.model.tie_evidence import (
     Evidence,
     Witness,
@@ -50,7 +50,7 @@ class Ties:
         self._call = call
         self._modules = modules
         self._marks: dict[str, list[str]] = {}
-        self._held: dict[str, dict[str, Held]] = {}  # by chunk and mark; the first of them
+        self._held: dict[str, dict[str, HeldTensor]] = {}  # by chunk and mark; the first of them
         first = mesh.topology.ranks_of_stage(mesh.stage)[0] == mesh.rank  # it speaks for its stage
         for index, held in _trainable(modules) if first else ():
             content = content_of(held.tensor)
@@ -100,17 +100,17 @@ class Ties:
         return found
 
 
-def _trainable(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, Held]]:
+def _trainable(modules: Mapping[int, nn.Module]) -> Iterator[tuple[int, HeldTensor]]:
     """Each parameter once, with its chunk."""
     seen: set[int] = set()
     for index, module in modules.items():
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield index, Held(f"chunk {index}", name, parameter)
+                yield index, HeldTensor(f"chunk {index}", name, parameter)
 
 
-def _name_mark(chunk: nn.Module, held: Held) -> str | None:
+def _name_mark(chunk: nn.Module, held: HeldTensor) -> str | None:
     if not isinstance(chunk, NamesItself):
         return None
     return _NAME + hashed(chunk.whole_model_name(unwrapped_name(held.name)).encode())

@@ -13,21 +13,21 @@ from ldt.errors import LdtError
 from ldt.runtime.common.error_text import name_of
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import as_bytes
-from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, Letter, Subject
+from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, EdgeMessage, Subject
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.keywords import check_taken
 from ldt.runtime.step.audit import Audit, Guard
 from ldt.runtime.step.call import Call
 from ldt.runtime.step.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
 from ldt.runtime.step.microbatch import Microbatch, Signatures
-from ldt.runtime.step.plan_cache import PlanBook
-from ldt.runtime.step.shape_cache import ShapeBook
+from ldt.runtime.step.plan_cache import PlanCache
+from ldt.runtime.step.shape_cache import ShapeCache
 
-__all__ = ["Notice", "Notices"]
+__all__ = ["Announcement", "Announcer"]
 
 
 @dataclass(frozen=True)
-class Notice:
+class Announcement:
     """What a rank of the edge says of a call; a leader has sent it. ``error`` is why the call cannot be made."""
 
     call: Call
@@ -37,11 +37,11 @@ class Notice:
     error: Exception | None
 
 
-class Notices:
+class Announcer:
     """Those of one pipeline, of which chunks on the cloud take the metadata ``wanted``."""
 
     def __init__(
-        self, mesh: Mesh, shapes: ShapeBook, plans: PlanBook, wanted: Sequence[str], audit: Audit | None
+        self, mesh: Mesh, shapes: ShapeCache, plans: PlanCache, wanted: Sequence[str], audit: Audit | None
     ) -> None:
         self._mesh = mesh
         self._shapes = shapes
@@ -49,23 +49,23 @@ class Notices:
         self._wanted = wanted
         self._audit = audit
         self._signatures = Signatures()
-        self._given: deque[Notice] = deque()
+        self._given: deque[Announcement] = deque()
         self._content = b""  # of the last one
 
-    def give(self, call: Call, upcoming: Call | None) -> Notice:
+    def give(self, call: Call, upcoming: Call | None) -> Announcement:
         """Say what ``call`` is, unless that was said before, and what ``upcoming`` will be. Returns the former.
 
         Raises LdtError if another call was announced than this one.
         """
         if not self._given:
             self._given.append(self._write(call))
-        notice = self._given.popleft()
-        self._check(notice, call)
+        announcement = self._given.popleft()
+        self._check(announcement, call)
         if upcoming is not None:
             self._given.append(self._write(upcoming))
-        return notice
+        return announcement
 
-    def _write(self, call: Call) -> Notice:
+    def _write(self, call: Call) -> Announcement:
         error: Exception | None = None
         try:
             if isinstance(call.microbatches, Exception):
@@ -84,11 +84,11 @@ class Notices:
         self._content = content
         subject = Subject.SAME_STEP if same else Subject.STEP
         if self._mesh.is_leader:
-            letter = Letter(subject, call.number, b"" if same else content)
-            self._mesh.post.tell(letter)
+            edge_message = EdgeMessage(subject, call.number, b"" if same else content)
+            self._mesh.edge_broadcast.tell(edge_message)
             if self._audit is not None:
-                self._audit.write("metadata", call.serial, letter.nbytes)
-        return Notice(call, content, self._shapes.setting(), _versions(call), error)
+                self._audit.write("metadata", call.serial, edge_message.nbytes)
+        return Announcement(call, content, self._shapes.setting(), _versions(call), error)
 
     def _message(self, call: Call, microbatches: Sequence[Microbatch]) -> StepMessage:
         setting = self._shapes.setting()
@@ -113,24 +113,24 @@ class Notices:
         guard = Guard([rest], self._audit is not None)
         guard.check(filter(_is_tensor, tensors.values()), f"metadata of microbatch {index}")
 
-    def _check(self, notice: Notice, call: Call) -> None:
-        said, given = notice.call.microbatches, call.microbatches
-        if said is given or notice.error is not None:
+    def _check(self, announcement: Announcement, call: Call) -> None:
+        said, given = announcement.call.microbatches, call.microbatches
+        if said is given or announcement.error is not None:
             return
-        if notice.call.mode != call.mode:
+        if announcement.call.mode != call.mode:
             raise LdtError(
-                f"the call {notice.call.mode}() was announced (upcoming=), but {call.mode}() is made: make the call "
-                "that was announced"
+                f"the call {announcement.call.mode}() was announced (upcoming=), but {call.mode}() is made: make the "
+                "call that was announced"
             )
-        if not _are_the_same(said, given) or notice.versions != _versions(call):
+        if not _are_the_same(said, given) or announcement.versions != _versions(call):
             raise LdtError(
                 f"the call {call.mode}() was announced (upcoming=) with other microbatches, or their tensors were "
                 "changed since: give the same list, and leave its tensors alone"
             )
-        if notice.setting != self._shapes.setting():
+        if announcement.setting != self._shapes.setting():
             raise LdtError(
-                f"the call {notice.call.mode}() was announced (upcoming=) in another setting than it was made in: "
-                "switch autocast and the mode of modules before a call is announced, not after it"
+                f"the call {announcement.call.mode}() was announced (upcoming=) in another setting than it was made "
+                "in: switch autocast and the mode of modules before a call is announced, not after it"
             )
 
 

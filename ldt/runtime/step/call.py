@@ -13,13 +13,13 @@ from ldt.runtime.common.untrusted import plain, texts, texts_by_name
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.microbatch import Microbatch
 
-__all__ = ["Call", "Mode", "Refusal", "agree"]
+__all__ = ["Call", "Mode", "StepRejected", "all_agree"]
 
 Mode = Literal["step", "eval"]
 _MOMENTS = {"begin": "beginning", "finish": "end"}
 
 
-class Refusal(Exception):  # noqa: N818 (a verdict, not an error of its own)
+class StepRejected(Exception):  # noqa: N818 (a verdict, not an error of its own)
     """The step was called off on all ranks, nothing was sent; the mesh stays usable. ``error`` is to be raised."""
 
     def __init__(self, error: Exception) -> None:
@@ -55,7 +55,7 @@ class Call:
         return self.mode == "step"
 
 
-def agree(
+def all_agree(
     mesh: Mesh,
     call: str,
     error: Exception | None,
@@ -104,7 +104,7 @@ def agree(
 
 
 class _Answer(NamedTuple):
-    """Of one rank, in ``agree``."""
+    """Of one rank, in ``all_agree``."""
 
     error: str | None
     error_type: str | None

@@ -12,19 +12,19 @@ from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.control.collectives import as_tensor
-from ldt.runtime.control.edge_broadcast import Letter, Subject
+from ldt.runtime.control.edge_broadcast import EdgeMessage, Subject
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.step.announce import Notice, Notices
-from ldt.runtime.step.call import Call, Mode, Refusal
+from ldt.runtime.step.announce import Announcement, Announcer
+from ldt.runtime.step.call import Call, Mode, StepRejected
 from ldt.runtime.step.metadata import StepCalledOff, StepMessage, unpack
-from ldt.runtime.step.plan_cache import PlanBook
-from ldt.runtime.step.shape_cache import ShapeBook
+from ldt.runtime.step.plan_cache import PlanCache
+from ldt.runtime.step.shape_cache import ShapeCache
 
-__all__ = ["Agreement", "Opening"]
+__all__ = ["Handshake", "StepContext"]
 
 
 @dataclass(frozen=True)
-class Agreement:
+class StepContext:
     """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m of this rank's edge replica.
 
     ``keywords[m]`` is what chunks here can be given by name: on the edge its inputs, on the cloud what metadata say.
@@ -35,46 +35,48 @@ class Agreement:
     keywords: Sequence[Mapping[str, Any]]
 
 
-class Opening:
-    """Opens the calls of one pipeline. ``notices`` are there on the edge."""
+class Handshake:
+    """Opens the calls of one pipeline. ``announcer`` are there on the edge."""
 
-    def __init__(self, mesh: Mesh, shapes: ShapeBook, plans: PlanBook, notices: Notices | None) -> None:
+    def __init__(self, mesh: Mesh, shapes: ShapeCache, plans: PlanCache, announcer: Announcer | None) -> None:
         self._mesh = mesh
         self._shapes = shapes
         self._plans = plans
-        self._notices = notices
+        self._announcer = announcer
         self._contents: dict[int, bytes] = {}  # what came last of each replica of the edge
         self._messages: dict[int, StepMessage | StepCalledOff] = {}  # the same, made anew for each call
 
-    def open(self, call: Call, upcoming: Call | None = None) -> Agreement:
+    def open(self, call: Call, upcoming: Call | None = None) -> StepContext:
         """Agree on ``call``; the edge also says what ``upcoming`` will be. A collective call of all ranks.
 
-        Raises Refusal where a leader of the edge has a reason not to run; anything else it raises is a failure.
+        Raises StepRejected where a leader of the edge has a reason not to run; anything else it raises is a failure.
         """
         mesh = self._mesh
-        notice = None if self._notices is None else self._notices.give(call, upcoming)
-        letters = mesh.post.hear()
-        for replica, letter in enumerate(letters):
-            self._read(replica, letter)
-        for replica in range(len(letters)):
-            self._check_called(replica, call, notice)
-        if notice is not None:
-            _check_leader(notice, self._contents[mesh.replica])
+        announcement = None if self._announcer is None else self._announcer.give(call, upcoming)
+        edge_messages = mesh.edge_broadcast.hear()
+        for replica, edge_message in enumerate(edge_messages):
+            self._read(replica, edge_message)
+        for replica in range(len(edge_messages)):
+            self._check_called(replica, call, announcement)
+        if announcement is not None:
+            _check_leader(announcement, self._contents[mesh.replica])
         elif call.reason is not None:
             raise call.reason
-        messages = [self._checked(replica, letter, call) for replica, letter in enumerate(letters)]
+        messages = [
+            self._checked(replica, edge_message, call) for replica, edge_message in enumerate(edge_messages)
+        ]
         plan = self._agreed_plan(call, messages)
         keywords = self._keywords(call, messages[mesh.edge_replica])
         hops = [
             self._shapes.hops(message, replica, call.training, keywords)
             for replica, message in enumerate(messages)
         ]
-        return Agreement(plan, hops[mesh.edge_replica], keywords)
+        return StepContext(plan, hops[mesh.edge_replica], keywords)
 
-    def _read(self, replica: int, letter: Letter) -> None:
+    def _read(self, replica: int, edge_message: EdgeMessage) -> None:
         """Also where the letter says that nothing changed: chunks may have changed the tensors that they were given."""
-        if letter.subject is Subject.STEP:
-            self._contents[replica] = letter.content
+        if edge_message.subject is Subject.STEP:
+            self._contents[replica] = edge_message.content
         if replica in self._contents:
             self._messages[replica] = self._unpacked(replica, torch.device("cpu"))
 
@@ -91,12 +93,12 @@ class Opening:
         assert isinstance(on_device, StepMessage)
         return [microbatch.tensors for microbatch in on_device.microbatches]
 
-    def _check_called(self, replica: int, call: Call, notice: Notice | None) -> None:
-        """Raise Refusal if a leader of the edge calls the step off."""
+    def _check_called(self, replica: int, call: Call, announcement: Announcement | None) -> None:
+        """Raise StepRejected if a leader of the edge calls the step off."""
         message = self._messages.get(replica)
         if isinstance(message, StepCalledOff):
-            mine = call.reason if notice is None else notice.error
-            raise Refusal(mine or self._called_off(replica, call.mode, message))
+            mine = call.reason if announcement is None else announcement.error
+            raise StepRejected(mine or self._called_off(replica, call.mode, message))
 
     def _called_off(self, replica: int, mode: Mode, message: StepCalledOff) -> RemoteStageError:
         rank = self._mesh.ranks[self._mesh.edge_leader(replica)]
@@ -108,18 +110,18 @@ class Opening:
             error_type=message.error_type,
         )
 
-    def _checked(self, replica: int, letter: Letter, call: Call) -> StepMessage:
+    def _checked(self, replica: int, edge_message: EdgeMessage, call: Call) -> StepMessage:
         message = self._messages.get(replica)
         if not isinstance(message, StepMessage):
             raise LdtError(
                 "the edge refers to a message that this rank never got: are all ranks at the same call?"
             )
-        if (message.mode, letter.number) != (call.mode, call.number):
-            other = "" if letter.number >> 32 == call.number >> 32 else " of another pipeline"
+        if (message.mode, edge_message.number) != (call.mode, call.number):
+            other = "" if edge_message.number >> 32 == call.number >> 32 else " of another pipeline"
             raise LdtError(
                 f"this rank is at call {call.serial} of this pipeline, {call.mode}(), but the edge is at call "
-                f"{letter.number & 0xFFFFFFFF}{other}, {message.mode}(), or has announced it (upcoming=): every rank "
-                "must make the same calls in the same order"
+                f"{edge_message.number & 0xFFFFFFFF}{other}, {message.mode}(), or has announced it (upcoming=): every "
+                "rank must make the same calls in the same order"
             )
         return message
 
@@ -148,11 +150,11 @@ class Opening:
         return self._plans.get(counts[0], call.training)
 
 
-def _check_leader(notice: Notice, leaders: bytes) -> None:
+def _check_leader(announcement: Announcement, leaders: bytes) -> None:
     """Raise if this member of the edge has something else to say than its leader."""
-    if notice.error is not None:  # of a member alone: the leaders are about to go on
-        raise notice.error
-    if notice.content != leaders:
+    if announcement.error is not None:  # of a member alone: the leaders are about to go on
+        raise announcement.error
+    if announcement.content != leaders:
         raise LdtError(
             "the ranks of the edge must be given equal microbatches and plans, under the same autocast and with the "
             "same modules in train mode: this rank's differ from its leader's in number, shape, dtype, plan or mode"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ldt.runtime.common.lru import Recent
+from ldt.runtime.common.lru import LruCache
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.tensor_spec import TensorSpec
 
@@ -76,7 +76,7 @@ class Signatures:
 
     def __init__(self) -> None:
         self._next = itertools.count()
-        self._numbers: Recent[int] = Recent(4096)
+        self._numbers: LruCache[int] = LruCache(4096)
 
     def number(self, microbatch: Microbatch) -> int:
         return self._numbers.get(microbatch.signature, lambda: next(self._next))

@@ -9,12 +9,12 @@ from ldt.errors import PlanError
 from ldt.plan import Plan, add_communication, add_grad_reduction, ushape, verify
 from ldt.topology import LanePolicy, Topology
 
-__all__ = ["PlanBook", "PlanFactory"]
+__all__ = ["PlanCache", "PlanFactory"]
 
 PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of microbatches, training
 
 
-class PlanBook:
+class PlanCache:
     """Complete plans by number of microbatches and mode, made once each. The same on all ranks: see ``digest``.
 
     A ``plan`` that was given is the only one for its mode, unless there is a ``factory`` to make others.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
-from ldt.runtime.common.lru import Recent
+from ldt.runtime.common.lru import LruCache
 from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.control.collectives import as_bytes
@@ -23,7 +23,7 @@ from ldt.runtime.model.keywords import declares, keywords_of
 from ldt.runtime.step.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.step.microbatch import Microbatch
 
-__all__ = ["ShapeBook"]
+__all__ = ["ShapeCache"]
 
 KEPT_ANSWERS = 4096  # of the head, and of the other chunks
 
@@ -38,7 +38,7 @@ class _Question(NamedTuple):
     setting: str
 
 
-class ShapeBook:
+class ShapeCache:
     """The specs of hops c -> c+1 for every microbatch of a step, the same on all ranks.
 
     The edge says what hop 0 carries, and in which setting; what was not met before in that one, each chunk's leader
@@ -59,15 +59,15 @@ class ShapeBook:
     ) -> None:
         self.chunks = chunks
         self._loss_trains = loss_trains
-        self.hooks = ForwardHooks(mesh.failures.store, f"{mesh.failures.key}/pipeline-{number}")
+        self.hooks = ForwardHooks(mesh.watchdog.store, f"{mesh.watchdog.key}/pipeline-{number}")
         self._reads = {int(chunk): names for chunk, names in (reads or {}).items()}
         self._mesh = mesh
         self._topology = mesh.topology
         self.keywords = {index: keywords_of(module) for index, module in chunks.items()}
         if mesh.topology.channels:
             warm_up()
-        self._heads: Recent[HopSpecs] = Recent(KEPT_ANSWERS)
-        self._outputs: Recent[Answer] = Recent(KEPT_ANSWERS)
+        self._heads: LruCache[HopSpecs] = LruCache(KEPT_ANSWERS)
+        self._outputs: LruCache[Answer] = LruCache(KEPT_ANSWERS)
 
     def autocast(self) -> str | None:
         """The dtype that autocast casts to on this rank's device, None where it is off."""

@@ -18,9 +18,9 @@ from ldt.runtime.dry_run.shape_inference import dry_run, needs_values
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.data_parallel import is_fully_sharded
 from ldt.runtime.model.keywords import declares
-from ldt.runtime.step.handshake import Agreement
+from ldt.runtime.step.handshake import StepContext
 from ldt.runtime.step.microbatch import Microbatch
-from ldt.runtime.step.shape_cache import ShapeBook
+from ldt.runtime.step.shape_cache import ShapeCache
 
 __all__ = ["validate_chunks"]
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 def validate_chunks(
     mesh: Mesh,
-    shapes: ShapeBook,
-    agreement: Agreement,
+    shapes: ShapeCache,
+    context: StepContext,
     microbatches: Sequence[Microbatch] | None,
     training: bool,
 ) -> None:
@@ -48,9 +48,9 @@ def validate_chunks(
             continue
         cases = _of_head(microbatches or (), training) if chunk == 0 else ()
         if mesh.topology.crosses(chunk - 1):
-            cases = _of_chunk(chunk, agreement, training)
+            cases = _of_chunk(chunk, context, training)
         for case in cases:
-            _validate(mesh, shapes, case, agreement)
+            _validate(mesh, shapes, case, context)
 
 
 class _Case(NamedTuple):
@@ -71,16 +71,16 @@ def _of_head(microbatches: Sequence[Microbatch], training: bool) -> Iterable[_Ca
     return cases.values()
 
 
-def _of_chunk(chunk: int, agreement: Agreement, training: bool) -> Iterable[_Case]:
+def _of_chunk(chunk: int, context: StepContext, training: bool) -> Iterable[_Case]:
     """One of each kind."""
     cases: dict[object, _Case] = {}
-    for index, (carried, offered) in enumerate(zip(agreement.hops, agreement.keywords, strict=True)):
+    for index, (carried, offered) in enumerate(zip(context.hops, context.keywords, strict=True)):
         kind = (tuple(carried), _shapes_of(offered))
         cases.setdefault(kind, _Case(chunk, index, carried[chunk - 1], offered, training))
     return cases.values()
 
 
-def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) -> None:
+def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext) -> None:
     chunk, microbatch, args, offered, training = case
     module = shapes.chunks[chunk]
     kwargs = shapes.keywords_for(chunk, offered, len(args))
@@ -104,7 +104,7 @@ def _validate(mesh: Mesh, shapes: ShapeBook, case: _Case, agreement: Agreement) 
         raise found
     if mesh.topology.crosses(chunk):
         declared = declares(module)
-        difference = first_difference(agreement.hops[microbatch][chunk], found, declared)
+        difference = first_difference(context.hops[microbatch][chunk], found, declared)
         if difference is not None:
             expected = "it declares (output_spec)" if declared else "was agreed"
             raise LdtError(

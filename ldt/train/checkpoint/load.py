@@ -15,7 +15,7 @@ from ldt.errors import CheckpointError
 from ldt.runtime.common.redact import InputTypeError, QuotingError
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
-from ldt.runtime.step.call import agree
+from ldt.runtime.step.call import all_agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import Catalog, Paths, catalog, folders_of, paths_of
 from ldt.train.checkpoint.checkpoint_reader import Shelf
@@ -80,7 +80,7 @@ def load_checkpoint(
             seen = catalog(paths, mesh.tell)
     except Exception as caught:
         error = caught
-    chosen = choose(agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)
+    chosen = choose(all_agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)
     if chosen is None:
         return None
     loading = _Loading(pipeline, optimizer, extra or {}, names, paths, chosen.save)

@@ -12,7 +12,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.device import synchronize_current_stream
 from ldt.runtime.common.redact import reveal
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.step.call import agree
+from ldt.runtime.step.call import all_agree
 
 __all__ = ["together"]
 
@@ -38,7 +38,7 @@ def together(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
                 done = all(mesh.control.gather(worker.ended(pause)))
     finally:
         worker.ended(None)
-    agree(mesh, call, worker.error, {}, doing="finish")
+    all_agree(mesh, call, worker.error, {}, doing="finish")
 
 
 class _Worker:

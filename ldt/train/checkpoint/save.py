@@ -19,7 +19,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.pipeline import Pipeline
-from ldt.runtime.step.call import agree
+from ldt.runtime.step.call import all_agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kept_saves, next_save
 from ldt.train.checkpoint.checksums import Checksums
@@ -88,7 +88,7 @@ def save_checkpoint(
     except Exception as caught:
         error = caught
     same = {"steps": str(step), "values of keep": str(keep)}
-    answers = agree(mesh, _CALL, error, same, own)
+    answers = all_agree(mesh, _CALL, error, same, own)
     assert draft is not None
     _check_names(mesh, [names for *_, names in answers])
     catalogs = [seen for _, seen, _ in answers]

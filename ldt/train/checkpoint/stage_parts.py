@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ldt.runtime.common.rank_info import Place
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.topology import Node
 from ldt.train.checkpoint.files import damaged
 
@@ -29,19 +29,19 @@ __all__ = ["joined", "part_of", "write_tensors"]
 _SEVERAL = [SavePlan([])] * 2  # for torch only looks for gaps where several ranks have planned
 
 
-def part_of(place: Place, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def part_of(rank_info: RankInfo, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Those of a stage's ``tensors`` that the rank at ``place`` writes, so that each element is written once.
 
     A plain tensor is written by the first rank of the stage. A DTensor is written by the ranks of the device mesh that
     has that first rank: by all that hold another shard of it, of those with the same by the one that comes first.
     """
-    return {key: tensor for key, tensor in tensors.items() if _writes(place, tensor)}
+    return {key: tensor for key, tensor in tensors.items() if _writes(rank_info, tensor)}
 
 
-def _writes(place: Place, tensor: torch.Tensor) -> bool:
-    first = place.ranks[place.topology.leader_of(Node(place.stage, 0))]
+def _writes(rank_info: RankInfo, tensor: torch.Tensor) -> bool:
+    first = rank_info.ranks[rank_info.topology.leader_of(Node(rank_info.stage, 0))]
     if not isinstance(tensor, DTensor):
-        return place.global_rank == first
+        return rank_info.global_rank == first
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or first not in tensor.device_mesh.mesh.flatten().tolist():
         return False

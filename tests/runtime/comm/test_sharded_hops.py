@@ -209,8 +209,8 @@ def test_strands_are_only_of_places_that_have_something_in_common() -> None:
     """Of 32 pairs; each strand is a communicator."""
     assert len(overlapping(4, 8)) == 14
     topology = Topology([4, 8])
-    strands = Transfers.of(topology, "direct").strands(topology.channel(0, "F", 0))
-    assert [strand[:2] for strand in strands if strand.direct] == list(overlapping(4, 8))
+    stripes = Transfers.of(topology, "direct").stripes(topology.channel(0, "F", 0))
+    assert [stripe[:2] for stripe in stripes if stripe.direct] == list(overlapping(4, 8))
 
 
 @pytest.mark.parametrize(

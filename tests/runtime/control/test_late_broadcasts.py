@@ -30,7 +30,7 @@ def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 def await_end_of_edge(mesh: ldt.Mesh) -> None:
     """Until nothing more can come from it."""
-    for box in mesh.post._boxes.values():
+    for box in mesh.edge_broadcast._boxes.values():
         while not all(work.is_completed() for work, _ in box._frames):
             time.sleep(0.005)
 

@@ -12,7 +12,7 @@ from torch import nn
 from ldt.plan import ushape
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.execution.chunk_runner import ChunkRunner
-from ldt.runtime.execution.step_state import StepWork
+from ldt.runtime.execution.step_state import StepState
 from ldt.topology import Topology
 
 SPECS = (TensorSpec((4, 16), torch.float32, requires_grad=True),)
@@ -21,7 +21,7 @@ SPECS = (TensorSpec((4, 16), torch.float32, requires_grad=True),)
 def run_forward(free_outputs: bool) -> tuple[ChunkRunner, Any, torch.Tensor]:
     """A runner with the graph of one microbatch, what that graph holds, and the output."""
     runner = ChunkRunner(1, nn.Linear(16, 16), torch.device("cpu"), free_outputs)
-    work = StepWork(ushape(Topology([1, 1]), 1), [], [{}])
+    work = StepState(ushape(Topology([1, 1]), 1), [], [{}])
     received = torch.randn(4, 16)
     (output,) = runner.leave(0, runner.forward(work, 0, [received], SPECS))
     return runner, weakref.ref(received.untyped_storage()), output
@@ -35,7 +35,7 @@ def test_a_graph_goes_without_the_collector(way: str, free_outputs: bool) -> Non
     assert held() is not None
     assert runner.in_flight == 1
     if way == "backward":
-        work = StepWork(ushape(Topology([1, 1]), 1), [], [{}])
+        work = StepState(ushape(Topology([1, 1]), 1), [], [{}])
         (grad,) = runner.backward(work, 0, [torch.ones_like(output)])
         assert torch.equal(grad, torch.ones(4, 16) @ runner.module.weight)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ldt
-from ldt.runtime.execution.grad_reduce import Averaging
+from ldt.runtime.execution.grad_reduce import GradReduction
 from ldt.runtime.execution.loss import StepLoss
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
@@ -105,7 +105,7 @@ def reduced(whole: bool) -> tuple[int, list[bool]]:
             return counted
 
         for name in ("__init__", "finish"):
-            patch.setattr(Averaging, name, counting(getattr(Averaging, name)))
+            patch.setattr(GradReduction, name, counting(getattr(GradReduction, name)))
         pipeline.step(toy_microbatches(2))
         grads = [p.grad is not None for p in chunks[1].second.parameters()]
         assert chunks[1].unused.grad is None

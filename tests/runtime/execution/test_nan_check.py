@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import ldt
 from ldt.plan import Kind, ushape
 from ldt.plan.schedules.passes import add_communication, remove_communication
-from ldt.runtime.execution.nan_check import FiniteCheck
+from ldt.runtime.execution.nan_check import NanCheck
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -27,7 +27,7 @@ BAD = 2  # the microbatch in which it happens
 
 def refused(output: Any) -> str | None:
     try:
-        FiniteCheck(activations=True).outputs(1, BAD, output)
+        NanCheck(activations=True).outputs(1, BAD, output)
     except ldt.NonFiniteError as error:
         return f"{error} ({error.chunk}, {error.microbatch})"
     return None
@@ -72,7 +72,7 @@ def test_sparse_and_narrow_types_are_looked_into() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64])
 def test_a_mask_passes_in_outputs_alone(dtype: torch.dtype) -> None:
     mask = torch.zeros(3, 3).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf).to(dtype)
-    check = FiniteCheck(activations=True, gradients=True)
+    check = NanCheck(activations=True, gradients=True)
     check.outputs(1, BAD, (torch.ones(3), mask, mask[:1, 1:]))
     for call in (lambda: check.loss(1, BAD, mask), lambda: check.gradients(1, BAD, [mask])):
         with pytest.raises(ldt.NonFiniteError, match="has 3 -inf"):
@@ -83,9 +83,9 @@ def test_what_is_not_asked_for_is_not_looked_at() -> None:
     bad = torch.tensor([math.nan])
     parameter = nn.Parameter(bad)
     parameter.grad = bad
-    for check in (FiniteCheck(), FiniteCheck(activations=True)):
+    for check in (NanCheck(), NanCheck(activations=True)):
         check.gradients(1, 0, [bad], [("weight", parameter)])
-    for check in (FiniteCheck(), FiniteCheck(gradients=True)):
+    for check in (NanCheck(), NanCheck(gradients=True)):
         check.outputs(1, 0, bad)
         check.loss(1, 0, bad)
 

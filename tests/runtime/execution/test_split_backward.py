@@ -25,7 +25,7 @@ from ldt.runtime.common.tensor_spec import specs_of
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_hooks import check_gradients
 from ldt.runtime.execution.side_effects import FunctionWatch
-from ldt.runtime.execution.step_state import StepWork
+from ldt.runtime.execution.step_state import StepState
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 
@@ -146,7 +146,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: nn.GRU(16, 16, num_layers=2, batch_first=True),
 }
 
-WORK = StepWork(ushape(Topology([1, 1]), 1), [], [{}] * 8)
+WORK = StepState(ushape(Topology([1, 1]), 1), [], [{}] * 8)
 
 
 def run(runner: ChunkRunner, split: bool, free_outputs: bool, leaves: bool = True) -> list[Tensor]:

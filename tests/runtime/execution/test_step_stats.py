@@ -123,15 +123,15 @@ def control_messages() -> list[tuple[int, int, float]]:
     with ldt.connect(topology, ranks=range(3)) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, chunks)
         calls: list[str] = []
-        for owner, name in ((mesh.post, "hear"), (mesh.control, "broadcast")):
+        for owner, name in ((mesh.edge_broadcast, "hear"), (mesh.control, "broadcast")):
             count(owner, name, calls, patch)
         numbers = []
         for batch in (*batches, ragged):
-            before, sent = len(calls), mesh.post.lanes()[0].stats()["sent_bytes"]
+            before, sent = len(calls), mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"]
             pipeline.step(batch if mesh.is_edge else None)
             new = calls[before:]
             mesh.control.gather(None)
-            sent = mesh.post.lanes()[0].stats()["sent_bytes"] - sent
+            sent = mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"] - sent
             numbers.append((new.count("hear"), new.count("broadcast"), sent))
         return numbers
 

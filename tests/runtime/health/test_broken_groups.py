@@ -32,7 +32,7 @@ def boom() -> None:
 
 def fail_soon(mesh: ldt.Mesh, seconds: float) -> None:
     """Counted from its step, not from what comes before it."""
-    threading.Timer(seconds, mesh.vigil.publish, [BoomError("the edge")]).start()
+    threading.Timer(seconds, mesh.detector.publish, [BoomError("the edge")]).start()
 
 
 def stuck(failing: int) -> tuple[int | None, str, float]:

@@ -11,7 +11,7 @@ from pipeline_jobs import build, step_and_compare
 
 import ldt
 from ldt.runtime.health import desync
-from ldt.runtime.health.desync import Attendance
+from ldt.runtime.health.desync import DesyncDetector
 from ldt.testing import RankPool, in_time, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -144,7 +144,7 @@ def test_ranks_that_close_late_are_fine(pool: RankPool) -> None:
 def lonely_sum() -> str:
     with ldt.connect(TOPOLOGY, transfer_timeout=timedelta(seconds=0.5)) as mesh:
         if mesh.rank > 0:
-            mesh.failures.wait(60.0)
+            mesh.watchdog.wait(60.0)
             return ""
         with pytest.raises(ldt.LdtError) as caught, mesh:
             mesh.control.sum([1.0])
@@ -158,7 +158,7 @@ def test_a_sum_has_a_limit(pool: RankPool) -> None:
 def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(desync, "PATIENCE_SECONDS", 0.0)
     store = dist.HashStore()
-    one, other = Attendance("call", 1), Attendance("call", 0)
+    one, other = DesyncDetector("call", 1), DesyncDetector("call", 0)
     for _ in range(20):
         with one.calling("step()"), other.calling("step()"):
             assert one.compare(store) is other.compare(store) is one.compare(store) is None
@@ -169,6 +169,6 @@ def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_short_call_asks_nothing() -> None:
-    calls = Attendance("call", 0)
+    calls = DesyncDetector("call", 0)
     with calls.calling("step()"):
         assert calls.compare(None) is None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import ldt
 from ldt.runtime.comm import group_set
 from ldt.runtime.common.redact import QuotingError, disclose
-from ldt.runtime.health.watchdog import FailureReport, FailureWatch
+from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 from ldt.train.checkpoint.layout import StorageError
@@ -86,7 +86,7 @@ def missing_message() -> str:
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=[3, 1], transfer_timeout=timedelta(seconds=0.5)) as mesh:
         if mesh.rank == 0:
-            mesh.failures.wait(60.0)
+            mesh.watchdog.wait(60.0)
             return ""
         with pytest.raises(ldt.LdtError) as caught, mesh:
             mesh.control.broadcast(None, ldt.Node(0, 0))
@@ -131,7 +131,7 @@ def test_of_a_foreign_exception_only_type_and_place_may_leave() -> None:
     assert SECRET not in text
     assert "cannot read" not in text, "no source lines either"
     assert "BoomError raised at" in report.error
-    assert "test_reports.py:" in report.error
+    assert "test_failure_reports.py:" in report.error
     assert "in boom" in report.error
     full = FailureReport.of(caught.value, 0, 0, 0, "somewhere", in_full=True)
     assert SECRET in full.error
@@ -194,7 +194,7 @@ def failing_in_the_script(at: int, share: bool) -> str:
             with pytest.raises(BoomError), mesh:
                 boom(SECRET)
             return ""
-        report = mesh.failures.wait(60.0)
+        report = mesh.watchdog.wait(60.0)
         assert report is not None
         return report.to_text()
 
@@ -215,7 +215,7 @@ class BrokenStore:
 
 
 def test_a_lost_store_names_no_rank() -> None:
-    watch = FailureWatch(BrokenStore(), "failure", lambda report: None)
+    watch = Watchdog(BrokenStore(), "failure", lambda report: None)
     report = watch.wait(60.0)
     watch.close()
     assert report is not None
@@ -244,7 +244,7 @@ def test_an_error_of_the_handler_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken(report: FailureReport) -> None:
         raise BoomError("lanes")
 
-    watch = FailureWatch(store, "failure", broken)
+    watch = Watchdog(store, "failure", broken)
     store.set("failure", FailureReport(1, 1, 0, "x", "y").to_text())
     first = watch.wait(60.0)
     watch.close()
@@ -281,7 +281,7 @@ def test_every_lane_is_aborted(
         lanes = [Stuck("first", ended, kind), Stuck("second", ended, kind), Stuck("third", ended, None)]
         monkeypatch.setattr(mesh, "_watched", tuple(lanes))
         monkeypatch.setattr(mesh._groups, "_groups", {"groups": Stuck("groups", ended, None)})
-        mesh.failures.publish(FailureReport(0, 0, 0, "here", "x"))
+        mesh.watchdog.publish(FailureReport(0, 0, 0, "here", "x"))
     assert ended[:4] == ["abort first", "abort second", "abort third", "abort groups"]
     assert "could not abort lane first" in caplog.text
     assert "could not abort lane second" in caplog.text
@@ -291,7 +291,7 @@ def closing() -> tuple[list[str], str, bool, list[str]]:
     """Two of three stand-ins for lanes cannot be closed, nor one of the groups: all that is left ends all the same."""
     ended: list[str] = []
     mesh = ldt.connect(Topology([1, 1]), ranks=[0, 1])
-    post, groups, control = mesh.post.lanes(), mesh._groups, mesh.control
+    post, groups, control = mesh.edge_broadcast.lanes(), mesh._groups, mesh.control
     lanes = mesh.all_lanes()
     stuck: list[Any] = [Stuck("one", ended, BoomError), *lanes, Stuck("two", ended, ValueError)]
     mesh.all_lanes = lambda: stuck  # type: ignore[method-assign]
@@ -335,7 +335,7 @@ def test_what_nothing_else_ends_is_broken_off_whatever_the_handler_does(
     def handler(report: FailureReport) -> None:
         raise BoomError("lanes")
 
-    watch = FailureWatch(store, "failure", handler, break_off=broken.set)
+    watch = Watchdog(store, "failure", handler, break_off=broken.set)
     store.set("failure", FailureReport(1, 1, 0, "x", "y").to_text())
     assert broken.wait(20.0)
     watch.close()

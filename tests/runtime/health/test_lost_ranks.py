@@ -47,7 +47,7 @@ def killed_meanwhile() -> None:
         if mesh.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        report = mesh.failures.wait(60.0)
+        report = mesh.watchdog.wait(60.0)
         assert report is not None
         assert report.rank == 2
         assert "no sign of life for 1.5 s" in report.error
@@ -110,7 +110,7 @@ def away(who: int) -> tuple[int | None, str]:
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
         pipeline = build(mesh, toy_chunks(topology))
         if mesh.rank == who:
-            mesh.failures.wait(60.0)
+            mesh.watchdog.wait(60.0)
         with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
@@ -178,7 +178,7 @@ def closing_while_busy(busy: int) -> bool:
             return mesh.failed
         if mesh.rank == busy:
             ctypes.PyDLL(None).usleep(3_000_000)
-        report = mesh.failures.wait(4.0)
+        report = mesh.watchdog.wait(4.0)
         assert report is None, report
     return mesh.failed
 
@@ -200,7 +200,7 @@ def forked_child() -> None:
             time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
-        report = mesh.failures.wait(60.0)
+        report = mesh.watchdog.wait(60.0)
         assert report is not None
         assert report.rank == 1
         assert "no sign of life" in report.error
@@ -218,10 +218,10 @@ def test_children_of_a_rank_do_not_speak_for_it(pool: RankPool) -> None:
 def test_waits_have_a_length() -> None:
     """A mesh of one rank looks after nobody, and is not taken to hang between its calls."""
     with ldt.connect(Topology([1]), stall_timeout=timedelta(seconds=0.2)) as mesh:
-        assert mesh.failures.wait(1.0) is None
-        with mesh.calling("step()"), mesh.vigil.progress.waiting("a tea"):
+        assert mesh.watchdog.wait(1.0) is None
+        with mesh.calling("step()"), mesh.detector.progress.waiting("a tea"):
             time.sleep(0.3)
-            seen: Any = mesh.vigil.progress.sighting()
+            seen: Any = mesh.detector.progress.status()
         waited = re.search(r"in step\(\) \(call 1\), waiting for a tea, for (\d+\.\d) s", seen.describe())
         assert waited is not None
         assert float(waited[1]) >= 0.3

@@ -249,10 +249,10 @@ def exiting_oddly(code: Any) -> str:
             with pytest.raises(SystemExit), mesh:
                 raise SystemExit(code() if callable(code) else code)
             return ""
-        heartbeats, store = mesh.vigil.heartbeats, mesh.failures.store
-        while mesh.failures.first is None and 1 not in heartbeats.call_roll(store).closed:
+        heartbeats, store = mesh.detector.heartbeats, mesh.watchdog.store
+        while mesh.watchdog.first is None and 1 not in heartbeats.probe_liveness(store).closed:
             time.sleep(0.01)
-        report = mesh.failures.wait(0.3)
+        report = mesh.watchdog.wait(0.3)
         return "" if report is None else report.describe()
 
 

@@ -17,7 +17,7 @@ from ldt.runtime.comm.group_layout import group_specs
 from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.comm.preconnect import await_connected
 from ldt.runtime.comm.transfer import Transfers
-from ldt.runtime.health.watchdog import FailureReport, FailureWatch
+from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.testing import RankPool, in_time, paced, toy_chunks, toy_microbatches
 from ldt.topology import Topology, lanes
 
@@ -132,7 +132,7 @@ class Works:
 
 
 def test_connecting_ends_at_the_deadline() -> None:
-    watch: Any = FailureWatch(dist.HashStore(), "failure", lambda report: None)
+    watch: Any = Watchdog(dist.HashStore(), "failure", lambda report: None)
     soon: Any = Works(0.05)
     await_connected(soon, "channel F0:0.0->1.0", watch, time.monotonic() + 10)
     assert soon.waited

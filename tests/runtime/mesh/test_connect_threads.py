@@ -104,8 +104,8 @@ def steps_in_two_threads() -> list[str]:
 
     def fail_and_reconnect() -> str:
         if two.rank == 1:
-            two.vigil.publish(ValueError("no more"))
-        assert two.failures.wait(10.0) is not None
+            two.detector.publish(ValueError("no more"))
+        assert two.watchdog.wait(10.0) is not None
         failed.set()
         with two.reconnect() as again:
             step_and_compare(again, build(again, restarted), restarted, BATCH)

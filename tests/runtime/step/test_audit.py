@@ -159,7 +159,7 @@ def audited(path: str | None, tp: list[int], token: bool) -> list[dict[str, floa
             for name, lane in result.stats.lanes.items():
                 lanes[name] = lanes.get(name, 0.0) + lane["sent_bytes"]
         mesh.control.gather(None)
-        posts = sum(lane.stats()["sent_bytes"] for lane in mesh.post.lanes())
+        posts = sum(lane.stats()["sent_bytes"] for lane in mesh.edge_broadcast.lanes())
         return [lanes, {"posts": posts}]
 
 

@@ -68,7 +68,7 @@ def clear(pipeline: ldt.Pipeline) -> None:
 
 
 def messages(mesh: ldt.Mesh) -> int:
-    return sum(int(lane.stats()["sent_messages"]) for lane in mesh.post.lanes())
+    return sum(int(lane.stats()["sent_messages"]) for lane in mesh.edge_broadcast.lanes())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "token"])
