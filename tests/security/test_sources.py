@@ -13,7 +13,7 @@ import ldt
 
 PACKAGE = Path(ldt.__file__).parent
 # Reads the metadata of torch.distributed.checkpoint from a disk, with a list of the classes that it may make.
-UNPICKLERS = {"train/checkpoint/metadata.py"}
+UNPICKLERS = {"train/checkpoint/rank_metadata.py"}
 MODULES = {"_pickle", "cloudpickle", "code", "dill", "joblib", "marshal", "pickle", "shelve", "socketserver"}
 BUILTINS = {"__import__", "compile", "eval", "exec"}
 # Of torch: a model's file and the collectives of objects are pickles.
