@@ -59,7 +59,7 @@ static_assert(is_own<Hccl>(&Hccl::broadcast));
 static_assert(is_own<Hccl>(&Hccl::allreduce));
 static_assert(is_own<Hccl>(&Hccl::setTimeout));
 // HCCL's own abort takes a reason, so c10d's does nothing there: an aborted lane does not end what
-// is under way on an NPU. The day this fails, the README has a limit less.
+// is under way on an NPU. The day this fails, docs/gpu_notes.md has a limit less.
 static_assert(!std::is_same_v<decltype(&Hccl::abort), void (Hccl::*)()>);
 static_assert(std::is_base_of_v<c10d::Work, Hccl::WorkHCCL>);
 static_assert(is_own<Hccl::WorkHCCL>(&Hccl::WorkHCCL::wait));

@@ -1,4 +1,4 @@
-"""Tests on GPUs have more lanes in a process than a GPU has queues by default; see ldt's README on limits."""
+"""Tests on GPUs have more lanes in a process than a GPU has queues by default; see docs/gpu_notes.md."""
 
 from __future__ import annotations
 
