@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from ldt.cli import COMMANDS, build_parser
 
 PLACEHOLDER = "<!-- commands -->"
+
+os.environ["COLUMNS"] = "96"  # the width of help texts, whatever the terminal's
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
