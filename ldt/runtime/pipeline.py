@@ -195,7 +195,7 @@ class Pipeline:
                 context = self._handshake.open(Call(mode, self._serial, taken, self._number))
                 samples = taken if isinstance(taken, list) else None
                 validate_chunks(self._mesh, self._shapes, context, samples, training)
-                self._mesh.control.gather(None)  # nobody leaves before all have found nothing
+                self._mesh.control.all_gather(None)  # nobody leaves before all have found nothing
             except StepRejected as rejected:
                 raise rejected.error from None
             except BaseException as error:
@@ -205,7 +205,9 @@ class Pipeline:
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The stats of ``result`` of all ranks, on the edge; None elsewhere. A collective call."""
         with self._mesh.collective("gather_stats()"):
-            found: list[StepStats] = self._mesh.control.gather(result.stats.to_json(), StepStats.from_json)
+            found: list[StepStats] = self._mesh.control.all_gather(
+                result.stats.to_json(), StepStats.from_json
+            )
         return found if self._mesh.is_edge else None
 
     def measure_costs(self, microbatches: Any = None, steps: int = 3) -> Costs:

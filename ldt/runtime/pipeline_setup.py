@@ -12,7 +12,7 @@ from torch import nn
 
 from ldt.plan import Plan
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.common.untrusted import texts, texts_by_name
+from ldt.runtime.common.untrusted import as_str_dict, as_str_list
 from ldt.runtime.execution.grad_hooks import check_gradients
 from ldt.runtime.execution.loss import LossFn, LossReduction, check_reduction, check_scaler
 from ldt.runtime.mesh.mesh import Mesh
@@ -49,16 +49,16 @@ class Own:
         sharding, metadata, reads, scaled, weights, marks = value
         return cls(
             _by_chunk(sharding),
-            texts(metadata),
+            as_str_list(metadata),
             _by_chunk(reads),
             bool(scaled),
-            texts_by_name(weights),
+            as_str_dict(weights),
             _by_chunk(marks),
         )
 
 
 def _by_chunk(told: Any) -> dict[str, list[str]]:
-    return {str(int(chunk)): texts(found) for chunk, found in told.items()}
+    return {str(int(chunk)): as_str_list(found) for chunk, found in told.items()}
 
 
 @dataclass(frozen=True)

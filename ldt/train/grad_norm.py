@@ -60,7 +60,7 @@ def clip_grad_norm_(
 def _norm_over_ranks(norms: list[float], norm_type: float, mesh: Mesh) -> float:
     """That of all ranks' ``norms``, of which each has those of its own tensors."""
     if math.isinf(norm_type):
-        largest = mesh.control.gather(_largest(norms), float)
+        largest = mesh.control.all_gather(_largest(norms), float)
         return _largest(largest)
     (total,) = mesh.control.sum([sum(norm**norm_type for norm in norms)])
     return float(total ** (1.0 / norm_type))

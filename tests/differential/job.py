@@ -137,7 +137,7 @@ class _Rank:
             record = getattr(self, f"_{call.kind}")(call)
             self._set_modes(training=True)
             self.records.append(record | values_of(self.modules, gradients=False, group=self.group))
-        mesh.control.gather(None)  # nobody is done before all are
+        mesh.control.all_gather(None)  # nobody is done before all are
         self.records.append({"the next random numbers": next_random_numbers()})
 
     def _build(self, variation: int) -> None:

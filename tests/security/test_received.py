@@ -26,7 +26,7 @@ from ldt.runtime.health.desync import DesyncDetector
 from ldt.runtime.health.progress import RankStatus
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.runtime.mesh.rendezvous import check_in, share
-from ldt.runtime.step.call import agree
+from ldt.runtime.step.call import all_agree
 from ldt.testing import RankPool
 from ldt.topology import Topology
 
@@ -107,7 +107,7 @@ bad_cards = [b"", DEEP, b"[1]", b"5", b"null", b'{"lanes": [1]}', b'{"lanes": {"
 
 
 @pytest.mark.parametrize("card", bad_cards, ids=range(len(bad_cards)))
-def test_a_bad_card_is_of_a_rank(card: bytes) -> None:
+def test_a_bad_card_names_its_rank(card: bytes) -> None:
     store = HashStore()
     store.set("mesh/here/7", card)
     with pytest.raises(LdtError, match="connect: rank 7 sent something of another form"):
@@ -115,7 +115,7 @@ def test_a_bad_card_is_of_a_rank(card: bytes) -> None:
 
 
 @pytest.mark.parametrize("told", [b"", DEEP, b"1_0", b"-1", b"true", b"1.5", b"9" * 5000, b'"1"', b"\xff"])
-def test_a_bad_place_of_an_output_is_of_a_rank(told: bytes) -> None:
+def test_a_bad_index_of_an_output_names_its_rank(told: bytes) -> None:
     store = HashStore()
     Aliasing(store, "mesh").passes(0, [(0, 3)])
     store.set("mesh/aliasing/step/0/passed/0", told)
@@ -146,7 +146,7 @@ class Sound:
 
 @pytest.mark.parametrize("mine", [{"a": "b"}, True], ids=["texts", "flag"])
 @given(data=anything)
-def test_what_is_shared_is_of_the_kind_that_was_asked(mine: Any, data: bytes) -> None:
+def test_shared_values_have_the_expected_type(mine: Any, data: bytes) -> None:
     store = HashStore()
     store.set("k/7", data)
     try:
@@ -158,7 +158,7 @@ def test_what_is_shared_is_of_the_kind_that_was_asked(mine: Any, data: bytes) ->
 
 
 @given(anything)
-def test_calls_of_others_are_read_with_care(data: bytes) -> None:
+def test_calls_of_other_ranks_are_validated(data: bytes) -> None:
     store = HashStore()
     store.set("call/1", data)
     trouble = DesyncDetector("call", 4).leave(store)
@@ -166,28 +166,28 @@ def test_calls_of_others_are_read_with_care(data: bytes) -> None:
     assert trouble is None or len(trouble.text) < 1000
 
 
-# -- signs of life -------------------------------------------------------------------------------------------------
+# -- heartbeats -------------------------------------------------------------------------------------------------
 
-sighting_like = st.fixed_dictionaries(dict.fromkeys(vars(RankStatus(0)), json_values)).map(json.dumps)
+rank_status_like = st.fixed_dictionaries(dict.fromkeys(vars(RankStatus(0)), json_values)).map(json.dumps)
 
 
-@given(anything | sighting_like.map(str.encode) | st.just(DEEP))
-def test_any_bytes_are_a_sighting(data: bytes) -> None:
+@given(anything | rank_status_like.map(str.encode) | st.just(DEEP))
+def test_any_bytes_are_a_rank_status(data: bytes) -> None:
     described = RankStatus.from_text(data).describe()
     assert len(described) < 2000
     assert all(char.isprintable() or char in "\n\t" for char in described)
 
 
-def test_sightings_of_large_numbers_say_nothing() -> None:
+def test_a_rank_status_with_huge_numbers_says_nothing() -> None:
     fields = {**vars(RankStatus(0)), "seconds": 10**400}
     assert RankStatus.from_text(json.dumps(fields)).beat == -1
 
 
-# -- letters of the edge -------------------------------------------------------------------------------------------
+# -- edge broadcasts -------------------------------------------------------------------------------------------
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes_are_a_letter_or_an_error(data: bytes) -> None:
+def test_any_bytes_are_an_edge_message_or_an_error(data: bytes) -> None:
     try:
         edge_message = EdgeMessage.from_bytes(data)
     except LdtError:
@@ -196,19 +196,19 @@ def test_any_bytes_are_a_letter_or_an_error(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "letter",
+    "edge_message",
     [EdgeMessage(Subject.TOKENS, 5, b"1"), EdgeMessage(Subject.TOKENS, 6, bytes(8))],
     ids=["length", "call"],
 )
 def test_a_number_of_tokens_is_checked(edge_message: EdgeMessage) -> None:
-    class Heard:
-        def hear(self, tokens: bool) -> list[EdgeMessage]:
+    class Received:
+        def receive(self, tokens: bool) -> list[EdgeMessage]:
             return [edge_message]
 
     class Fifth:
         number = 5
 
-    scale = TokenScale(Heard(), Fifth(), [])  # type: ignore[arg-type]
+    scale = TokenScale(Received(), Fifth(), [])  # type: ignore[arg-type]
     with pytest.raises(LdtError, match="expected the number of tokens of call 5"):
         scale.finish(1)
 
@@ -216,19 +216,19 @@ def test_a_number_of_tokens_is_checked(edge_message: EdgeMessage) -> None:
 # -- the control plane ---------------------------------------------------------------------------------------------
 
 WRONG: dict[str, Callable[[ControlPlane], object]] = {
-    "no json": lambda plane: plane._collectives.collect(b"{"),
-    "deep": lambda plane: plane._collectives.collect(DEEP),
-    "no envelope": lambda plane: plane._collectives.collect(b"[1,2,3]"),
-    "another call": lambda plane: plane._collectives.collect(json.dumps(["\x1b" * 1000, 0]).encode()),
-    "no answer": lambda plane: plane.gather([]),
-    "no error text": lambda plane: plane.gather({"error": 1, "error_type": "", "same": {}, "own": None}),
-    "no names": lambda plane: plane.gather({"error": None, "error_type": None, "same": [], "own": None}),
-    "several": lambda plane: plane._collectives.collect(b""),
+    "no json": lambda plane: plane._collectives.all_gather(b"{"),
+    "deep": lambda plane: plane._collectives.all_gather(DEEP),
+    "no envelope": lambda plane: plane._collectives.all_gather(b"[1,2,3]"),
+    "another call": lambda plane: plane._collectives.all_gather(json.dumps(["\x1b" * 1000, 0]).encode()),
+    "no answer": lambda plane: plane.all_gather([]),
+    "no error text": lambda plane: plane.all_gather({"error": 1, "error_type": "", "same": {}, "own": None}),
+    "no names": lambda plane: plane.all_gather({"error": None, "error_type": None, "same": [], "own": None}),
+    "several": lambda plane: plane._collectives.all_gather(b""),
 }
 
 
 def answers_to(wrong: str) -> str:
-    """Rank 1 says something wrong where all others agree on something. What they raise."""
+    """What the other ranks raise when rank 1 sends ``wrong`` while they agree on something."""
     with ldt.connect(Topology([1, 1, 1])) as mesh:
         if mesh.rank == 1:
             with suppress(LdtError), mesh.calling("test"):
@@ -236,7 +236,7 @@ def answers_to(wrong: str) -> str:
             assert mesh.watchdog.wait(60.0) is not None
             return ""
         try:
-            agree(mesh, "test", None, {"numbers": "1"})
+            all_agree(mesh, "test", None, {"numbers": "1"})
         except LdtError as error:
             return str(error)
     return "nothing"
@@ -265,7 +265,7 @@ def test_parse_raises_nothing_but_value_errors(data: bytes | str) -> None:
 
 
 @given(st.text())
-def test_plain_texts_can_be_shown_and_stored(text: str) -> None:
+def test_plain_text_can_be_shown_and_stored(text: str) -> None:
     assert len(plain(text, 10)) <= 10
     plain(text).encode()
     assert plain("a\tb\nc é 中 \u2013") == "a\tb\nc é 中 \u2013"

@@ -151,7 +151,7 @@ def folders_apart(path: Path) -> list[str]:
     with Job(SHAPE) as job:
         with pytest.raises(ldt.LdtError) as caught:
             job.save(path / str(job.mesh.rank), 1)
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         job.train([0])
         return [type(caught.value).__name__, str(caught.value)]
 
@@ -222,13 +222,13 @@ def on_a_full_disk(edge: Path, cloud: Path, who: list[int], filler: Path | None)
         fill(job, 1)
         job.save(mine, 1)
         fill(job, 2)
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         if filler is not None and job.mesh.rank == 1:
             fill_disk(filler)
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         with pytest.raises(ldt.LdtError) as caught, file_sizes_limited(4096 if job.mesh.rank in who else -1):
             job.save(mine, 2)
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         assert not [entry for entry in mine.rglob("*") if entry.name.startswith((".stage", "step-2"))]
         assert job.load([edge, cloud]) == ldt.LoadedCheckpoint(1)
         assert filled_with(job) == {1}

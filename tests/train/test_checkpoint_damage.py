@@ -66,10 +66,10 @@ def outcomes(path: Path, cases: list[tuple[str, str, bool]]) -> list[list[str]]:
             if older:
                 job.save(mine, 0)
             job.save(mine, 1)
-            job.mesh.control.gather(None)
+            job.mesh.control.all_gather(None)
             if job.mesh.stage == 1:
                 globals()[damage](next(mine.glob(file)))
-            job.mesh.control.gather(None)
+            job.mesh.control.all_gather(None)
             before = job.state()
             try:
                 found.append(["loaded", str(getattr(job.load(mine), "step", None))])
@@ -161,10 +161,10 @@ def sees_another_disk(path: Path) -> list[str]:
     with Job(SHAPE) as job:
         mine = path / str(job.mesh.stage)
         job.save(mine, 1)
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         if job.mesh.stage == 2:
             cut(mine / "step-1" / "stage-2" / "stage.json")
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         with pytest.raises(ldt.LdtError) as caught:
             job.load([mine, path / "0"])
         return [str(caught.value)]

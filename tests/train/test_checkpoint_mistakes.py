@@ -162,12 +162,12 @@ def rounds(edge: Path, cloud: Path) -> list[Any]:
         for step in (1, 2, 3, 2):
             job.save(mine, step)
             job.train([step])
-            job.mesh.control.gather(None)
+            job.mesh.control.all_gather(None)
         loaded = [job.load(mine), job.load(mine, step=2)]
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         if job.mesh.stage == 1:
             (cloud / "step-3" / "stage-1").rename(cloud / "lost")
-        job.mesh.control.gather(None)
+        job.mesh.control.all_gather(None)
         return [*loaded, job.load(mine)]
 
 

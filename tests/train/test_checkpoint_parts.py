@@ -86,7 +86,7 @@ def keys_of_part() -> set[str]:
                 "of no element": distribute_tensor(torch.zeros(0), mesh.tp_mesh, [Shard(0)]),
             }
         keys = set(part_of(mesh, tensors))
-        mesh.control.gather(None)
+        mesh.control.all_gather(None)
         return keys
 
 

@@ -16,7 +16,7 @@ from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.shards import overlap, span_of
 from ldt.runtime.comm.transfer import LEADERS, CompositeWork, Stripe, Transfers, parts_of
-from ldt.runtime.comm.transports import Carrier
+from ldt.runtime.comm.transports import LaneTransport
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
 
@@ -144,7 +144,7 @@ def make_endpoints(
     groups: Mapping[str, dist.ProcessGroup],
     device: torch.device,
     timeout: timedelta,
-    carriers: Mapping[LaneId, Carrier],
+    carriers: Mapping[LaneId, LaneTransport],
 ) -> dict[Channel, Endpoint]:
     """The ends of all channels that touch ``rank``'s node. Of what its node sends, a rank without a strand has none.
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ldt.runtime.comm.group_layout import GLOO, make_group
-from ldt.runtime.common.teardown import end_all
+from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.health.connections import Connections
 
 __all__ = ["GroupSet"]
@@ -51,7 +51,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def use(self, store: Any) -> None:
+    def use_store(self, store: Any) -> None:
         """Make groups over a connection of their own to ``store``, whose end frees who waits there for other ranks."""
         with self._to_store.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
@@ -72,7 +72,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     def abort(self) -> None:
         """After a failure: end what can be aborted, and the wait for ranks that do not come to make a group."""
-        self._to_store.cut()
+        self._to_store.shutdown()
         self._before_abort()
         for name, group in list(self._groups.items()):
             with self._aborting:  # not while the backend does it, which may take long
@@ -91,21 +91,21 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         who was just sending or receiving, and that one waits until the group's timeout.
         """
         self._broken = True
-        end_all((f"break group {name}", one.cut) for name, one in list(self._connections.items()))
+        run_teardown((f"break group {name}", one.shutdown) for name, one in list(self._connections.items()))
         self.abort()
 
     def lost_connections(self) -> int:
         """How many that gloo groups had are closed: whoever was at their other ends is gone, or was told to close."""
         return sum(connections.lost() for connections in list(self._connections.values()))
 
-    def drop(self) -> None:
+    def destroy(self) -> None:
         """Destroy them. A gloo group is gone once nothing runs in it any more, which is at once if all were broken.
 
         One that gloo has forgotten to free (see ``break_all``) is left to its timeout on a thread, and logged. Python
         may abort a process that ends just when that thread comes back.
         """
         releases: list[threading.Thread] = []
-        first = end_all(
+        first = run_teardown(
             ("drop group " + name, partial(self._drop_one, name, releases)) for name in list(self._groups)
         )
         deadline = time.monotonic() + _DROPPING_SECONDS

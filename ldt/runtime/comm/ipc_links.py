@@ -14,14 +14,14 @@ from ldt.runtime.comm.group_layout import lane_name
 from ldt.runtime.comm.transfer import Stripe, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["LaneEnds", "LaneId", "Route", "Share", "connect_routes", "routes_of"]
+__all__ = ["AllGather", "IpcLink", "LaneId", "LaneIpcLinks", "connect_ipc_links", "ipc_links"]
 
 LaneId = tuple[LaneKey, Stripe]
-Share = Callable[[str, Any], Sequence[Any]]
+AllGather = Callable[[str, Any], Sequence[Any]]
 """Gives what this rank has, under a name, to all ranks of the topology, and returns what each of them gave."""
 
 
-class Route(NamedTuple):
+class IpcLink(NamedTuple):
     """From rank ``source`` to rank ``target`` of the topology; ``in_stage`` if it passes on what the stage received."""
 
     lane: str
@@ -34,23 +34,23 @@ class Route(NamedTuple):
         return f"{self.lane}/{self.source}-{self.target}"
 
 
-def routes_of(topology: Topology, policy: LanePolicy, transfers: Transfers) -> dict[LaneId, list[Route]]:
+def ipc_links(topology: Topology, policy: LanePolicy, transfers: Transfers) -> dict[LaneId, list[IpcLink]]:
     """The routes of each lane, in one order on all ranks: from senders to receivers, and along each receiving stage."""
-    routes: dict[LaneId, dict[Route, None]] = {}
+    routes: dict[LaneId, dict[IpcLink, None]] = {}
     for channel, key in lanes(topology, policy).items():
         sources, targets = topology.ranks_of(channel.source), topology.ranks_of(channel.target)
         for stripe in transfers.stripes(channel):
             name = lane_name(key, stripe)
             of_lane = routes.setdefault((key, stripe), {})
-            of_lane[Route(name, sources[stripe.source], targets[stripe.target], False)] = None
+            of_lane[IpcLink(name, sources[stripe.source], targets[stripe.target], False)] = None
             if not stripe.direct:
                 chain = [*targets[stripe.target :], *targets[: stripe.target]]
-                of_lane |= {Route(name, *pair, True): None for pair in itertools.pairwise(chain)}
+                of_lane |= {IpcLink(name, *pair, True): None for pair in itertools.pairwise(chain)}
     return {lane: list(found) for lane, found in routes.items()}
 
 
 @dataclass
-class LaneEnds:
+class LaneIpcLinks:
     """What this rank has of a lane's routes. Peers are ranks of the topology here, and group ranks for the lane."""
 
     stream: PeerStream | None = None
@@ -60,7 +60,7 @@ class LaneEnds:
     from_stage: PeerReceiver | None = None
     to_stage: PeerSender | None = None
 
-    def offer(self, route: Route, device: torch.device) -> str:
+    def offer(self, route: IpcLink, device: torch.device) -> str:
         """Makes this rank's end of a route that it is the target of."""
         self.stream = self.stream or PeerStream(device)
         self.memory = self.memory or PeerMemory(device)
@@ -71,7 +71,7 @@ class LaneEnds:
             self.receivers[route.source] = receiver
         return receiver.offer()
 
-    def accept(self, route: Route, device: torch.device, offer: str) -> None:
+    def accept(self, route: IpcLink, device: torch.device, offer: str) -> None:
         """Makes this rank's end of a route that it is the source of."""
         self.stream = self.stream or PeerStream(device)
         sender = PeerSender(device, offer, self.memory if route.in_stage else None)
@@ -93,15 +93,15 @@ class LaneEnds:
         )
 
 
-def connect_routes(
-    routes: Mapping[LaneId, Sequence[Route]], rank: int, device: torch.device, share: Share
-) -> tuple[dict[LaneId, LaneEnds], dict[str, str]]:
+def connect_ipc_links(
+    routes: Mapping[LaneId, Sequence[IpcLink]], rank: int, device: torch.device, share: AllGather
+) -> tuple[dict[LaneId, LaneIpcLinks], dict[str, str]]:
     """This rank's ends of all lanes, and by the name of a route why it cannot be: equal on all ranks.
 
     Both ends of each route try it: a device may lack what it takes, processes may be on different hosts or may not see
     each other, and a driver may refuse to map memory.
     """
-    ends: dict[LaneId, LaneEnds] = {lane: LaneEnds() for lane in routes}
+    ends: dict[LaneId, LaneIpcLinks] = {lane: LaneIpcLinks() for lane in routes}
     offers: dict[str, str] = {}
     refusals: dict[str, str] = {}
     for lane, route in _each(routes):
@@ -120,5 +120,5 @@ def connect_routes(
     return ends, {name: text for theirs in share("refusals", refusals) for name, text in theirs.items()}
 
 
-def _each(routes: Mapping[LaneId, Sequence[Route]]) -> Iterator[tuple[LaneId, Route]]:
+def _each(routes: Mapping[LaneId, Sequence[IpcLink]]) -> Iterator[tuple[LaneId, IpcLink]]:
     return ((lane, route) for lane, of_lane in routes.items() for route in of_lane)

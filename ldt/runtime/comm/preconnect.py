@@ -20,7 +20,7 @@ from ldt.topology import Channel, Topology
 __all__ = [
     "await_connected",
     "await_on_host",
-    "check_opening",
+    "check_warm_up",
     "connect_all",
     "connect_alone",
     "limit_transfers",
@@ -83,7 +83,7 @@ def connect_alone(
             await_connected(work, f"group {name}", watchdog, deadline)
 
 
-def check_opening(device: torch.device, watchdog: Watchdog, deadline: float) -> None:
+def check_warm_up(device: torch.device, watchdog: Watchdog, deadline: float) -> None:
     """Called while the first product is under way: raises RemoteStageError if another rank failed, or LdtError."""
     watchdog.check()
     if time.monotonic() > deadline:

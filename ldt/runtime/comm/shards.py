@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from ldt.errors import LdtError
-from ldt.runtime.common.chunk_outputs import refuse_wrapper
+from ldt.runtime.common.chunk_outputs import check_sendable
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
 
 __all__ = ["NodeShards", "Span", "overlap", "overlapping", "span_of"]
@@ -113,7 +113,7 @@ class NodeShards:
             spec = replace(TensorSpec.of(tensor), order=(), shard=placement.dim % tensor.dim())
             self._check_part(tuple(tensor._local_tensor.shape), spec, what)
             return spec
-        refuse_wrapper(tensor, what)
+        check_sendable(tensor, what)
         return TensorSpec.of(tensor)
 
     def _check_part(self, part: tuple[int, ...], spec: TensorSpec, what: str) -> None:

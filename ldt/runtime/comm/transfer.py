@@ -68,7 +68,7 @@ class Transfers:
             by_link[link] = _checked(way)
         return cls(topology, "leader", by_link)
 
-    def way(self, channel: Channel) -> Transfer:
+    def mode(self, channel: Channel) -> Transfer:
         """How messages of ``channel`` go."""
         return self.by_link.get(_link(channel), self.default)
 
@@ -79,7 +79,7 @@ class Transfers:
     def stripes(self, channel: Channel) -> tuple[Stripe, ...]:
         """The leaders' first, then others that are broadcast, then direct ones."""
         sources, targets = self.sizes(channel)
-        way = self.way(channel)
+        way = self.mode(channel)
         if sources == targets == 1:
             return (LEADERS,)
         shared = [Stripe(place, place) for place in range(min(sources, targets))]
@@ -93,7 +93,7 @@ class Transfers:
 
     def scatter_from(self, channel: Channel) -> float:
         """The bytes of a message from which on it is cut, until "auto" has measured the link."""
-        return 0.0 if self.way(channel) == "scatter" else math.inf
+        return 0.0 if self.mode(channel) == "scatter" else math.inf
 
     def can_split(self, channel: Channel) -> bool:
         """Whether tensors can cross of which each rank has a part."""

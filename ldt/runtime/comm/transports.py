@@ -14,21 +14,21 @@ from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
 from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
-from ldt.runtime.comm.ipc_links import LaneEnds, LaneId, Route, Share, connect_routes, routes_of
+from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId, LaneIpcLinks, connect_ipc_links, ipc_links
 from ldt.runtime.comm.transfer import Transfers
 from ldt.topology import LanePolicy, Topology
 
-__all__ = ["Carrier", "CarrierChoice", "TransportChoice", "check_transport"]
+__all__ = ["LaneTransport", "TransportChoice", "TransportSelector", "check_transport"]
 
 logger = logging.getLogger(__name__)
 
 TransportChoice = Literal["auto", "copy_engine", "nccl", "c10d"]
 
 
-class Carrier(NamedTuple):
+class LaneTransport(NamedTuple):
     """How a lane's payload moves, and what the lane is given for it."""
 
-    transport: str
+    kind: str
     handle: PeerRoutes | NcclCommunicators
 
 
@@ -49,7 +49,7 @@ def check_transport(transport: str, device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class CarrierChoice:
+class TransportSelector:
     """What the choice depends on: the lanes of ``topology``, this rank's ``groups`` by name, and the others' word."""
 
     transport: TransportChoice
@@ -59,9 +59,9 @@ class CarrierChoice:
     rank: int
     groups: Mapping[str, dist.ProcessGroup]
     device: torch.device
-    share: Share
+    share: AllGather
 
-    def make(self) -> dict[LaneId, Carrier]:
+    def select(self) -> dict[LaneId, LaneTransport]:
         """The carrier of each lane that this rank has an end of and that its groups do not carry themselves.
 
         A collective call of all ranks of the topology. "auto" takes the copy engine where all routes of a lane can be
@@ -69,21 +69,21 @@ class CarrierChoice:
         and cannot be had on every lane, and if one of the ranks has too few hardware queues.
         """
         warn_of_settings(self.device)
-        routes = routes_of(self.topology, self.policy, self.transfers)
+        routes = ipc_links(self.topology, self.policy, self.transfers)
         mine = [lane for lane, found in routes.items() if any(self.rank in route[1:3] for route in found)]
         if self.device.type == "cuda":
             self._check_queues(sum(_streams(found, self.rank) for found in routes.values()))
         if self.device.type == "cpu" or self.transport == "c10d":
             return {}
         refused = set(routes)
-        carriers: dict[LaneId, Carrier] = {}
+        carriers: dict[LaneId, LaneTransport] = {}
         if self.transport != "nccl":
-            ends, refused = self._connect_routes(routes)
+            ends, refused = self._connect_ipc_links(routes)
             specs = {spec.name: spec for spec in group_specs(self.topology, self.policy, self.transfers)}
             for lane in mine:
                 if lane not in refused:
                     members = specs[lane_name(*lane)].ranks
-                    carriers[lane] = Carrier("copy_engine", ends[lane].for_lane(members))
+                    carriers[lane] = LaneTransport("copy_engine", ends[lane].for_lane(members))
         if refused and self.device.type == "cuda" and self._can_call_nccl():
             carriers |= {lane: self._by_nccl(lane) for lane in mine if lane in refused}
         return carriers
@@ -109,11 +109,11 @@ class CarrierChoice:
                 f"{MOST_QUEUES}. Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
             )
 
-    def _connect_routes(
-        self, routes: Mapping[LaneId, Sequence[Route]]
-    ) -> tuple[Mapping[LaneId, LaneEnds], set[LaneId]]:
+    def _connect_ipc_links(
+        self, routes: Mapping[LaneId, Sequence[IpcLink]]
+    ) -> tuple[Mapping[LaneId, LaneIpcLinks], set[LaneId]]:
         """This rank's ends, and the lanes that do not get them: equal on all ranks."""
-        ends, refusals = connect_routes(routes, self.rank, self.device, self.share)
+        ends, refusals = connect_ipc_links(routes, self.rank, self.device, self.share)
         if refusals:
             text = _summary(refusals)
             if self.transport == "copy_engine":
@@ -135,7 +135,7 @@ class CarrierChoice:
             )
         return can
 
-    def _by_nccl(self, lane: LaneId) -> Carrier:
+    def _by_nccl(self, lane: LaneId) -> LaneTransport:
         """Makes the communicators of this rank's groups of a lane, in the order of all ranks."""
         key, stripe = lane
         node = self.topology.node_of(self.rank)
@@ -144,10 +144,10 @@ class CarrierChoice:
             None if name not in self.groups else communicator_of(self.groups[name], self.device)
             for name in names
         )
-        return Carrier("nccl", NcclCommunicators(p2p=p2p, stage=stage))
+        return LaneTransport("nccl", NcclCommunicators(p2p=p2p, stage=stage))
 
 
-def _streams(routes: Sequence[Route], rank: int) -> int:
+def _streams(routes: Sequence[IpcLink], rank: int) -> int:
     """How many streams of ``rank`` wait for a lane's transfers: two where it passes on what it receives."""
     ends = [route for route in routes if rank in route[1:3]]
     receives = any(route.target == rank and not route.in_stage for route in ends)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch.autograd.graph import Node
 
-__all__ = ["children", "leaves_of", "reachable", "reached"]
+__all__ = ["accumulate_grad_nodes", "children", "depth_first", "reachable"]
 
 
 def children(node: Node) -> list[Node]:
@@ -14,17 +14,17 @@ def children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def leaves_of(nodes: Iterable[Node]) -> Iterator[Node]:
+def accumulate_grad_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
     """The nodes behind ``nodes`` that accumulate gradients of leaves."""
     return (node for node in reachable(nodes, set()) if node.name().endswith("AccumulateGrad"))
 
 
 def reachable(starts: Iterable[Node], ends: set[Node]) -> Iterator[Node]:
     """The nodes that a backward from ``starts`` runs, those of ``ends`` included and none behind them."""
-    return reached(starts, lambda node: () if node in ends else children(node))
+    return depth_first(starts, lambda node: () if node in ends else children(node))
 
 
-def reached(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
+def depth_first(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
     """``starts`` and all that ``neighbours`` lead to, each once, depth first."""
     stack = list(dict.fromkeys(starts))
     seen = set(stack)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 
-__all__ = ["as_tensors", "joined", "refuse_elsewhere", "refuse_wrapper", "taken_apart"]
+__all__ = ["as_tensors", "check_device", "check_sendable", "merge_tensors", "split_tensors"]
 
 
 def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
@@ -31,7 +31,7 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
     raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
 
 
-def refuse_elsewhere(tensors: Sequence[torch.Tensor], device: torch.device, what: str) -> None:
+def check_device(tensors: Sequence[torch.Tensor], device: torch.device, what: str) -> None:
     """Raise ValueError if one of ``tensors``, which are to be sent, is not on ``device``, the mesh's."""
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
@@ -47,8 +47,8 @@ class _Place(NamedTuple):
     number: int
 
 
-def taken_apart(output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The tensors of ``output``, detached, and what remains of it, to be ``joined`` with them again.
+def split_tensors(output: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The tensors of ``output``, detached, and what remains of it, to be ``merge_tensors`` with them again.
 
     Looks into what pytree knows and into dataclasses; objects of other classes remain as they are.
     """
@@ -61,7 +61,7 @@ def taken_apart(output: Any) -> tuple[Any, list[torch.Tensor]]:
     return _mapped(torch.Tensor, take, output), tensors
 
 
-def joined(rest: Any, tensors: list[torch.Tensor]) -> Any:
+def merge_tensors(rest: Any, tensors: list[torch.Tensor]) -> Any:
     """``rest`` with ``tensors`` at their places."""
     return _mapped(_Place, lambda place: tensors[place.number], rest)
 
@@ -81,7 +81,7 @@ def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
     return pytree.tree_map(replaced, value, is_leaf=lambda part: isinstance(part, kind))
 
 
-def refuse_wrapper(tensor: torch.Tensor, what: str) -> None:
+def check_sendable(tensor: torch.Tensor, what: str) -> None:
     """Raise TypeError if ``tensor``, which is to be sent, has no memory of plain elements: a lane sends just that."""
     way_out = _way_out(tensor)
     if way_out is not None:

@@ -13,8 +13,8 @@ __all__ = [
     "choose_backend",
     "choose_device",
     "current_stream",
-    "open_libraries",
     "synchronize_current_stream",
+    "warm_up_libraries",
 ]
 
 _POLL_SECONDS = 0.001
@@ -71,7 +71,7 @@ def choose_backend(device: torch.device, backend: str | None) -> str:
     return name
 
 
-def open_libraries(device: torch.device, check: Callable[[], None]) -> None:
+def warm_up_libraries(device: torch.device, check: Callable[[], None]) -> None:
     """Multiply matrices, forward and backward, before anything is under way on ``device``: once in each thread.
 
     The first product of a thread, and autograd has threads of its own, makes the thread's handle of cuBLAS, which waits

@@ -13,13 +13,13 @@ from ldt.untrusted import MOST_CHARACTERS, plain
 __all__ = [
     "TEXT_LIMIT",
     "TRACEBACK_LINES",
-    "files_of",
-    "frames_of",
-    "is_a",
-    "name_of",
-    "place_of",
     "plain",
-    "text_of",
+    "raised_at",
+    "safe_isinstance",
+    "safe_str",
+    "traceback_files",
+    "traceback_tail",
+    "type_name",
 ]
 
 TEXT_LIMIT = MOST_CHARACTERS
@@ -28,27 +28,27 @@ TRACEBACK_LINES = 12
 _SECONDS = 0.5
 
 
-def is_a(error: BaseException, kinds: type | tuple[type, ...]) -> bool:
+def safe_isinstance(error: BaseException, kinds: type | tuple[type, ...]) -> bool:
     """``isinstance`` by what ``error`` is, whatever its ``__class__`` says."""
     return issubclass(type(error), kinds)
 
 
-def name_of(error: BaseException) -> str:
+def type_name(error: BaseException) -> str:
     """The name of its class, whatever a metaclass says."""
     return plain(type.__dict__["__name__"].__get__(type(error)), _NAME_LIMIT)
 
 
-def text_of(error: BaseException) -> str:
+def safe_str(error: BaseException) -> str:
     """``str(error)``, at most 4000 characters that can be printed; a remark where that raises or does not end."""
     return _read(lambda: str.__getitem__(str(error), slice(TEXT_LIMIT)), "(its text cannot be read)")
 
 
-def frames_of(error: BaseException) -> str:
+def traceback_tail(error: BaseException) -> str:
     """The last lines of its traceback."""
     return _read(lambda: _last_lines(_trace_of(error)), "")
 
 
-def place_of(error: BaseException) -> tuple[str, int, str] | None:
+def raised_at(error: BaseException) -> tuple[str, int, str] | None:
     """The file, line and function that raised it; None if nothing did."""
     traces = _traces_of(error)
     if not traces:
@@ -57,7 +57,7 @@ def place_of(error: BaseException) -> tuple[str, int, str] | None:
     return code.co_filename, traces[-1].tb_lineno, code.co_name
 
 
-def files_of(error: BaseException) -> list[str]:
+def traceback_files(error: BaseException) -> list[str]:
     """The files of its traceback, that of what raised it last."""
     return [trace.tb_frame.f_code.co_filename for trace in _traces_of(error)]
 

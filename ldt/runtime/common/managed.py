@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
-from ldt.runtime.common.error_text import is_a
+from ldt.runtime.common.error_text import safe_isinstance
 
 __all__ = ["managed"]
 
@@ -33,7 +33,9 @@ class _Managed(AbstractContextManager[_T], Generic[_T]):
             self._body.throw(error)  # type: ignore[attr-defined]
         except BaseException as raised:
             # A generator makes a RuntimeError of a StopIteration.
-            if raised is not error and not (is_a(error, StopIteration) and raised.__cause__ is error):
+            if raised is not error and not (
+                safe_isinstance(error, StopIteration) and raised.__cause__ is error
+            ):
                 raise
 
 

@@ -6,9 +6,16 @@ from typing import Any
 
 from ldt._C import LaneError
 from ldt.errors import LdtError
-from ldt.runtime.common.error_text import TEXT_LIMIT, frames_of, is_a, name_of, place_of, text_of
+from ldt.runtime.common.error_text import (
+    TEXT_LIMIT,
+    raised_at,
+    safe_isinstance,
+    safe_str,
+    traceback_tail,
+    type_name,
+)
 
-__all__ = ["InputTypeError", "InputValueError", "QuotingError", "disclose", "reveal"]
+__all__ = ["InputTypeError", "InputValueError", "QuotingError", "redacted", "unredacted"]
 
 
 class InputValueError(LdtError, ValueError):
@@ -43,23 +50,23 @@ class QuotingError(LdtError):
 QuotingError.__name__ = LdtError.__name__
 
 
-def reveal(error: BaseException) -> tuple[str, str]:
+def unredacted(error: BaseException) -> tuple[str, str]:
     """The text of ``error``, at most 4000 characters, and the last lines of its traceback."""
-    return f"{name_of(error)}: {text_of(error)}"[:TEXT_LIMIT], frames_of(error)
+    return f"{type_name(error)}: {safe_str(error)}"[:TEXT_LIMIT], traceback_tail(error)
 
 
-def disclose(error: BaseException) -> str:
+def redacted(error: BaseException) -> str:
     """What may leave the edge: the type of ``error`` and the file, line and function that raised it.
 
     An exception's own text may quote a sample, and so may a source line. The text of the package's own exceptions
     holds names, shapes and figures only and is kept.
     """
-    kind = name_of(error)
-    if is_a(error, QuotingError):
+    kind = type_name(error)
+    if safe_isinstance(error, QuotingError):
         return f"{kind}: {error.plain}"[:TEXT_LIMIT]  # type: ignore[attr-defined]
-    if is_a(error, (LdtError, LaneError)) and _is_of_package(type(error)):
-        return f"{kind}: {text_of(error)}"[:TEXT_LIMIT]
-    place = place_of(error)
+    if safe_isinstance(error, (LdtError, LaneError)) and _is_of_package(type(error)):
+        return f"{kind}: {safe_str(error)}"[:TEXT_LIMIT]
+    place = raised_at(error)
     where = "" if place is None else " raised at {}:{} in {}".format(*place)
     return f"{kind}{where} (its text stays on the edge unless connect(share_edge_errors=True) there)"
 

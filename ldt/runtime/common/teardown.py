@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-__all__ = ["end_all"]
+__all__ = ["run_teardown"]
 
 logger = logging.getLogger(__name__)
 
 
-def end_all(ends: Iterable[tuple[str, Callable[[], object]]]) -> BaseException | None:
+def run_teardown(ends: Iterable[tuple[str, Callable[[], object]]]) -> BaseException | None:
     """Do all of ``ends``, which are named in the log where one raises. Returns the first error."""
     first: BaseException | None = None
     for what, end in ends:

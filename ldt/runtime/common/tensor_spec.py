@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HopSpecs", "TensorSpec", "coming_back", "describe", "first_difference", "specs_of"]
+__all__ = ["HopSpecs", "TensorSpec", "backward_specs", "describe", "first_difference", "specs_of"]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> HopSpecs:
     return tuple(TensorSpec.of(tensor) for tensor in tensors)
 
 
-def coming_back(specs: Sequence[TensorSpec]) -> HopSpecs:
+def backward_specs(specs: Sequence[TensorSpec]) -> HopSpecs:
     """What a message backward holds for a hop of ``specs``: gradients, and which of those in doubt there really are.
 
     The latter as one byte each, 1 or 0, in a last tensor; a gradient that there is not is sent as zeros then.

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 from ldt.errors import LdtError
 from ldt.untrusted import parse, plain, quoted, read_fields
 
-__all__ = ["parse", "plain", "quoted", "read_fields", "texts", "texts_by_name", "understood"]
+__all__ = ["as_str_dict", "as_str_list", "parse", "plain", "quoted", "read_fields", "read_or_raise"]
 
 _T = TypeVar("_T")
 
 
-def understood(value: Any, read: Callable[[Any], _T], who: str) -> _T:
+def read_or_raise(value: Any, read: Callable[[Any], _T], who: str) -> _T:
     """``read(value)``. Raises LdtError naming ``who`` gave it if that is not what ``read`` takes."""
     try:
         return read(value)
@@ -24,14 +24,14 @@ def understood(value: Any, read: Callable[[Any], _T], who: str) -> _T:
         ) from error
 
 
-def texts_by_name(value: Any) -> dict[str, str]:
+def as_str_dict(value: Any) -> dict[str, str]:
     """``value`` if it is a dict of texts. Raises TypeError otherwise."""
     if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
         return value
     raise TypeError("expected texts by name")
 
 
-def texts(value: Any) -> list[str]:
+def as_str_list(value: Any) -> list[str]:
     """``value`` if it is a list of texts. Raises TypeError otherwise."""
     if isinstance(value, list) and all(isinstance(text, str) for text in value):
         return value

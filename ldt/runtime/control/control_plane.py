@@ -11,7 +11,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.rank_info import RankInfo
-from ldt.runtime.common.untrusted import parse, plain, quoted, understood
+from ldt.runtime.common.untrusted import parse, plain, quoted, read_or_raise
 from ldt.runtime.control.collectives import MAX_BYTES, Collectives
 from ldt.runtime.health.watchdog import Watchdog
 from ldt.topology import Node
@@ -50,7 +50,7 @@ class ControlPlane:
         data = _encode([self._call(), message]) if self._rank_info.rank == source else b""
         return self._opened(self._collectives.broadcast(data, node), source, read)
 
-    def gather(self, message: Any, read: Read = _as_it_is) -> list[Any]:
+    def all_gather(self, message: Any, read: Read = _as_it_is) -> list[Any]:
         """Every rank's ``message``, by rank of the topology, on every rank, as ``read`` reads each."""
         answers = self._collectives.all_gather(_encode([self._call(), message]))
         return [self._opened(data, source, read) for source, data in enumerate(answers)]
@@ -68,7 +68,7 @@ class ControlPlane:
             )
         return sums
 
-    def numbers_in_node(self, numbers: torch.Tensor, what: str) -> list[torch.Tensor]:
+    def all_gather_in_node(self, numbers: torch.Tensor, what: str) -> list[torch.Tensor]:
         """``numbers`` of each rank of this node; a collective call of these alone, which have as many."""
         return self._collectives.all_gather_in_node(numbers, what)
 
@@ -87,7 +87,7 @@ class ControlPlane:
         envelope = _decode(data, self._global(source))
         match envelope:
             case [str(theirs), message] if theirs == self._call():
-                return understood(message, read, f"rank {self._global(source)}")
+                return read_or_raise(message, read, f"rank {self._global(source)}")
             case [str(theirs), _]:
                 self._watchdog.wait(1.0)  # another rank may have found out before
                 self._watchdog.check()

@@ -22,7 +22,7 @@ from ldt._C import Lane, LaneError
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import edge_broadcast_name
 from ldt.runtime.common.rank_info import RankInfo
-from ldt.runtime.common.teardown import end_all
+from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.control.collectives import MAX_BYTES, Collectives, as_bytes, as_tensor
 from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.topology import Node
@@ -148,7 +148,7 @@ class Inbox:
 
 
 class EdgeBroadcast:
-    """This rank's ends: a ``outbox`` on a leader of the edge, and ``boxes``, by replica of the edge, on leaders."""
+    """This rank's ends: a ``outbox`` on a leader of the edge, and ``inboxes``, by replica of the edge, on leaders."""
 
     def __init__(
         self,
@@ -156,22 +156,22 @@ class EdgeBroadcast:
         collectives: Collectives,
         detector: FailureDetector,
         outbox: Outbox | None,
-        boxes: Mapping[int, Inbox],
+        inboxes: Mapping[int, Inbox],
     ) -> None:
         self._rank_info = rank_info
         self._collectives = collectives
         self._detector = detector
         self._outbox = outbox
-        self._boxes = boxes
+        self._inboxes = inboxes
         self._own: defaultdict[bool, deque[EdgeMessage]] = defaultdict(deque)
 
-    def tell(self, edge_message: EdgeMessage) -> None:
+    def send(self, edge_message: EdgeMessage) -> None:
         """Send to all ranks, from a leader of the edge."""
         self._own[edge_message.subject is Subject.TOKENS].append(edge_message)
         if self._outbox is not None:
             self._outbox.send(edge_message)
 
-    def hear(self, *, tokens: bool = False) -> list[EdgeMessage]:
+    def receive(self, *, tokens: bool = False) -> list[EdgeMessage]:
         """The next letter of each leader of the edge, by replica, on every rank: about tokens, or about a step.
 
         Waits as long as it takes. A collective call of the ranks of a node. Raises RemoteStageError if the mesh fails.
@@ -188,17 +188,17 @@ class EdgeBroadcast:
 
     def lanes(self) -> list[Lane]:
         """Those that this rank has an end of."""
-        return [end.lane for end in [self._outbox, *self._boxes.values()] if end is not None]
+        return [end.lane for end in [self._outbox, *self._inboxes.values()] if end is not None]
 
     def close(self, timeout: timedelta) -> None:
         """See what was told off, for at most so long; nothing is heard any more."""
         ends = [
-            (f"abort lane {box.lane.name}", partial(box.lane.abort, "the mesh is closed"))
-            for box in self._boxes.values()
+            (f"abort lane {inbox.lane.name}", partial(inbox.lane.abort, "the mesh is closed"))
+            for inbox in self._inboxes.values()
         ]
         if self._outbox is not None:
             ends.append((f"close lane {self._outbox.lane.name}", partial(self._outbox.lane.close, timeout)))
-        first = end_all(ends)
+        first = run_teardown(ends)
         if first is not None:
             raise first
 
@@ -208,7 +208,7 @@ class EdgeBroadcast:
         what = f"{'the number of tokens' if tokens else 'a step message'} of rank {self._edge_rank(replica)}, the edge"
         try:
             with self._detector.progress.waiting(what):
-                return self._boxes[replica].take(tokens)
+                return self._inboxes[replica].take(tokens)
         except LaneError as error:
             raise self._detector.lost(f"waiting for {what}", error) from error
 
@@ -225,7 +225,7 @@ def make_edge_broadcast(
     """This rank's ends, over ``groups``. Receives are posted from now on."""
     nodes = rank_info.topology.nodes
     outbox: Outbox | None = None
-    boxes: dict[int, Inbox] = {}
+    inboxes: dict[int, Inbox] = {}
     for replica in range(rank_info.topology.edge_dp):
         name = edge_broadcast_name(replica)
         if name in groups and rank_info.is_leader:
@@ -234,5 +234,5 @@ def make_edge_broadcast(
             if rank_info.node == nodes[edge]:
                 outbox = Outbox(lane, [rank for rank in range(len(nodes)) if rank != edge])
             else:
-                boxes[replica] = Inbox(lane, edge)
-    return EdgeBroadcast(rank_info, collectives, detector, outbox, boxes)
+                inboxes[replica] = Inbox(lane, edge)
+    return EdgeBroadcast(rank_info, collectives, detector, outbox, inboxes)

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors
-from ldt.runtime.common.error_text import text_of
-from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, disclose, reveal
+from ldt.runtime.common.error_text import safe_str
+from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.dry_run.fake_module import FakeCopies
 from ldt.runtime.dry_run.forward_hooks import left_out
@@ -50,7 +50,7 @@ _ADVICE = f". If its forward is right but depends on values, {_DECLARE}"
 
 def needs_values(error: Exception) -> bool:
     """Whether a right forward may raise ``error`` on fake tensors, which have no values."""
-    return isinstance(error, _NEEDS_VALUES) or any(sign in text_of(error) for sign in _SIGNS)
+    return isinstance(error, _NEEDS_VALUES) or any(sign in safe_str(error) for sign in _SIGNS)
 
 
 def infer_specs(*arguments: Any, **options: Any) -> HopSpecs:
@@ -97,8 +97,8 @@ def infer(
         what = f"cannot tell what chunk {chunk} ({type(module).__name__}) returns for {describe(tensors)}"
         advice = _ADVICE if declared is None and needs_values(error) else ""
         raise QuotingError(
-            f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
-            plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
+            f"{what}: {unredacted(error)[0].rstrip('. ')}{advice}",
+            plain=f"{what}: {redacted(error).rstrip('. ')}{advice}",
         ) from error
     return answer if training else Answer(tuple(spec.without_grad() for spec in answer.specs))
 

@@ -16,7 +16,7 @@ _STATE = "if a state that this depends on was changed since the last step, call 
 
 
 def with_absent(specs: Sequence[TensorSpec], arrived: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradient of each tensor of a hop, None where there is none, given what ``coming_back(specs)`` brought.
+    """The gradient of each tensor of a hop, None where there is none, given what ``backward_specs(specs)`` brought.
 
     Waits for the device where a gradient is in doubt.
     """

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import parse, understood
+from ldt.runtime.common.untrusted import parse, read_or_raise
 
 __all__ = ["Aliasing", "passed_on"]
 
@@ -39,7 +39,7 @@ class Aliasing:
                 if self._is_told("passed", hop, place):
                     who = f"the rank of chunk {hop + 1}"
                     told = self._store.get(self._name("passed", hop, place))
-                    self.shares(hop + 1, [understood(told, _output_in, who)])
+                    self.shares(hop + 1, [read_or_raise(told, _output_in, who)])
 
     def changes(self, hop: int, places: Iterable[int]) -> None:
         """The chunk behind ``hop`` has changed in place what it got."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ldt.runtime.common.chunk_outputs import as_tensors, joined, taken_apart
+from ldt.runtime.common.chunk_outputs import as_tensors, merge_tensors, split_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.chunk_runner import ChunkRunner
@@ -52,10 +52,10 @@ class TailRunner(ChunkRunner):
         if step.loss is not None and (target is not None or step.plan.training):
             self._finish(step, microbatch, output, target)
         if step.keep_outputs:
-            rest, tensors = taken_apart(output)
+            rest, tensors = split_tensors(output)
             del output
             own_memory(tensors)  # the module may keep theirs, and write to it in its next forward
-            step.outputs[microbatch] = joined(rest, tensors)
+            step.outputs[microbatch] = merge_tensors(rest, tensors)
         return ()
 
     def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:

@@ -14,8 +14,8 @@ from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import excerpt
 from ldt.runtime.comm.transfer import CompositeWork
-from ldt.runtime.common.chunk_outputs import refuse_elsewhere
-from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, coming_back, first_difference, specs_of
+from ldt.runtime.common.chunk_outputs import check_device
+from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, backward_specs, first_difference, specs_of
 from ldt.runtime.execution.absent_grads import AbsentGrads, with_absent, without_absent
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
@@ -276,7 +276,7 @@ class Executor:
     def _carried(self, hop: int, direction: Direction, microbatch: int) -> HopSpecs:
         """What a message holds: all tensors forward, backward the gradients of those that get one."""
         specs = self._hop(hop, microbatch)
-        return specs if direction == "F" else coming_back(specs)
+        return specs if direction == "F" else backward_specs(specs)
 
     def _hop(self, hop: int, microbatch: int) -> HopSpecs:
         """What a hop carries; nothing before the first and after the last chunk."""
@@ -298,7 +298,7 @@ class Executor:
         difference = first_difference(self._hop(chunk, microbatch), specs, self._runners[chunk].declares)
         if difference is not None:
             raise LdtError(f"{what} is not what was agreed: {difference}")
-        refuse_elsewhere(tensors, self._mesh.device, what)
+        check_device(tensors, self._mesh.device, what)
         parts = list(map(self._mesh.shards.local, tensors))
         if self._work.guard is not None:
             self._work.guard.check(parts, what)
@@ -314,7 +314,7 @@ class Executor:
         """From here on this rank is at ``place``. Raises RemoteStageError if the mesh has failed."""
         self._mesh.watchdog.check()
         self.place = place
-        self._progress.at(place, self._index)
+        self._progress.begin_action(place, self._index)
         logger.debug("%s", place)
 
     def _description(self, action: Action) -> str:

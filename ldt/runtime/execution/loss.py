@@ -181,13 +181,13 @@ class TokenScale:
     def tell(self, count: float) -> None:
         """``count``: the tokens of this replica of the edge, from its leader."""
         edge_message = EdgeMessage(Subject.TOKENS, self._call.number, _COUNT.pack(count))
-        self._post.tell(edge_message)
+        self._post.send(edge_message)
         if self._audit is not None:
             self._audit.write("tokens", self._call.serial, edge_message.nbytes)
 
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
-        edge_messages = self._post.hear(tokens=True)
+        edge_messages = self._post.receive(tokens=True)
         count = sum(self._count_in(edge_message) for edge_message in edge_messages)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:

@@ -45,7 +45,7 @@ def measure_costs(
     finally:
         earlier.put_back()
     with mesh.collective(_CALL):
-        figures = mesh.control.gather([_times(stats), _sizes(mesh, stats[-1])], _read_figures)
+        figures = mesh.control.all_gather([_times(stats), _sizes(mesh, stats[-1])], _read_figures)
         times, sizes = map(_largest, zip(*figures, strict=True))
         links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
     hops = range(mesh.topology.tail)

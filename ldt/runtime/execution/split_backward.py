@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils import checkpoint
 
 from ldt.errors import LdtError
-from ldt.runtime.common.autograd_graph import children, leaves_of, reachable, reached
+from ldt.runtime.common.autograd_graph import accumulate_grad_nodes, children, depth_first, reachable
 from ldt.runtime.execution.side_effects import FunctionWatch, SecondPart
 
 __all__ = ["Start", "WeightPart", "backward_input"]
@@ -159,7 +159,7 @@ class _Cut:
                     )
             for child in children(node):
                 users.setdefault(child, []).append(node)
-        self.between = set(reached(self._ends, lambda node: users.get(node, ())))
+        self.between = set(depth_first(self._ends, lambda node: users.get(node, ())))
         self.branches = {
             node: leaves for node in self.between - self._ends if (leaves := self._leaves_beside(node))
         }
@@ -167,7 +167,10 @@ class _Cut:
     def groups(self, beside: Iterable[Node]) -> list[_Group]:
         """Branches, and roots ``beside`` the way to the inputs: those that share a leaf together."""
         by_leaf: dict[Node, _Group] = {}
-        for source, leaves in {**self.branches, **{node: set(leaves_of([node])) for node in beside}}.items():
+        for source, leaves in {
+            **self.branches,
+            **{node: set(accumulate_grad_nodes([node])) for node in beside},
+        }.items():
             group = _Group({source}, set(leaves))
             for other in {id(found): found for leaf in leaves if (found := by_leaf.get(leaf))}.values():
                 group.sources.update(other.sources)
@@ -176,4 +179,4 @@ class _Cut:
         return list({id(group): group for group in by_leaf.values()}.values())
 
     def _leaves_beside(self, node: Node) -> set[Node]:
-        return set(leaves_of(child for child in children(node) if child not in self.between))
+        return set(accumulate_grad_nodes(child for child in children(node) if child not in self.between))

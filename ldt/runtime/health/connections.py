@@ -47,13 +47,13 @@ class Connections:
     def __len__(self) -> int:
         return len(self._opened)
 
-    def limit_answers(self, seconds: float) -> None:
+    def set_read_timeout(self, seconds: float) -> None:
         """Let a read that waits longer than that fail."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for connection in self._connected():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
-    def cut(self) -> None:
+    def shutdown(self) -> None:
         """End them, for both sides; whoever opened them still has to close them. Again, it does nothing."""
         for connection in self._connected():
             with suppress(OSError):  # the other side was first

@@ -14,7 +14,7 @@ from ldt.runtime.common.untrusted import parse, plain, quoted
 
 __all__ = ["CLOSED", "EXITED", "Desync", "DesyncDetector"]
 
-PATIENCE_SECONDS = 0.5  # a call that is over sooner is not looked into
+COMPARE_AFTER_SECONDS = 0.5  # a call that is over sooner is not looked into
 _KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
 _NAME_LIMIT = 200
 CLOSED = "closed its mesh"
@@ -86,7 +86,11 @@ class DesyncDetector:
         """What is wrong if another rank makes another call than this one, which has lasted for a while."""
         with self._lock:
             call = self._current
-        if call is None or call.number == self._compared or time.monotonic() - call.since < PATIENCE_SECONDS:
+        if (
+            call is None
+            or call.number == self._compared
+            or time.monotonic() - call.since < COMPARE_AFTER_SECONDS
+        ):
             return None
         trouble = self._meet(store, call.number, call.name)
         self._compared = call.number

@@ -16,17 +16,17 @@ import torch.distributed as dist
 
 from ldt._C import LaneError
 from ldt.errors import LdtError, RemoteStageError, TransferError
-from ldt.runtime.common.error_text import files_of, is_a
+from ldt.runtime.common.error_text import safe_isinstance, traceback_files
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.rank_info import RankInfo
-from ldt.runtime.common.redact import disclose, reveal
+from ldt.runtime.common.redact import redacted, unredacted
 from ldt.runtime.health.desync import CLOSED, EXITED, Desync, DesyncDetector
 from ldt.runtime.health.hang_detector import HangDetector, of_lost_ranks, status_report
 from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
 from ldt.runtime.health.progress import Progress
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 
-__all__ = ["LEAST_SILENCE", "FailureDetector", "HealthTimeouts", "is_of_transfer"]
+__all__ = ["MIN_HEARTBEAT_TIMEOUT", "FailureDetector", "HealthTimeouts", "is_secondary_error"]
 
 # What a rank sees when it is another one that failed: worth a moment's wait for that one's report.
 _CONSEQUENCES = (RemoteStageError, LaneError, dist.DistError)
@@ -38,7 +38,7 @@ _CALLING = str(_DISTRIBUTED.parent / "_ops.py")  # how Python gets from there in
 _OF_GLOO = re.compile(r"(Gloo connectFullMesh failed with )?\[[^]]*gloo/(transport|rendezvous)/")
 _TELLING_SECONDS = 2.0
 _LEAST_ANSWER_SECONDS = 10.0  # of the store, on machines that have much else to do
-LEAST_SILENCE = timedelta(seconds=1)  # ranks leave a sign of life a few times a second
+MIN_HEARTBEAT_TIMEOUT = timedelta(seconds=1)  # ranks leave a sign of life a few times a second
 _CLOSING_SECONDS = 3.0  # in which a rank that closes its mesh ends all its connections
 _USERS_CODE = "the code that uses the mesh"
 
@@ -47,7 +47,7 @@ _USERS_CODE = "the code that uses the mesh"
 class HealthTimeouts:
     """How long a rank may be silent, and how long it may not get on, until it is taken for lost or hung."""
 
-    silence: timedelta = timedelta(seconds=30)
+    heartbeat: timedelta = timedelta(seconds=30)
     stall: timedelta = timedelta(minutes=30)
     warn_after: timedelta = timedelta(seconds=60)
 
@@ -55,7 +55,7 @@ class HealthTimeouts:
 class FailureDetector:
     """Kept by each rank over its mesh, at ``place``. ``on_failure`` is called once, when the first failure is known.
 
-    ``break_off`` is called a second later, unless the mesh is closed by then: it ends what nothing else ends.
+    ``force_abort`` is called a second later, unless the mesh is closed by then: it ends what nothing else ends.
     ``overdue`` says which transfer takes too long, where no backend looks after it, and ``lost_connections`` how many
     of those to other ranks are closed.
     """
@@ -65,11 +65,11 @@ class FailureDetector:
         rank_info: RankInfo,
         store: Any,
         key: str,
-        patience: HealthTimeouts,
+        timeouts: HealthTimeouts,
         *,
         shares_errors: bool,
         on_failure: Callable[[FailureReport], None],
-        break_off: Callable[[], None],
+        force_abort: Callable[[], None],
         overdue: Callable[[], str],
         lost_connections: Callable[[], int],
     ) -> None:
@@ -81,8 +81,8 @@ class FailureDetector:
         self._known_closed: frozenset[int] = frozenset()
         self._explained_until = 0.0
         self._probe: LivenessProbe | None = None
-        stall = patience.stall.total_seconds()
-        self._silence = patience.silence.total_seconds()
+        stall = timeouts.stall.total_seconds()
+        self._heartbeat_timeout = timeouts.heartbeat.total_seconds()
         self.progress = Progress()
         self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)
         self.heartbeats = Heartbeats(f"{key}/seen", rank_info.ranks, rank_info.global_rank, self.progress)
@@ -90,7 +90,7 @@ class FailureDetector:
             rank_info,
             self.progress,
             self.heartbeats,
-            warn_after=min(patience.warn_after.total_seconds(), stall / 2),
+            warn_after=min(timeouts.warn_after.total_seconds(), stall / 2),
             limit=stall,
             shows_stack=shares_errors,
         )
@@ -102,9 +102,9 @@ class FailureDetector:
             self._look_after_neighbour,
             self._hang_detector.look,
         )
-        answer_seconds = max(self._silence, _LEAST_ANSWER_SECONDS)
+        answer_seconds = max(self._heartbeat_timeout, _LEAST_ANSWER_SECONDS)
         self.watchdog = Watchdog(
-            store, f"{key}/failure", on_failure, health_checks, break_off, answer_seconds
+            store, f"{key}/failure", on_failure, health_checks, force_abort, answer_seconds
         )
         self.watchdog.on_exit = self._exit
 
@@ -137,11 +137,11 @@ class FailureDetector:
             return first.as_error()
         return TransferError(f"lost the connection while {doing}: {error}")
 
-    def tell(self, error: BaseException) -> str:
+    def shareable_text(self, error: BaseException) -> str:
         """What the other ranks may learn of ``error``: on the edge not what it may quote, unless errors are shared."""
-        return reveal(error)[0] if self._shares_errors else disclose(error)
+        return unredacted(error)[0] if self._shares_errors else redacted(error)
 
-    def leave(self, how: str = CLOSED) -> None:
+    def stop(self, how: str = CLOSED) -> None:
         """Stop, and tell ranks that wait for this one, now or later."""
 
         def farewell(store: Any) -> FailureReport | None:
@@ -162,7 +162,7 @@ class FailureDetector:
 
         What the text of a user's error says does not matter. Layers also wait where torch's frames do not show.
         """
-        return is_of_transfer(error) or (type(error) is RuntimeError and self._lost_connections() > 0)
+        return is_secondary_error(error) or (type(error) is RuntimeError and self._lost_connections() > 0)
 
     def _cause(self, error: BaseException) -> FailureReport | None:
         """The failure that ``error`` came of: told by another rank, or by its silence."""
@@ -174,7 +174,7 @@ class FailureDetector:
             return self.watchdog.wait(2.0)
         if self.watchdog.first is not None or not missing:
             return self.watchdog.first
-        noticed = f"rank {self._rank_info.global_rank} noticed: {self.tell(error)}"
+        noticed = f"rank {self._rank_info.global_rank} noticed: {self.shareable_text(error)}"
         return self.watchdog.publish(
             of_lost_ranks(self._rank_info, missing, f"for {probe.patience:g} s", noticed)
         )
@@ -184,7 +184,7 @@ class FailureDetector:
         report = FailureReport.of(
             error, me.global_rank, me.stage, me.replica, place, in_full=self._shares_errors
         )
-        if not is_a(error, LaneError):
+        if not safe_isinstance(error, LaneError):
             return report
         return replace(
             report,
@@ -206,7 +206,7 @@ class FailureDetector:
         error = None if of_person else getattr(sys, "last_value", None)
         if isinstance(error, BaseException) and self.watchdog.first is None:
             self.publish(error)
-        self.leave(EXITED)
+        self.stop(EXITED)
 
     # -- asked by the watch, again and again -----------------------------------------------------------------
 
@@ -254,24 +254,24 @@ class FailureDetector:
         )
 
     def _look_after_neighbour(self, store: Any) -> FailureReport | None:
-        found = self.heartbeats.look_after_neighbour(store, self._silence)
+        found = self.heartbeats.look_after_neighbour(store, self._heartbeat_timeout)
         if found is None:
             return None
         noticed = (
             f"Rank {self._rank_info.global_rank} noticed. If it may be silent for so long, as in a debugger, give "
             "connect a longer heartbeat_timeout."
         )
-        return of_lost_ranks(self._rank_info, dict([found]), f"for {self._silence:.0f} s", noticed)
+        return of_lost_ranks(self._rank_info, dict([found]), f"for {self._heartbeat_timeout:.0f} s", noticed)
 
 
-def is_of_transfer(error: BaseException) -> bool:
+def is_secondary_error(error: BaseException) -> bool:
     """Whether ``error`` may be what a rank sees when another one fails, with nothing to add to that one's report.
 
     gloo has no class of its own for a connection that was lost: it is known by where it was raised, in torch's own
     calls of collectives, and among what these raise by the file of gloo's that it begins with.
     """
     if type(error) is not RuntimeError:
-        return is_a(error, _CONSEQUENCES)
-    files = [file for file in files_of(error) if file != _CALLING]
+        return safe_isinstance(error, _CONSEQUENCES)
+    files = [file for file in traceback_files(error) if file != _CALLING]
     text = error.args[0] if error.args else None
     return bool(files) and files[-1].startswith(_WAITING) and type(text) is str and bool(_OF_GLOO.match(text))

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 
 from ldt.errors import RemoteStageError
-from ldt.runtime.common.error_text import TEXT_LIMIT, name_of
-from ldt.runtime.common.redact import disclose, reveal
+from ldt.runtime.common.error_text import TEXT_LIMIT, type_name
+from ldt.runtime.common.redact import redacted, unredacted
 from ldt.runtime.common.untrusted import quoted, read_fields
 
 __all__ = ["FailureReport"]
@@ -18,7 +18,7 @@ class FailureReport:
     """Who failed, where, and with what; it goes to all ranks. ``rank`` is the global rank, None where it is not known.
 
     ``error`` is the text of the exception, and ``traceback`` the end of its traceback, where ``of`` is told to give
-    them in full, as for a rank of the cloud. Otherwise ``error`` is what ``disclose`` lets out.
+    them in full, as for a rank of the cloud. Otherwise ``error`` is what ``redacted`` lets out.
     """
 
     rank: int | None
@@ -33,8 +33,8 @@ class FailureReport:
     def of(
         cls, error: BaseException, rank: int, stage: int, replica: int, place: str, *, in_full: bool
     ) -> FailureReport:
-        text, trace = reveal(error) if in_full else (disclose(error), "")
-        return cls(rank, stage, replica, place, text, name_of(error), trace)
+        text, trace = unredacted(error) if in_full else (redacted(error), "")
+        return cls(rank, stage, replica, place, text, type_name(error), trace)
 
     @classmethod
     def of_unknown(cls, error: str) -> FailureReport:

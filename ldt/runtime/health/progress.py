@@ -93,7 +93,7 @@ class Progress:
         """A row of ``plan`` is run from now on."""
         self.plan, self._index = plan, 0
 
-    def at(self, place: str, index: int) -> None:
+    def begin_action(self, place: str, index: int) -> None:
         self.place, self._index = place, index
         self._moved()
 

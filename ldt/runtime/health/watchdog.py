@@ -55,8 +55,8 @@ class Watchdog:
 
     A thread looks into the store every 0.1 s over a connection of its own, so that a rank that is blocked in a
     transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes. A second later,
-    unless this is closed by then, the thread calls ``break_off``. It also asks ``health_checks`` in turn, and publishes
-    what they find. A store that does not answer a question within ``answer_seconds`` is a failure, too.
+    unless this is closed by then, the thread calls ``force_abort``. It also runs ``health_checks`` in turn and
+    publishes what they find. A store that does not answer within ``answer_seconds`` counts as a failure, too.
     """
 
     def __init__(
@@ -65,18 +65,18 @@ class Watchdog:
         key: str,
         on_failure: Callable[[FailureReport], None],
         health_checks: Sequence[HealthCheck] = (),
-        break_off: Callable[[], None] = lambda: None,
+        force_abort: Callable[[], None] = lambda: None,
         answer_seconds: float = _ANSWER_SECONDS,
     ) -> None:
         self._connection = Connections()
         with self._connection.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
-        self._connection.limit_answers(answer_seconds)
+        self._connection.set_read_timeout(answer_seconds)
         atexit.unregister(_freeze)  # whatever failed before, the process has gone on
         self._key = key
         self._on_failure = on_failure
         self._lookouts = health_checks
-        self._break_off = break_off
+        self._force_abort = force_abort
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
@@ -129,7 +129,7 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
             if self._thread.is_alive():
-                self._connection.cut()
+                self._connection.shutdown()
                 self._thread.join(_JOIN_SECONDS)
 
     def leave(self, farewell: HealthCheck) -> None:
@@ -183,7 +183,7 @@ class Watchdog:
             self._watch()
         finally:
             if self._first is not None and not self._closed.wait(_GRACE_SECONDS):
-                self._break_off()
+                self._force_abort()
 
     def _watch(self) -> None:
         lost_since: float | None = None

@@ -50,7 +50,7 @@ def calibrate(mesh: Mesh, deadline: float) -> dict[Channel, Endpoint]:
     found: dict[frozenset[int], float] = {}
     ends = {}
     for channel in mesh.topology.channels:
-        if mesh.transfers.way(channel) != "auto" or min(mesh.transfers.sizes(channel)) == 1:
+        if mesh.transfers.mode(channel) != "auto" or min(mesh.transfers.sizes(channel)) == 1:
             continue
         link = frozenset((channel.source.stage, channel.target.stage))
         if link not in found:

@@ -9,7 +9,7 @@ import torch
 
 from ldt.runtime.comm.transfer import Transfers
 from ldt.runtime.comm.transports import TransportChoice
-from ldt.runtime.health.failure_detector import LEAST_SILENCE, HealthTimeouts
+from ldt.runtime.health.failure_detector import MIN_HEARTBEAT_TIMEOUT, HealthTimeouts
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["ConnectConfig", "Timeouts"]
@@ -27,7 +27,7 @@ class Timeouts:
     stall_timeout: timedelta
 
     def __post_init__(self) -> None:
-        leasts = {"heartbeat_timeout": LEAST_SILENCE}
+        leasts = {"heartbeat_timeout": MIN_HEARTBEAT_TIMEOUT}
         for name in (field.name for field in fields(self)):
             limit, least = getattr(self, name), leasts.get(name, timedelta(0))
             if not isinstance(limit, timedelta):
@@ -39,7 +39,7 @@ class Timeouts:
                 raise ValueError(f"{name} must be {wanted}, got {limit}")
 
     @property
-    def patience(self) -> HealthTimeouts:
+    def health(self) -> HealthTimeouts:
         return HealthTimeouts(self.heartbeat_timeout, self.stall_timeout)
 
 

@@ -45,7 +45,7 @@ def connect(
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
     transfer_timeout: timedelta = timedelta(minutes=30),
-    heartbeat_timeout: timedelta = HealthTimeouts.silence,
+    heartbeat_timeout: timedelta = HealthTimeouts.heartbeat,
     stall_timeout: timedelta = HealthTimeouts.stall,
     share_edge_errors: bool = False,
 ) -> Mesh:

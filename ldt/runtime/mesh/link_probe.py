@@ -43,7 +43,9 @@ def probe_links(mesh: Mesh, nbytes: dict[int, int]) -> dict[int, LinkFigures]:
         answers = []
         for replica in range(mesh.topology.dp):
             mine = _probe(mesh, hop, replica, max(size, LEAST_BYTES))
-            answers += [answer for answer in mesh.control.gather(mine, _read_seconds) if answer is not None]
+            answers += [
+                answer for answer in mesh.control.all_gather(mine, _read_seconds) if answer is not None
+            ]
         empty, long = (max(times) for times in zip(*answers, strict=True))
         figures[hop] = LinkFigures(empty / 2, max(size, LEAST_BYTES) / max(long - empty, _LEAST_SECONDS))
     return figures

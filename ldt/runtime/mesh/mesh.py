@@ -21,19 +21,19 @@ from ldt.runtime.comm import group_layout as naming
 from ldt.runtime.comm.endpoint import Endpoint, make_endpoints
 from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.comm.ipc_links import LaneId
-from ldt.runtime.comm.preconnect import check_opening, connect_all, connect_alone, limit_transfers
+from ldt.runtime.comm.preconnect import check_warm_up, connect_all, connect_alone, limit_transfers
 from ldt.runtime.comm.shards import NodeShards
-from ldt.runtime.comm.transports import Carrier, CarrierChoice
-from ldt.runtime.common.device import choose_backend, open_libraries
-from ldt.runtime.common.error_text import is_a
+from ldt.runtime.comm.transports import LaneTransport, TransportSelector
+from ldt.runtime.common.device import choose_backend, warm_up_libraries
+from ldt.runtime.common.error_text import safe_isinstance
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.rank_info import RankInfo
-from ldt.runtime.common.redact import reveal
-from ldt.runtime.common.teardown import end_all
+from ldt.runtime.common.redact import unredacted
+from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.control.collectives import Collectives
 from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
-from ldt.runtime.health.failure_detector import FailureDetector, is_of_transfer
+from ldt.runtime.health.failure_detector import FailureDetector, is_secondary_error
 from ldt.runtime.health.fork_guard import check_process
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.runtime.mesh.config import ConnectConfig
@@ -75,7 +75,7 @@ class Mesh(RankInfo):
         self._connect_again = connect_again
         self._groups = GroupSet(self._abort_lanes)
         self._endpoints: dict[Channel, Endpoint] = {}
-        self._carriers: dict[LaneId, Carrier] = {}
+        self._transports: dict[LaneId, LaneTransport] = {}
         self._watched: tuple[Lane, ...] = ()
         self._device_meshes = DeviceMeshes(self, self._groups, key, config.device, config.backend)
         self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
@@ -88,10 +88,10 @@ class Mesh(RankInfo):
             self,
             store,
             key,
-            config.timeouts.patience,
+            config.timeouts.health,
             shares_errors=config.share_edge_errors or not self.is_edge,
             on_failure=self._on_failure,
-            break_off=self._groups.break_all,
+            force_abort=self._groups.break_all,
             overdue=self._overdue,
             lost_connections=self._groups.lost_connections,
         )
@@ -155,9 +155,9 @@ class Mesh(RankInfo):
         Where its strands differ, all of theirs, as "c10d and copy_engine".
         """
         key = lanes_of(self.topology, self.lanes)[channel]
-        carriers = (self._carriers.get((key, stripe)) for stripe in self._endpoints[channel].stripes)
+        transports = (self._transports.get((key, stripe)) for stripe in self._endpoints[channel].stripes)
         return " and ".join(
-            sorted({"c10d" if carrier is None else carrier.transport for carrier in carriers})
+            sorted({"c10d" if transport is None else transport.kind for transport in transports})
         )
 
     def lane_for(self, channel: Channel) -> Lane:
@@ -217,18 +217,18 @@ class Mesh(RankInfo):
         self._groups.break_all()
         mine = first.rank == self.global_rank
         if mine:
-            logger.error("%s failed in %s: %s\n%s", self, place, reveal(error)[0], detail)
-        remote = is_a(error, RemoteStageError)
-        if mine and is_of_transfer(error) and not remote:
+            logger.error("%s failed in %s: %s\n%s", self, place, unredacted(error)[0], detail)
+        remote = safe_isinstance(error, RemoteStageError)
+        if mine and is_secondary_error(error) and not remote:
             raise TransferError(first.describe()) from error  # of this rank's own, or others gave it up
-        if mine or remote or not is_a(error, Exception):
+        if mine or remote or not safe_isinstance(error, Exception):
             raise error  # also what ends a program, such as Ctrl-C
         # A consequence of that failure has nothing to add to it; an error of this rank's own has.
-        raise first.as_error() from None if is_of_transfer(error) else error
+        raise first.as_error() from None if is_secondary_error(error) else error
 
-    def tell(self, error: BaseException) -> str:
+    def shareable_text(self, error: BaseException) -> str:
         """What the other ranks may learn of ``error``; see ``fail``."""
-        return self.detector.tell(error)
+        return self.detector.shareable_text(error)
 
     def close(self) -> None:
         """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
@@ -245,8 +245,8 @@ class Mesh(RankInfo):
         self._closed = True
         if self.failed:  # before what may take a while
             self._groups.break_all()
-        steps = (self.detector.leave, self._drop_lanes, self._drop_groups)
-        first = end_all(("close the mesh in full", step) for step in steps)
+        steps = (self.detector.stop, self._drop_lanes, self._drop_groups)
+        first = run_teardown(("close the mesh in full", step) for step in steps)
         if first is not None:
             raise first
 
@@ -268,7 +268,7 @@ class Mesh(RankInfo):
     ) -> None:
         if not self._is_here:
             return  # a forked child leaves it as it is
-        code = error.code if error is not None and is_a(error, SystemExit) else 1  # type: ignore[attr-defined]
+        code = error.code if error is not None and safe_isinstance(error, SystemExit) else 1  # type: ignore[attr-defined]
         ends = code is None or (type(code) is int and code == 0)  # with nothing wrong
         if error is not None and not ends and not self._closed:
             self.detector.publish(error)
@@ -283,9 +283,9 @@ class Mesh(RankInfo):
 
     def open(self, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        open_libraries(self.device, partial(check_opening, self.device, self.watchdog, deadline))
+        warm_up_libraries(self.device, partial(check_warm_up, self.device, self.watchdog, deadline))
         transfer_timeout = self._config.timeouts.transfer_timeout
-        self._groups.use(self._store)
+        self._groups.use_store(self._store)
         for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
             if self.rank in spec.ranks:
                 self.watchdog.check()
@@ -302,7 +302,7 @@ class Mesh(RankInfo):
         )
         self._control = ControlPlane(self, collectives, self.watchdog, lambda: self.detector.desync.current)
         self._edge_broadcast = make_edge_broadcast(self, collectives, self.detector, self._groups)
-        self._carriers = self._choose_carriers(deadline)
+        self._transports = self._select_transports(deadline)
         self._endpoints = make_endpoints(
             self.topology,
             self.lanes,
@@ -311,7 +311,7 @@ class Mesh(RankInfo):
             self._groups,
             self.device,
             transfer_timeout,
-            self._carriers,
+            self._transports,
         )
         self._watched = tuple(self.all_lanes())
         if dist.is_initialized():
@@ -321,13 +321,13 @@ class Mesh(RankInfo):
         connect_all(self._groups, self.topology, self._endpoints, self.device, self.watchdog, deadline)
         limit_transfers(self._groups, self.topology, transfer_timeout)
 
-    def _choose_carriers(self, deadline: float) -> dict[LaneId, Carrier]:
+    def _select_transports(self, deadline: float) -> dict[LaneId, LaneTransport]:
         def share_with_all(name: str, value: Any) -> list[Any]:
-            key = f"{self._key}/carriers/{name}"
+            key = f"{self._key}/transports/{name}"
             return share(self._store, key, self.global_rank, self.ranks, value, self.watchdog, deadline)
 
         place = (self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device)
-        return CarrierChoice(self._config.transport, *place, share_with_all).make()
+        return TransportSelector(self._config.transport, *place, share_with_all).select()
 
     @property
     def _is_here(self) -> bool:
@@ -346,7 +346,9 @@ class Mesh(RankInfo):
         first = self.watchdog.first
         reason = "the mesh is closed" if first is None else first.describe()
         post = [] if self._edge_broadcast is None else self._edge_broadcast.lanes()
-        end_all((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post])
+        run_teardown(
+            (f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post]
+        )
 
     def _overdue(self) -> str:
         """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
@@ -363,9 +365,9 @@ class Mesh(RankInfo):
         ends: list[tuple[str, Any]] = [(f"close lane {lane.name}", lane.close) for lane in lanes]
         if self._edge_broadcast is not None:
             ends.append(("close the lanes of the edge's letters", self._edge_broadcast.close))
-        first = end_all((what, lambda close=close: close(_left(deadline))) for what, close in ends)  # type: ignore[misc]
+        first = run_teardown((what, lambda close=close: close(_left(deadline))) for what, close in ends)  # type: ignore[misc]
         self._endpoints.clear()
-        self._carriers.clear()
+        self._transports.clear()
         self._watched, self._edge_broadcast = (), None
         lanes.clear()
         ends.clear()
@@ -378,7 +380,7 @@ class Mesh(RankInfo):
             self._control.close()
         if self.failed:  # also if only since
             self._groups.break_all()
-        self._groups.drop()
+        self._groups.destroy()
 
 
 def _left(deadline: float) -> timedelta:

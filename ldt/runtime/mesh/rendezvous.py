@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import parse, plain, quoted, texts_by_name, understood
+from ldt.runtime.common.untrusted import as_str_dict, parse, plain, quoted, read_or_raise
 from ldt.runtime.health.watchdog import Watchdog
 
 __all__ = ["check_in", "mesh_key", "refuse", "share"]
@@ -81,7 +81,7 @@ def share(
             missing = [other for other in ranks if not store.check([f"{key}/{other}"])]
             raise LdtError(f"connect: ranks {missing} did not give their {key} in time; look at their output")
         time.sleep(_POLL_SECONDS)
-    read = _flag if isinstance(value, bool) else texts_by_name
+    read = _flag if isinstance(value, bool) else as_str_dict
     return [_read(store, f"{key}/{other}", other, read) for other in ranks]
 
 
@@ -104,12 +104,12 @@ def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) ->
 
 def _read(store: Any, key: str, rank: int, read: Callable[[Any], Any]) -> Any:
     """What ``rank`` left under ``key``. Raises LdtError naming it if that is no JSON, or not what ``read`` takes."""
-    return understood(store.get(key), lambda data: read(parse(data)), f"connect: rank {rank}")
+    return read_or_raise(store.get(key), lambda data: read(parse(data)), f"connect: rank {rank}")
 
 
 def _card(value: Any) -> dict[str, str]:
     """The texts of a card; its number of a process is for people who look into the store."""
-    return texts_by_name({name: entry for name, entry in dict(value).items() if name != "pid"})
+    return as_str_dict({name: entry for name, entry in dict(value).items() if name != "pid"})
 
 
 def _flag(value: Any) -> bool:

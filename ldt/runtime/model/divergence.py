@@ -50,7 +50,7 @@ class DivergenceCheck:
         if not whole:
             return
         mine = torch.stack([_sketch(tensors[index]) for index in whole])
-        found = torch.stack(self._mesh.control.numbers_in_node(mine, f"the checksums of the {what}"))
+        found = torch.stack(self._mesh.control.all_gather_in_node(mine, f"the checksums of the {what}"))
         for index, of_ranks in zip(whole, found.unbind(1), strict=True):
             self._compare(of_ranks, specs[index], f"{what}, tensor {index}")
 
@@ -58,7 +58,7 @@ class DivergenceCheck:
         """Whether one rank's tensors stand for those of all."""
         channel = self._mesh.topology.channel(hop, direction, 0)
         sources, targets = self._mesh.transfers.sizes(channel)
-        return sources > 1 and not (self._mesh.transfers.way(channel) == "direct" and sources == targets)
+        return sources > 1 and not (self._mesh.transfers.mode(channel) == "direct" and sources == targets)
 
     def _compare(self, of_ranks: torch.Tensor, spec: TensorSpec, what: str) -> None:
         apart = [_distance(of_ranks[0], other) for other in of_ranks]

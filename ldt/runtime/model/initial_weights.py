@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import plain, texts_by_name
+from ldt.runtime.common.untrusted import as_str_dict, plain
 from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.digests import components, digests, raw_bytes
@@ -67,7 +67,7 @@ class Weights:
         part, ranks = differing
         mine = self._lines.get(part, {}) if self._mesh.rank in ranks else {}
         with self._mesh.collective("Pipeline()"):
-            found: list[dict[str, str]] = self._mesh.control.gather(mine, texts_by_name)
+            found: list[dict[str, str]] = self._mesh.control.all_gather(mine, as_str_dict)
         raise LdtError(_sentence(self._mesh, ranks, [found[rank] for rank in ranks]))
 
     def send(self) -> None:

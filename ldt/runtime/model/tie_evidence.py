@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ldt.runtime.common.untrusted import texts
+from ldt.runtime.common.untrusted import as_str_list
 from ldt.runtime.model.digests import components
 from ldt.runtime.model.module_state import HeldTensor, unwrapped_name
 
@@ -47,8 +47,10 @@ class Evidence:
     def from_json(cls, value: Any) -> Evidence:
         """Raises TypeError or ValueError for anything else."""
         names, around, sizes, elsewhere, drawn = value
-        label, chunk = texts(names)
-        return cls(label, chunk, texts(around), list(map(int, sizes)), texts(elsewhere), bool(drawn))
+        label, chunk = as_str_list(names)
+        return cls(
+            label, chunk, as_str_list(around), list(map(int, sizes)), as_str_list(elsewhere), bool(drawn)
+        )
 
 
 def evidence_by_key(value: Any) -> dict[str, Evidence]:

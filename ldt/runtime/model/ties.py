@@ -96,7 +96,7 @@ class Ties:
         }
         with self._mesh.collective(self._call):
             evidence = {key: one.to_json() for key, one in Witness(self._modules).of(mine).items()}
-            found: list[dict[str, Evidence]] = self._mesh.control.gather(evidence, evidence_by_key)
+            found: list[dict[str, Evidence]] = self._mesh.control.all_gather(evidence, evidence_by_key)
         return found
 
 

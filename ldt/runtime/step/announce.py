@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
-from ldt.runtime.common.error_text import name_of
+from ldt.runtime.common.error_text import type_name
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, EdgeMessage, Subject
@@ -79,13 +79,13 @@ class Announcer:
                 )
         except Exception as caught:
             error = caught
-            content = as_bytes(pack(StepCalledOff(name_of(caught), self._mesh.tell(caught))))
+            content = as_bytes(pack(StepCalledOff(type_name(caught), self._mesh.shareable_text(caught))))
         same = content == self._content
         self._content = content
         subject = Subject.SAME_STEP if same else Subject.STEP
         if self._mesh.is_leader:
             edge_message = EdgeMessage(subject, call.number, b"" if same else content)
-            self._mesh.edge_broadcast.tell(edge_message)
+            self._mesh.edge_broadcast.send(edge_message)
             if self._audit is not None:
                 self._audit.write("metadata", call.serial, edge_message.nbytes)
         return Announcement(call, content, self._shapes.setting(), _versions(call), error)

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ldt.errors import CheckpointError, LdtError, RemoteStageError
-from ldt.runtime.common.error_text import is_a, name_of
-from ldt.runtime.common.untrusted import plain, texts, texts_by_name
+from ldt.runtime.common.error_text import safe_isinstance, type_name
+from ldt.runtime.common.untrusted import as_str_dict, as_str_list, plain
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.microbatch import Microbatch
 
@@ -71,14 +71,14 @@ def all_agree(
     has what must be equal, by the name it has in texts. Returns each rank's ``own``, as ``read_own`` reads it.
     """
     mine = {
-        "error": None if error is None else mesh.tell(error),
-        "error_type": None if error is None else name_of(error),
-        "of_checkpoint": error is not None and is_a(error, CheckpointError),
+        "error": None if error is None else mesh.shareable_text(error),
+        "error_type": None if error is None else type_name(error),
+        "of_checkpoint": error is not None and safe_isinstance(error, CheckpointError),
         "same": dict(same),
         "own": own,
     }
     with mesh.collective(call):
-        gathered = mesh.control.gather(mine, partial(_answer, read_own))
+        gathered = mesh.control.all_gather(mine, partial(_answer, read_own))
         answers = dict(zip(mesh.ranks, gathered, strict=True))
     if error is not None:
         raise error
@@ -115,6 +115,6 @@ class _Answer(NamedTuple):
 
 def _answer(read_own: Callable[[Any], Any], value: Any) -> _Answer:
     told = [value[name] for name in ("error", "error_type")]
-    error, error_type = (None if text is None else plain(texts([text])[0]) for text in told)
-    own, same = read_own(value["own"]), texts_by_name(value["same"])
+    error, error_type = (None if text is None else plain(as_str_list([text])[0]) for text in told)
+    own, same = read_own(value["own"]), as_str_dict(value["same"])
     return _Answer(error, error_type, value["of_checkpoint"] is True, same, own)

@@ -53,7 +53,7 @@ class Handshake:
         """
         mesh = self._mesh
         announcement = None if self._announcer is None else self._announcer.give(call, upcoming)
-        edge_messages = mesh.edge_broadcast.hear()
+        edge_messages = mesh.edge_broadcast.receive()
         for replica, edge_message in enumerate(edge_messages):
             self._read(replica, edge_message)
         for replica in range(len(edge_messages)):

@@ -11,7 +11,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.chunk_outputs import as_tensors
-from ldt.runtime.common.redact import QuotingError, disclose, reveal
+from ldt.runtime.common.redact import QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first_difference
 from ldt.runtime.dry_run.grad_flow import DryRun
 from ldt.runtime.dry_run.shape_inference import dry_run, needs_values
@@ -89,7 +89,9 @@ def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext)
         found = dry_run(module, args, kwargs, mesh.device, training, mesh.shards, read)
     except Exception as error:
         if needs_values(error):
-            logger.info("chunk %d cannot run without values and is not checked: %s", chunk, reveal(error)[0])
+            logger.info(
+                "chunk %d cannot run without values and is not checked: %s", chunk, unredacted(error)[0]
+            )
             return
         comes = describe(
             [arg if isinstance(arg, TensorSpec) else TensorSpec.of(arg) for arg in args if _has_spec(arg)]
@@ -97,8 +99,8 @@ def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext)
         what = f"chunk {chunk} does not take what comes for microbatch {microbatch}, {comes}"
         advice = shapes.hooks.advice(chunk, module)
         raise QuotingError(
-            f"{what}: {reveal(error)[0].rstrip('. ')}{advice}",
-            plain=f"{what}: {disclose(error).rstrip('. ')}{advice}",
+            f"{what}: {unredacted(error)[0].rstrip('. ')}{advice}",
+            plain=f"{what}: {redacted(error).rstrip('. ')}{advice}",
         ) from error
     if isinstance(found, Exception):
         raise found

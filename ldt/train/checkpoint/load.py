@@ -77,7 +77,7 @@ def load_checkpoint(
         check_savable(pipeline, optimizer, extra or {}, names)
         paths = paths_of(path)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
-            seen = catalog(paths, mesh.tell)
+            seen = catalog(paths, mesh.shareable_text)
     except Exception as caught:
         error = caught
     chosen = choose(all_agree(mesh, _CALL, error, {"steps": str(step)}, seen), step)

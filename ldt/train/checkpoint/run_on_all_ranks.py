@@ -10,7 +10,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.device import synchronize_current_stream
-from ldt.runtime.common.redact import reveal
+from ldt.runtime.common.redact import unredacted
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.call import all_agree
 
@@ -35,7 +35,7 @@ def together(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
         while not done:
             pause = min(_LONGEST_PAUSE, 0.01 + _SHARE_OF_TIME * (time.monotonic() - start))
             with mesh.collective(call):
-                done = all(mesh.control.gather(worker.ended(pause)))
+                done = all(mesh.control.all_gather(worker.ended(pause)))
     finally:
         worker.ended(None)
     all_agree(mesh, call, worker.error, {}, doing="finish")
@@ -66,4 +66,4 @@ class _Worker:
         except Exception as error:
             self.error = error
         except BaseException as error:  # nobody would see it in a thread
-            self.error = LdtError(reveal(error)[0])
+            self.error = LdtError(unredacted(error)[0])

@@ -84,7 +84,7 @@ def save_checkpoint(
         _check_numbers(step, keep)
         draft = _Draft(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
-            own = [secrets.token_hex(_SAVE_ID // 2), catalog([draft.path], mesh.tell), draft.names]
+            own = [secrets.token_hex(_SAVE_ID // 2), catalog([draft.path], mesh.shareable_text), draft.names]
     except Exception as caught:
         error = caught
     same = {"steps": str(step), "values of keep": str(keep)}

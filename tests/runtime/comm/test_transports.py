@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt._C import LaneError, PeerMemory, PeerSender
-from ldt.runtime.comm.ipc_links import routes_of
+from ldt.runtime.comm.ipc_links import ipc_links
 from ldt.runtime.comm.transfer import Transfers
 from ldt.runtime.comm.transports import warn_of_settings
 from ldt.testing import RankPool
@@ -67,7 +67,7 @@ def test_a_device_without_a_copy_engine_says_so() -> None:
 
 def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
     topology = Topology([1, 3])
-    routes = routes_of(topology, "dedicated", Transfers.of(topology, "leader"))
+    routes = ipc_links(topology, "dedicated", Transfers.of(topology, "leader"))
     pairs = {
         lane[0]: [(route.source, route.target, route.in_stage) for route in found]
         for lane, found in routes.items()

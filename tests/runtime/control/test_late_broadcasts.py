@@ -30,8 +30,8 @@ def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 def await_end_of_edge(mesh: ldt.Mesh) -> None:
     """Until nothing more can come from it."""
-    for box in mesh.edge_broadcast._boxes.values():
-        while not all(work.is_completed() for work, _ in box._frames):
+    for inbox in mesh.edge_broadcast._inboxes.values():
+        while not all(work.is_completed() for work, _ in inbox._frames):
             time.sleep(0.005)
 
 

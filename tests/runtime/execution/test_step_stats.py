@@ -130,7 +130,7 @@ def control_messages() -> list[tuple[int, int, float]]:
             before, sent = len(calls), mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"]
             pipeline.step(batch if mesh.is_edge else None)
             new = calls[before:]
-            mesh.control.gather(None)
+            mesh.control.all_gather(None)
             sent = mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"] - sent
             numbers.append((new.count("hear"), new.count("broadcast"), sent))
         return numbers

@@ -72,7 +72,7 @@ def stopped_in_its_layers() -> tuple[int | None, str]:
     """Rank 2 waits in a collective of its stage for rank 1, which is stopped: who waits there does not hang."""
     topology = Topology([1, 2])
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
-        pid = mesh.control.gather(os.getpid())[1]
+        pid = mesh.control.all_gather(os.getpid())[1]
 
         def act() -> None:
             if mesh.rank == 1:
@@ -166,7 +166,7 @@ def forgotten(group_timeout: float) -> tuple[float, list[str]]:
     module.logger.addHandler(handler)
     known = len(c10d._world.pg_map)
     groups = module.GroupSet()
-    groups.use(c10d._get_default_store())
+    groups.use_store(c10d._get_default_store())
     for name in ("first", "waiting", "last"):
         group = groups.make(name, f"forgotten/{name}", [0, 1], "gloo", timedelta(seconds=20))
         group.set_timeout(timedelta(seconds=group_timeout))
@@ -182,7 +182,7 @@ def forgotten(group_timeout: float) -> tuple[float, list[str]]:
             groups._connections["waiting"] = Connections()
         groups.break_all()
         start = time.monotonic()
-        groups.drop()
+        groups.destroy()
         seconds = time.monotonic() - start
         assert len(c10d._world.pg_map) == known
         left = [thread for thread in threading.enumerate() if thread.name == "group waiting"]

@@ -84,7 +84,7 @@ def test_sums_of_different_calls_are_not_mixed(pool: RankPool) -> None:
 
 def failing_call() -> str:
     with ldt.connect(TOPOLOGY) as mesh:
-        mesh.control.gather(None)  # nobody fails while others still connect
+        mesh.control.all_gather(None)  # nobody fails while others still connect
         start = time.monotonic()
         with (
             pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught,
@@ -156,7 +156,7 @@ def test_a_sum_has_a_limit(pool: RankPool) -> None:
 
 
 def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desync, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(desync, "COMPARE_AFTER_SECONDS", 0.0)
     store = dist.HashStore()
     one, other = DesyncDetector("call", 1), DesyncDetector("call", 0)
     for _ in range(20):

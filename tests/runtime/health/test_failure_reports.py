@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ldt
 from ldt.runtime.comm import group_set
-from ldt.runtime.common.redact import QuotingError, disclose
+from ldt.runtime.common.redact import QuotingError, redacted
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
@@ -140,14 +140,14 @@ def test_of_a_foreign_exception_only_type_and_place_may_leave() -> None:
 
 def test_the_package_s_own_texts_may_leave() -> None:
     for error in (ldt.LdtError("float32[4]"), ldt.LaneError("float32[4]"), ldt.PlanError("float32[4]")):
-        assert disclose(error) == f"{type(error).__name__}: float32[4]"
-    assert SECRET not in disclose(KeyError(SECRET))
+        assert redacted(error) == f"{type(error).__name__}: float32[4]"
+    assert SECRET not in redacted(KeyError(SECRET))
 
 
 def test_an_error_that_quotes_has_a_name_that_users_know() -> None:
     error = QuotingError(f"a text with {SECRET}", plain="a text")
     assert traceback.format_exception_only(error) == [f"ldt.errors.LdtError: a text with {SECRET}\n"]
-    assert disclose(error) == "LdtError: a text"
+    assert redacted(error) == "LdtError: a text"
     assert FailureReport.of(error, 0, 0, 0, "somewhere", in_full=False).error_type == "LdtError"
     assert type(pickle.loads(pickle.dumps(error))) is ldt.LdtError
 
@@ -335,7 +335,7 @@ def test_what_nothing_else_ends_is_broken_off_whatever_the_handler_does(
     def handler(report: FailureReport) -> None:
         raise BoomError("lanes")
 
-    watch = Watchdog(store, "failure", handler, break_off=broken.set)
+    watch = Watchdog(store, "failure", handler, force_abort=broken.set)
     store.set("failure", FailureReport(1, 1, 0, "x", "y").to_text())
     assert broken.wait(20.0)
     watch.close()

@@ -84,7 +84,7 @@ def calls_in_children() -> dict[str, str]:
             "load": lambda: ldt.load_checkpoint("never", pipeline),
             "close": mesh.close,
             "reconnect": mesh.reconnect,
-            "control": lambda: mesh.control.gather(None),
+            "control": lambda: mesh.control.all_gather(None),
             "tp_mesh": lambda: mesh.tp_mesh,
             "connect": lambda: ldt.connect(TOPOLOGY),
             "send": lambda: lane.send([torch.ones(4)], 1),

@@ -32,7 +32,7 @@ def stopped() -> tuple[int | None, str, float]:
     """Rank 1 is stopped in its step, and goes on once the others have raised."""
     topology = Topology([1, 1, 1])
     with ldt.connect(topology, ranks=range(3), heartbeat_timeout=LIMIT) as mesh:
-        pid = mesh.control.gather(os.getpid())[1]
+        pid = mesh.control.all_gather(os.getpid())[1]
         found = caught_in_a_step(
             mesh, chunks_doing(topology, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
         )

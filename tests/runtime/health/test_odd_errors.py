@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ldt
-from ldt.runtime.common.error_text import plain, text_of
-from ldt.runtime.common.redact import disclose, reveal
-from ldt.runtime.health.failure_detector import is_of_transfer
+from ldt.runtime.common.error_text import plain, safe_str
+from ldt.runtime.common.redact import redacted, unredacted
+from ldt.runtime.health.failure_detector import is_secondary_error
 from ldt.testing import RankPool, toy_microbatches
 from ldt.topology import Topology
 
@@ -192,7 +192,7 @@ def timed_out(through: str) -> bool:
         if dist.get_rank() == 0:
             with pytest.raises(RuntimeError) as caught:
                 dist.all_reduce(torch.ones(1), group=group) if through == "c10d" else functional(group)
-            return is_of_transfer(caught.value)
+            return is_secondary_error(caught.value)
         return True
     finally:
         dist.destroy_process_group(group)
@@ -217,9 +217,9 @@ class DerivedError(ldt.LdtError):
 @pytest.mark.parametrize("kind", [DerivedError, LiarError, ShyError])
 def test_what_looks_like_an_error_of_the_package_stays_on_the_edge(kind: type[Exception]) -> None:
     error = kind(SECRET)
-    assert SECRET not in disclose(error)
-    assert disclose(error).startswith(type(error).__name__)
-    assert SECRET in reveal(error)[0]
+    assert SECRET not in redacted(error)
+    assert redacted(error).startswith(type(error).__name__)
+    assert SECRET in unredacted(error)[0]
 
 
 def test_a_traceback_that_cannot_be_formatted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,13 +229,13 @@ def test_a_traceback_that_cannot_be_formatted(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("linecache.getline", broken)
     with pytest.raises(OSError, match="full") as caught:
         raise OSError("the disk is full")
-    assert reveal(caught.value) == ("OSError: the disk is full", "")
+    assert unredacted(caught.value) == ("OSError: the disk is full", "")
 
 
 def test_a_text_that_never_ends_is_given_up() -> None:
     """And its thread is ended."""
     before = threading.active_count()
-    assert text_of(ERRORS["its text never ends"]()) == "(its text cannot be read)"
+    assert safe_str(ERRORS["its text never ends"]()) == "(its text cannot be read)"
     deadline = time.monotonic() + 20.0
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)

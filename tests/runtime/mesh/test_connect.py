@@ -192,7 +192,7 @@ def test_groups_of_backends_with_streams(broken: bool) -> None:
     assert nccl.calls == []
     if broken:
         groups.break_all()
-    groups.drop()
+    groups.destroy()
     assert gloo.calls[1:] == ["destroy"]
     assert nccl.calls == (["break", "abort"] if broken else ["destroy"])
     assert not groups

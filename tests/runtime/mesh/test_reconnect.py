@@ -103,8 +103,8 @@ def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
     reused = socket.create_connection(listener.getsockname())
     assert reused.fileno() == number
     peers = [listener.accept()[0] for _ in range(4)]
-    connections.cut()
-    connections.cut()
+    connections.shutdown()
+    connections.shutdown()
     assert opened.recv(1) == b""
     assert peers[1].recv(1) == b""
     for peer, mine in ((peers[0], before), (peers[3], reused)):
@@ -122,9 +122,9 @@ def test_what_others_open_to_a_store_that_is_kept_here_is_not_ours() -> None:
         mine = store.clone()
         mine.set("here", "1")  # the other end, in this process, too, is open now
     assert len(connections) == 1
-    connections.limit_answers(5.0)
+    connections.set_read_timeout(5.0)
     assert store.get("here") == b"1"
-    connections.cut()
+    connections.shutdown()
     with pytest.raises(dist.DistNetworkError):
         mine.get("here")
     assert store.get("here") == b"1"

@@ -157,8 +157,10 @@ def counting() -> int:
     topology = Topology([1, 2])
     with ldt.connect(topology, ranks=range(3)) as mesh:
         asked: list[str] = []
-        original = mesh.control.numbers_in_node
-        mesh.control.numbers_in_node = lambda numbers, what: (asked.append(what), original(numbers, what))[1]  # type: ignore[method-assign]
+        original = mesh.control.all_gather_in_node
+        mesh.control.all_gather_in_node = lambda numbers, what: (asked.append(what), original(numbers, what))[
+            1
+        ]  # type: ignore[method-assign]
         pipeline = build(mesh, toy_chunks(topology))
         for batch in (toy_microbatches(3), toy_microbatches(2, batch=6), toy_microbatches(3)):
             pipeline.step(batch if mesh.is_edge else None)

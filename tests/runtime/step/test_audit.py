@@ -158,7 +158,7 @@ def audited(path: str | None, tp: list[int], token: bool) -> list[dict[str, floa
             result = pipeline.step(batch if mesh.is_edge else None)
             for name, lane in result.stats.lanes.items():
                 lanes[name] = lanes.get(name, 0.0) + lane["sent_bytes"]
-        mesh.control.gather(None)
+        mesh.control.all_gather(None)
         posts = sum(lane.stats()["sent_bytes"] for lane in mesh.edge_broadcast.lanes())
         return [lanes, {"posts": posts}]
 

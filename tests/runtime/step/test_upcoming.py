@@ -45,7 +45,7 @@ def announced(tp: list[int], dp: int, edge_dp: int, reduction: Any) -> list[int]
             upcoming = steps[number + 1] if number + 1 < len(steps) else None
             options = {"upcoming": upcoming} if mesh.is_edge else {}
             result = pipeline.step(batch if mesh.is_edge else None, **options)
-            mesh.control.gather(None)
+            mesh.control.all_gather(None)
             sent.append(messages(mesh) - before)
             losses, grads = expected[number]
             assert [float(one) for one in result.losses or ()] == losses
