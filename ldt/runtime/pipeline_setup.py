@@ -125,7 +125,7 @@ class Parts:
         check_scaler(given.grad_scaler)
         self.loss_module = loss_module(given.loss_fn) if mesh.is_edge else None
         if self.loss_module is not None:
-            check_groups("loss_fn", self.loss_module, mesh)
+            check_groups("loss_fn", self.loss_module, mesh.rank_info)
         check_gradients(modules, self.loss_module, mesh, given.loss_reduction == "token")
         self.plans = PlanCache(mesh.topology, mesh.lanes, given.plan, given.plan_factory)
         self.same = {
@@ -158,7 +158,9 @@ def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
     try:
         answers: list[Own] = all_agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
         assert parts is not None, "agree raises what was caught"
-        parts.plans.keep_lockstep(check_sharded_alike(mesh, [answer.sharding for answer in answers]))
+        parts.plans.keep_lockstep(
+            check_sharded_alike(mesh.rank_info, [answer.sharding for answer in answers])
+        )
         parts.weights.settle(answers)
     except BaseException:
         if parts is not None and parts.audit is not None:
@@ -199,5 +201,5 @@ def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
     for index, module in zip(wanted, modules, strict=True):
         if not isinstance(module, nn.Module):
             raise InputTypeError(f"chunk {index} must be a torch.nn.Module, got {type(module).__name__}")
-        check_groups(f"chunk {index}", module, mesh)
+        check_groups(f"chunk {index}", module, mesh.rank_info)
     return dict(zip(wanted, map(unwrapped, modules), strict=True))

@@ -78,8 +78,8 @@ def _counts_here(tensor: torch.Tensor, grad: torch.Tensor, mesh: Mesh) -> bool:
     place = zip(grad.device_mesh.get_coordinate() or (), grad.placements, strict=True)
     first = all(coordinate == 0 for coordinate, placement in place if isinstance(placement, Replicate))
     # Where its device mesh does not go, over the node or over replicas, it is the same everywhere.
-    in_node = first_in_node or mesh.spans_node(grad.device_mesh)
-    return first and in_node and (first_replica or mesh.spans_replicas(grad.device_mesh))
+    in_node = first_in_node or mesh.rank_info.spans_node(grad.device_mesh)
+    return first and in_node and (first_replica or mesh.rank_info.spans_replicas(grad.device_mesh))
 
 
 def _without_partial(grad: torch.Tensor) -> torch.Tensor:

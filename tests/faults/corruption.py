@@ -61,13 +61,13 @@ def wrong_sum(mesh: ldt.Mesh) -> None:
 
 def failure_key(mesh: ldt.Mesh) -> None:
     """What stands in the store where failures are reported."""
-    mesh._store.set(f"{mesh._key}/failure", os.urandom(20))
+    mesh.store.set(f"{mesh.key}/failure", os.urandom(20))
 
 
 def call_key(mesh: ldt.Mesh) -> None:
     """What stands in the store about the next call. It is read where a call is long, so this rank is late for it."""
     desync = mesh.detector.desync
-    mesh._store.set(f"{desync._key}/{desync._count + 1}", os.urandom(20))
+    mesh.store.set(f"{desync._key}/{desync._count + 1}", os.urandom(20))
     time.sleep(_LONG_CALL_SECONDS)
 
 

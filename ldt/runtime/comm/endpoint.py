@@ -14,11 +14,12 @@ import torch.distributed as dist
 from ldt._C import Lane
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import LaneId
+from ldt.runtime.comm.lane_layout import LaneLayout
 from ldt.runtime.comm.shards import overlap, span_of
-from ldt.runtime.comm.transfer import LEADERS, CompositeWork, Stripe, Transfers, parts_of
+from ldt.runtime.comm.transfer import LEADERS, CompositeWork, Stripe, parts_of
 from ldt.runtime.comm.transports import LaneTransport
 from ldt.runtime.common.tensor_spec import TensorSpec
-from ldt.topology import Channel, LaneKey, LanePolicy, Topology, lanes
+from ldt.topology import Channel, LaneKey, lanes
 
 __all__ = ["Endpoint", "StripeEnd", "make_endpoints"]
 
@@ -137,21 +138,15 @@ class Endpoint:
 
 
 def make_endpoints(
-    topology: Topology,
-    policy: LanePolicy,
-    transfers: Transfers,
-    rank: int,
-    groups: Mapping[str, dist.ProcessGroup],
-    device: torch.device,
-    timeout: timedelta,
-    carriers: Mapping[LaneId, LaneTransport],
+    layout: LaneLayout, timeout: timedelta, transports: Mapping[LaneId, LaneTransport]
 ) -> dict[Channel, Endpoint]:
-    """The ends of all channels that touch ``rank``'s node. Of what its node sends, a rank without a strand has none.
+    """The ends of all channels that touch this rank's node. Ranks that own no stripe of an outgoing channel get none.
 
-    Lanes that ``carriers`` lacks are carried by their groups.
+    The groups carry lanes that ``transports`` lacks.
     """
-    node = topology.node_of(rank)
-    place = topology.ranks_of(node).index(rank)
+    topology, policy, transfers, groups = layout.topology, layout.policy, layout.transfers, layout.groups
+    device, node = layout.device, layout.node
+    place = topology.ranks_of(node).index(layout.rank)
     members = {spec.name: spec.ranks for spec in group_specs(topology, policy, transfers)}
     made: dict[tuple[LaneKey, Stripe], Lane] = {}
     by_lane = lanes(topology, policy)
@@ -159,7 +154,7 @@ def make_endpoints(
 
     def lane_of(key: LaneKey, stripe: Stripe, mine: bool) -> Lane:
         """There is a stage group where the node receives on it; specs are agreed, so nothing is announced."""
-        carrier = carriers.get((key, stripe))
+        transport = transports.get((key, stripe))
         cut = device.type == "cpu" or (key in broadcast and not stripe.direct)
         if (key, stripe) not in made:
             made[key, stripe] = Lane(
@@ -171,7 +166,7 @@ def make_endpoints(
                 stage_root=stripe.target,
                 timeout=timeout,
                 announce=False,
-                carrier=None if carrier is None else carrier.handle,
+                carrier=None if transport is None else transport.handle,
             )
         return made[key, stripe]
 

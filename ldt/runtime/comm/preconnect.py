@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.group_layout import GLOO, model_groups
+from ldt.runtime.comm.lane_layout import LaneLayout
 from ldt.runtime.comm.transfer import CompositeWork
 from ldt.runtime.health.watchdog import Watchdog
 from ldt.topology import Channel, Topology
@@ -30,15 +31,10 @@ _POLL_SECONDS = 0.001
 
 
 def connect_all(
-    groups: Mapping[str, dist.ProcessGroup],
-    topology: Topology,
-    endpoints: Mapping[Channel, Endpoint],
-    device: torch.device,
-    watchdog: Watchdog,
-    deadline: float,
+    layout: LaneLayout, endpoints: Mapping[Channel, Endpoint], watchdog: Watchdog, deadline: float
 ) -> None:
-    """The groups of the model and the strands, one after the other, so that a step finds all connected."""
-    for what, work in _start_connecting(groups, topology, endpoints, device):
+    """Connect the groups of the model and the stripes one after the other, so that a step finds all connected."""
+    for what, work in _start_connecting(layout, endpoints):
         await_connected(work, what, watchdog, deadline)
 
 
@@ -53,15 +49,13 @@ def limit_transfers(
 
 
 def _start_connecting(
-    groups: Mapping[str, dist.ProcessGroup],
-    topology: Topology,
-    endpoints: Mapping[Channel, Endpoint],
-    device: torch.device,
+    layout: LaneLayout, endpoints: Mapping[Channel, Endpoint]
 ) -> Iterator[tuple[str, dist.Work]]:
-    """One element through each group of the model, then one byte through each strand, in orders equal on all ranks.
+    """One element through each group of the model, then one byte through each stripe, in orders equal on all ranks.
 
     Yields what is being connected and its work, which must be done before the next is asked for.
     """
+    topology, groups, device = layout.topology, layout.groups, layout.device
     for spec in model_groups(topology):
         if spec.name in groups:
             one = torch.zeros(1, device=device)

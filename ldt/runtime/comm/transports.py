@@ -15,8 +15,7 @@ from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId, LaneIpcLinks, connect_ipc_links, ipc_links
-from ldt.runtime.comm.transfer import Transfers
-from ldt.topology import LanePolicy, Topology
+from ldt.runtime.comm.lane_layout import LaneLayout
 
 __all__ = ["LaneTransport", "TransportChoice", "TransportSelector", "check_transport"]
 
@@ -50,15 +49,10 @@ def check_transport(transport: str, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class TransportSelector:
-    """What the choice depends on: the lanes of ``topology``, this rank's ``groups`` by name, and the others' word."""
+    """Selects what carries each lane of ``layout``, in agreement with all other ranks (``share``)."""
 
     transport: TransportChoice
-    topology: Topology
-    policy: LanePolicy
-    transfers: Transfers
-    rank: int
-    groups: Mapping[str, dist.ProcessGroup]
-    device: torch.device
+    layout: LaneLayout
     share: AllGather
 
     def select(self) -> dict[LaneId, LaneTransport]:
@@ -68,23 +62,28 @@ class TransportSelector:
         connected, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was asked for
         and cannot be had on every lane, and if one of the ranks has too few hardware queues.
         """
-        warn_of_settings(self.device)
-        routes = ipc_links(self.topology, self.policy, self.transfers)
-        mine = [lane for lane, found in routes.items() if any(self.rank in route[1:3] for route in found)]
-        if self.device.type == "cuda":
-            self._check_queues(sum(_streams(found, self.rank) for found in routes.values()))
-        if self.device.type == "cpu" or self.transport == "c10d":
+        warn_of_settings(self.layout.device)
+        routes = ipc_links(self.layout.topology, self.layout.policy, self.layout.transfers)
+        mine = [
+            lane for lane, found in routes.items() if any(self.layout.rank in route[1:3] for route in found)
+        ]
+        if self.layout.device.type == "cuda":
+            self._check_queues(sum(_streams(found, self.layout.rank) for found in routes.values()))
+        if self.layout.device.type == "cpu" or self.transport == "c10d":
             return {}
         refused = set(routes)
         carriers: dict[LaneId, LaneTransport] = {}
         if self.transport != "nccl":
             ends, refused = self._connect_ipc_links(routes)
-            specs = {spec.name: spec for spec in group_specs(self.topology, self.policy, self.transfers)}
+            layout = self.layout
+            specs = {
+                spec.name: spec for spec in group_specs(layout.topology, layout.policy, layout.transfers)
+            }
             for lane in mine:
                 if lane not in refused:
                     members = specs[lane_name(*lane)].ranks
                     carriers[lane] = LaneTransport("copy_engine", ends[lane].for_lane(members))
-        if refused and self.device.type == "cuda" and self._can_call_nccl():
+        if refused and self.layout.device.type == "cuda" and self._can_call_nccl():
             carriers |= {lane: self._by_nccl(lane) for lane in mine if lane in refused}
         return carriers
 
@@ -98,8 +97,8 @@ class TransportSelector:
             else f"CUDA has {MOST_QUEUES} at most: take transfer='leader', lanes='paired' or fewer laps"
         )
         mine = (
-            f"rank {self.rank} has lanes on {streams} streams, which wait on the GPU, and compute on another, but "
-            f"{QUEUES_VARIABLE} gives it {found} hardware queues for these {needed}: {advice}"
+            f"rank {self.layout.rank} has lanes on {streams} streams, which wait on the GPU, and compute on another, "
+            f"but {QUEUES_VARIABLE} gives it {found} hardware queues for these {needed}: {advice}"
         )
         told = self.share("queues", {"short": mine} if short else {})
         texts = [text for of_rank in told for text in of_rank.values()]
@@ -113,7 +112,7 @@ class TransportSelector:
         self, routes: Mapping[LaneId, Sequence[IpcLink]]
     ) -> tuple[Mapping[LaneId, LaneIpcLinks], set[LaneId]]:
         """This rank's ends, and the lanes that do not get them: equal on all ranks."""
-        ends, refusals = connect_ipc_links(routes, self.rank, self.device, self.share)
+        ends, refusals = connect_ipc_links(routes, self.layout.rank, self.layout.device, self.share)
         if refusals:
             text = _summary(refusals)
             if self.transport == "copy_engine":
@@ -124,7 +123,7 @@ class TransportSelector:
 
     def _can_call_nccl(self) -> bool:
         """The same on all ranks: the two ends of a lane must not use different communicators."""
-        mine = has_nccl() and any(dist.get_backend(group) == "nccl" for group in self.groups.values())
+        mine = has_nccl() and any(dist.get_backend(group) == "nccl" for group in self.layout.groups.values())
         can = all(self.share("nccl", mine))
         if not can and self.transport == "auto":
             logger.warning("NCCL cannot be called directly on all ranks: lanes go through process groups")
@@ -138,10 +137,12 @@ class TransportSelector:
     def _by_nccl(self, lane: LaneId) -> LaneTransport:
         """Makes the communicators of this rank's groups of a lane, in the order of all ranks."""
         key, stripe = lane
-        node = self.topology.node_of(self.rank)
+        node = self.layout.node
         names = lane_name(key, stripe), stage_name(key, node, stripe)
         p2p, stage = (
-            None if name not in self.groups else communicator_of(self.groups[name], self.device)
+            None
+            if name not in self.layout.groups
+            else communicator_of(self.layout.groups[name], self.layout.device)
             for name in names
         )
         return LaneTransport("nccl", NcclCommunicators(p2p=p2p, stage=stage))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import edge_broadcast_name
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.teardown import run_teardown
+from ldt.runtime.common.time_left import time_left
 from ldt.runtime.control.collectives import MAX_BYTES, Collectives, as_bytes, as_tensor
 from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.topology import Node
@@ -190,14 +190,19 @@ class EdgeBroadcast:
         """Those that this rank has an end of."""
         return [end.lane for end in [self._outbox, *self._inboxes.values()] if end is not None]
 
-    def close(self, timeout: timedelta) -> None:
-        """See what was told off, for at most so long; nothing is heard any more."""
-        ends = [
+    def abort(self, reason: str) -> None:
+        """Abort what is under way. Called from any thread."""
+        run_teardown((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in self.lanes())
+
+    def close(self, deadline: float) -> None:
+        """Finish sending by ``deadline``. Nothing is received any more."""
+        ends: list[tuple[str, Callable[[], None]]] = [
             (f"abort lane {inbox.lane.name}", partial(inbox.lane.abort, "the mesh is closed"))
             for inbox in self._inboxes.values()
         ]
         if self._outbox is not None:
-            ends.append((f"close lane {self._outbox.lane.name}", partial(self._outbox.lane.close, timeout)))
+            lane = self._outbox.lane
+            ends.append((f"close lane {lane.name}", lambda: lane.close(time_left(deadline))))
         first = run_teardown(ends)
         if first is not None:
             raise first

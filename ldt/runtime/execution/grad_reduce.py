@@ -125,7 +125,7 @@ class EarlierGradients:
 
 def is_reduced_elsewhere(parameter: torch.Tensor, mesh: Mesh) -> bool:
     """True for one that is spread over the replicas (``fully_shard``): whoever did that reduces its gradient."""
-    return isinstance(parameter, DTensor) and mesh.spans_replicas(parameter.device_mesh)
+    return isinstance(parameter, DTensor) and mesh.rank_info.spans_replicas(parameter.device_mesh)
 
 
 def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:

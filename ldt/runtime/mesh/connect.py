@@ -122,7 +122,7 @@ def _meet(config: ConnectConfig, store: Any, key: str, me: int) -> Mesh:
     check_in(store, key, me, config.ranks, config.settings, seconds)
     mesh = Mesh(config, store, key, partial(_connect, config))
     try:
-        mesh.open(deadline)
+        mesh.open(config, deadline)
         mesh.endpoints.update(calibrate(mesh, deadline))
     except BaseException as error:
         _give_up(mesh, error)

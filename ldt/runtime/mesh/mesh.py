@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn
@@ -18,29 +17,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from ldt._C import Lane
 from ldt.errors import LdtError, RemoteStageError, TransferError
 from ldt.runtime.comm import group_layout as naming
-from ldt.runtime.comm.endpoint import Endpoint, make_endpoints
+from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.group_set import GroupSet
-from ldt.runtime.comm.ipc_links import LaneId
-from ldt.runtime.comm.preconnect import check_warm_up, connect_all, connect_alone, limit_transfers
+from ldt.runtime.comm.lane_set import LaneSet
 from ldt.runtime.comm.shards import NodeShards
-from ldt.runtime.comm.transports import LaneTransport, TransportSelector
-from ldt.runtime.common.device import choose_backend, warm_up_libraries
 from ldt.runtime.common.error_text import safe_isinstance
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.redact import unredacted
 from ldt.runtime.common.teardown import run_teardown
-from ldt.runtime.control.collectives import Collectives
 from ldt.runtime.control.control_plane import ControlPlane
-from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
+from ldt.runtime.control.edge_broadcast import EdgeBroadcast
 from ldt.runtime.health.failure_detector import FailureDetector, is_secondary_error
 from ldt.runtime.health.fork_guard import check_process
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.runtime.mesh.config import ConnectConfig
 from ldt.runtime.mesh.device_meshes import DeviceMeshes
-from ldt.runtime.mesh.rendezvous import share
-from ldt.topology import Channel, LanePolicy
-from ldt.topology import lanes as lanes_of
+from ldt.runtime.mesh.setup import MeshSetup
+from ldt.topology import Channel, LanePolicy, Node, Topology
 
 __all__ = ["Mesh"]
 
@@ -49,7 +43,7 @@ logger = logging.getLogger(__name__)
 _CLOSING_SECONDS = 5.0  # for what is under way on all lanes
 
 
-class Mesh(RankInfo):
+class Mesh:
     """This rank's place in a connected topology, made by ``connect``.
 
     A context manager that closes the mesh, and tells the other ranks of an exception that leaves it.
@@ -59,33 +53,26 @@ class Mesh(RankInfo):
     """
 
     def __init__(
-        self,
-        config: ConnectConfig,
-        store: Any,
-        key: str,
-        connect_again: Callable[[], Mesh],
+        self, config: ConnectConfig, store: Any, key: str, connect_again: Callable[[], Mesh]
     ) -> None:
-        super().__init__(config.topology, config.ranks, config.rank)
+        self.rank_info = RankInfo(config.topology, config.ranks, config.rank)
         self.lanes: LanePolicy = config.lanes
         self.transfers = config.transfers
         self.device = config.device
-        self._config = config
-        self._key = key
-        self._store = store
+        self.store = store
+        self.key = key
         self._connect_again = connect_again
-        self._groups = GroupSet(self._abort_lanes)
-        self._endpoints: dict[Channel, Endpoint] = {}
-        self._transports: dict[LaneId, LaneTransport] = {}
-        self._watched: tuple[Lane, ...] = ()
-        self._device_meshes = DeviceMeshes(self, self._groups, key, config.device, config.backend)
-        self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
-        self._closed = False
         self._process = os.getpid()
+        self._closed = False
         self._pipelines = 0
+        self._groups = GroupSet(self._abort_lanes)
+        self._lane_set = LaneSet()
+        self._device_meshes = DeviceMeshes(self.rank_info, self._groups, key, config.device, config.backend)
+        self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
         self._control: ControlPlane | None = None
         self._edge_broadcast: EdgeBroadcast | None = None
         self.detector = FailureDetector(
-            self,
+            self.rank_info,
             store,
             key,
             config.timeouts.health,
@@ -95,6 +82,51 @@ class Mesh(RankInfo):
             overdue=self._overdue,
             lost_connections=self._groups.lost_connections,
         )
+
+    # -- who this rank is ------------------------------------------------------------------------------------
+
+    @property
+    def topology(self) -> Topology:
+        return self.rank_info.topology
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global rank of each rank of the topology."""
+        return self.rank_info.ranks
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the topology."""
+        return self.rank_info.rank
+
+    @property
+    def global_rank(self) -> int:
+        return self.rank_info.global_rank
+
+    @property
+    def node(self) -> Node:
+        return self.rank_info.node
+
+    @property
+    def stage(self) -> int:
+        return self.rank_info.stage
+
+    @property
+    def replica(self) -> int:
+        return self.rank_info.replica
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank_info.tp_rank
+
+    @property
+    def is_leader(self) -> bool:
+        """True for the first rank of a node; unless messages are cut in shares, it alone talks to other nodes."""
+        return self.rank_info.is_leader
+
+    @property
+    def is_edge(self) -> bool:
+        return self.rank_info.is_edge
 
     # -- torch's own device meshes ---------------------------------------------------------------------------
 
@@ -136,8 +168,8 @@ class Mesh(RankInfo):
 
     @property
     def endpoints(self) -> dict[Channel, Endpoint]:
-        """This rank's ends of the channels of its node; a member has none of what its node sends."""
-        return self._endpoints
+        """This rank's ends of the channels of its node; ranks that own no stripe of an outgoing channel have none."""
+        return self._lane_set.endpoints
 
     def count_pipeline(self) -> int:
         """The number of a new pipeline, equal on all ranks if they make theirs in one order."""
@@ -146,23 +178,18 @@ class Mesh(RankInfo):
 
     def all_lanes(self) -> list[Lane]:
         """Every lane that this rank has an end of."""
-        lanes = (stripe.lane for end in self._endpoints.values() for stripe in end.stripes.values())
-        return list({id(lane): lane for lane in lanes}.values())
+        return self._lane_set.all()
 
     def transport_of(self, channel: Channel) -> str:
         """What carries ``channel``: "copy_engine", "nccl" or "c10d". KeyError if this rank has no end of it.
 
-        Where its strands differ, all of theirs, as "c10d and copy_engine".
+        Where its stripes differ, all of theirs, as "c10d and copy_engine".
         """
-        key = lanes_of(self.topology, self.lanes)[channel]
-        transports = (self._transports.get((key, stripe)) for stripe in self._endpoints[channel].stripes)
-        return " and ".join(
-            sorted({"c10d" if transport is None else transport.kind for transport in transports})
-        )
+        return self._lane_set.transport_of(channel)
 
     def lane_for(self, channel: Channel) -> Lane:
         """The lane that carries ``channel`` on this rank. KeyError if this rank has no end of it."""
-        return self._endpoints[channel].lane
+        return self.endpoints[channel].lane
 
     # -- failing and closing ---------------------------------------------------------------------------------
 
@@ -275,59 +302,21 @@ class Mesh(RankInfo):
         self.close()
 
     def __repr__(self) -> str:
-        place = f"stage {self.stage}, replica {self.replica}, tp_rank {self.tp_rank}"
-        who = f"{self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): {place}"
+        node = f"stage {self.stage}, replica {self.replica}, tp_rank {self.tp_rank}"
+        who = f"{self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): {node}"
         return f"Mesh({who}, {self.lanes} lanes on {self.device})"
 
     # -- internal --------------------------------------------------------------------------------------------
 
-    def open(self, deadline: float) -> None:
+    def open(self, config: ConnectConfig, deadline: float) -> None:
         """Create the groups and lanes and connect them. ``connect`` does this, once."""
-        warm_up_libraries(self.device, partial(check_warm_up, self.device, self.watchdog, deadline))
-        transfer_timeout = self._config.timeouts.transfer_timeout
-        self._groups.use_store(self._store)
-        for spec in naming.group_specs(self.topology, self.lanes, self.transfers):
-            if self.rank in spec.ranks:
-                self.watchdog.check()
-                control = naming.is_control(spec.name)
-                kind = naming.GLOO if control else choose_backend(self.device, self._config.backend)
-                members = [self.ranks[rank] for rank in spec.ranks]
-                self._groups.make(spec.name, f"{self._key}/{spec.name}", members, kind, _until(deadline))
-        collectives = Collectives(
-            self,
-            self.detector,
-            transfer_timeout.total_seconds(),
-            self._groups.get(naming.control_name(self.node)),
-            self._groups.get(naming.LEADERS_CONTROL) if self.is_leader else None,
-        )
-        self._control = ControlPlane(self, collectives, self.watchdog, lambda: self.detector.desync.current)
-        self._edge_broadcast = make_edge_broadcast(self, collectives, self.detector, self._groups)
-        self._transports = self._select_transports(deadline)
-        self._endpoints = make_endpoints(
-            self.topology,
-            self.lanes,
-            self.transfers,
-            self.rank,
-            self._groups,
-            self.device,
-            transfer_timeout,
-            self._transports,
-        )
-        self._watched = tuple(self.all_lanes())
+        setup = MeshSetup(config, self.rank_info, self.detector, self._groups, self.store, self.key, deadline)
+        setup.make_groups()
+        self._control, self._edge_broadcast = setup.make_control()
+        self._lane_set.set(*setup.make_lanes())
         if dist.is_initialized():
             self._device_meshes.part("tp")  # not first while shapes are inferred
-            connect_alone(self._groups, self.device, self.watchdog, deadline)
-        self.watchdog.check()  # what failed before there was a lane to abort
-        connect_all(self._groups, self.topology, self._endpoints, self.device, self.watchdog, deadline)
-        limit_transfers(self._groups, self.topology, transfer_timeout)
-
-    def _select_transports(self, deadline: float) -> dict[LaneId, LaneTransport]:
-        def share_with_all(name: str, value: Any) -> list[Any]:
-            key = f"{self._key}/transports/{name}"
-            return share(self._store, key, self.global_rank, self.ranks, value, self.watchdog, deadline)
-
-        place = (self.topology, self.lanes, self.transfers, self.rank, self._groups, self.device)
-        return TransportSelector(self._config.transport, *place, share_with_all).select()
+        setup.connect(self.endpoints)
 
     @property
     def _is_here(self) -> bool:
@@ -345,32 +334,31 @@ class Mesh(RankInfo):
         """After a failure, and before groups are aborted: NCCL must not be called with their communicators then."""
         first = self.watchdog.first
         reason = "the mesh is closed" if first is None else first.describe()
-        post = [] if self._edge_broadcast is None else self._edge_broadcast.lanes()
-        run_teardown(
-            (f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in [*self._watched, *post]
-        )
+        self._lane_set.abort(reason)
+        if self._edge_broadcast is not None:
+            self._edge_broadcast.abort(reason)
 
     def _overdue(self) -> str:
-        """What takes longer than a transfer may; empty if nothing does. Asked from the thread that watches."""
-        late = next(filter(None, (lane.overdue() for lane in self._watched)), "")
+        """The transfer that takes too long; empty if there is none. Called from the watchdog's thread."""
+        late = self._lane_set.overdue()
         advice = "look at the rank at its other end, or give connect a longer transfer_timeout"
         return late and f"rank {self.global_rank}: {late}: {advice}"
 
     def _drop_lanes(self) -> None:
-        """A method of its own, so that no variable outlives it: a lane holds its groups."""
+        """In a function of its own, so that no variable outlives it: a lane holds its groups."""
         deadline = time.monotonic() + _CLOSING_SECONDS
+        first: BaseException | None = None
         if self.failed:
             self._abort_lanes()
-        lanes = [] if self.failed else self.all_lanes()
-        ends: list[tuple[str, Any]] = [(f"close lane {lane.name}", lane.close) for lane in lanes]
+        else:
+            first = self._lane_set.close(deadline)
         if self._edge_broadcast is not None:
-            ends.append(("close the lanes of the edge's letters", self._edge_broadcast.close))
-        first = run_teardown((what, lambda close=close: close(_left(deadline))) for what, close in ends)  # type: ignore[misc]
-        self._endpoints.clear()
-        self._transports.clear()
-        self._watched, self._edge_broadcast = (), None
-        lanes.clear()
-        ends.clear()
+            first = (
+                run_teardown([("close the edge broadcast", partial(self._edge_broadcast.close, deadline))])
+                or first
+            )
+        self._lane_set.clear()
+        self._edge_broadcast = None
         if first is not None:
             raise first
 
@@ -381,11 +369,3 @@ class Mesh(RankInfo):
         if self.failed:  # also if only since
             self._groups.break_all()
         self._groups.destroy()
-
-
-def _left(deadline: float) -> timedelta:
-    return timedelta(seconds=max(0.0, deadline - time.monotonic()))
-
-
-def _until(deadline: float) -> timedelta:
-    return max(timedelta(seconds=1), _left(deadline))

@@ -55,7 +55,7 @@ class BufferSync:
                     "now, so it cannot be sent from one replica to others: give Pipeline(sync_buffers=False) (DDP: "
                     "broadcast_buffers=False), or keep it out of the state_dict (persistent=False)"
                 )
-            if buffer is not None and not spread(buffer, self._mesh)[1]:
+            if buffer is not None and not spread(buffer, self._mesh.rank_info)[1]:
                 tensors[id(buffer)] = buffer
         if tensors:
             broadcast(

@@ -63,7 +63,7 @@ class DivergenceCheck:
     def _compare(self, of_ranks: torch.Tensor, spec: TensorSpec, what: str) -> None:
         apart = [_distance(of_ranks[0], other) for other in of_ranks]
         allowed = math.sqrt(torch.finfo(spec.dtype).eps) if _is_continuous(spec.dtype) else 0.0
-        ranks = self._mesh.node_ranks
+        ranks = self._mesh.rank_info.node_ranks
         others = [rank for rank, distance in zip(ranks, apart, strict=True) if not distance <= allowed]
         if others:
             raise LdtError(

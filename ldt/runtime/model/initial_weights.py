@@ -79,7 +79,7 @@ class Weights:
                     id(held.tensor): held.tensor
                     for found in self._by_part.values()
                     for held in found
-                    if not spread(held.tensor, mesh)[dim]
+                    if not spread(held.tensor, mesh.rank_info)[dim]
                 }
                 broadcast(list(tensors.values()), group, mesh, "the weights of the first rank of the stage")
 
@@ -142,7 +142,7 @@ def _node_group(mesh: Mesh) -> dist.ProcessGroup | None:
 
 def _part(tensor: torch.Tensor, mesh: Mesh) -> str:
     """What this rank holds of a tensor of its stage: ranks with the same text hold the same."""
-    over_node, over_replicas = spread(tensor, mesh)
+    over_node, over_replicas = spread(tensor, mesh.rank_info)
     return f"{mesh.tp_rank if over_node else ''}/{mesh.replica if over_replicas else ''}"
 
 

@@ -84,7 +84,7 @@ def all_agree(
         raise error
     for rank, answer in answers.items():
         if answer.error is not None:
-            stage = mesh.stage_of(rank)
+            stage = mesh.rank_info.stage_of(rank)
             if answer.of_checkpoint:
                 raise CheckpointError(f"rank {rank} (stage {stage}) cannot {doing} {call}: {answer.error}")
             raise RemoteStageError(

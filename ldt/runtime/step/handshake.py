@@ -66,12 +66,12 @@ class Handshake:
             self._checked(replica, edge_message, call) for replica, edge_message in enumerate(edge_messages)
         ]
         plan = self._agreed_plan(call, messages)
-        keywords = self._keywords(call, messages[mesh.edge_replica])
+        keywords = self._keywords(call, messages[mesh.rank_info.edge_replica])
         hops = [
             self._shapes.hops(message, replica, call.training, keywords)
             for replica, message in enumerate(messages)
         ]
-        return StepContext(plan, hops[mesh.edge_replica], keywords)
+        return StepContext(plan, hops[mesh.rank_info.edge_replica], keywords)
 
     def _read(self, replica: int, edge_message: EdgeMessage) -> None:
         """Also where the letter says that nothing changed: chunks may have changed the tensors that they were given."""
@@ -89,7 +89,7 @@ class Handshake:
             return [microbatch.kwargs for microbatch in call.microbatches]
         on_device: StepMessage | StepCalledOff = message
         if self._mesh.device.type != "cpu":
-            on_device = self._unpacked(self._mesh.edge_replica, self._mesh.device)
+            on_device = self._unpacked(self._mesh.rank_info.edge_replica, self._mesh.device)
         assert isinstance(on_device, StepMessage)
         return [microbatch.tensors for microbatch in on_device.microbatches]
 
@@ -101,7 +101,7 @@ class Handshake:
             raise StepRejected(mine or self._called_off(replica, call.mode, message))
 
     def _called_off(self, replica: int, mode: Mode, message: StepCalledOff) -> RemoteStageError:
-        rank = self._mesh.ranks[self._mesh.edge_leader(replica)]
+        rank = self._mesh.ranks[self._mesh.rank_info.edge_leader(replica)]
         return RemoteStageError(
             f"rank {rank}, the edge, called {mode}() off: {message.error_text}",
             rank=rank,
@@ -141,7 +141,7 @@ class Handshake:
         digest = self._plans.digest(counts[0], call.training)
         for replica, message in enumerate(messages):
             if message.plan != digest:
-                rank = self._mesh.ranks[self._mesh.edge_leader(replica)]
+                rank = self._mesh.ranks[self._mesh.rank_info.edge_leader(replica)]
                 raise LdtError(
                     f"this rank's plan for {counts[0]} microbatches of {call.mode}() is not that of rank {rank}, the "
                     f"edge: {digest}, expected {message.plan}; plan_factory must give equal plans on all ranks, so it "

@@ -196,7 +196,7 @@ class _Draft:
         if given is not None:
             tensors, of_optimizer = _of_optimizer(given, named, self.mesh)
             stored |= tensors
-        self._tensors = part_of(self.mesh, stored)
+        self._tensors = part_of(self.mesh.rank_info, stored)
         others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
         place = to_json(position, "position") if self.mesh.is_edge else None
         self._record = StageRecord(

@@ -279,7 +279,7 @@ def test_every_lane_is_aborted(
     ended: list[str] = []
     with ldt.connect(Topology([1])) as mesh:
         lanes = [Stuck("first", ended, kind), Stuck("second", ended, kind), Stuck("third", ended, None)]
-        monkeypatch.setattr(mesh, "_watched", tuple(lanes))
+        monkeypatch.setattr(mesh._lane_set, "_watched", tuple(lanes))
         monkeypatch.setattr(mesh._groups, "_groups", {"groups": Stuck("groups", ended, None)})
         mesh.watchdog.publish(FailureReport(0, 0, 0, "here", "x"))
     assert ended[:4] == ["abort first", "abort second", "abort third", "abort groups"]
@@ -294,7 +294,7 @@ def closing() -> tuple[list[str], str, bool, list[str]]:
     post, groups, control = mesh.edge_broadcast.lanes(), mesh._groups, mesh.control
     lanes = mesh.all_lanes()
     stuck: list[Any] = [Stuck("one", ended, BoomError), *lanes, Stuck("two", ended, ValueError)]
-    mesh.all_lanes = lambda: stuck  # type: ignore[method-assign]
+    mesh._lane_set.all = lambda: stuck  # type: ignore[method-assign]
     unregister = group_set._unregister
 
     def refuse(group: Any, *, abort: bool) -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt import _cuda
+from ldt.runtime.comm.lane_layout import LaneLayout
 from ldt.runtime.comm.transfer import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, TransportSelector
 from ldt.runtime.mesh import rendezvous
@@ -86,7 +87,7 @@ def choose(
         return rendezvous.share(store, name, 0, [0, 1], value, nobody_fails, time.monotonic() + 60.0)
 
     transfers, device = Transfers.of(topology, transfer), torch.device("cuda", 0)
-    TransportSelector(transport, topology, policy, transfers, 0, {}, device, share).select()
+    TransportSelector(transport, LaneLayout(topology, policy, transfers, 0, {}, device), share).select()
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_a_buffer_that_grows(pool: RankPool) -> None:
 def synced() -> list[Any]:
     topology = Topology([1, 1], dp=2)
     with ldt.connect(topology) as mesh:
-        texts: list[Any] = [mesh.stage, list(mesh.replica_ranks)]
+        texts: list[Any] = [mesh.stage, list(mesh.rank_info.replica_ranks)]
         for group in (None, mesh.dp_mesh.get_group(), mesh.tp_mesh.get_group()):
             torch.manual_seed(mesh.stage)
             mine: list[nn.Module] = [nn.Sequential(Normed(), nn.SyncBatchNorm(16, process_group=group))]

@@ -1,0 +1,79 @@
+"""The lanes of a rank: its endpoints by channel, the transport of each, and how all of them end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ldt._C import Lane
+from ldt.runtime.comm.endpoint import Endpoint
+from ldt.runtime.comm.ipc_links import LaneId
+from ldt.runtime.comm.lane_layout import LaneLayout
+from ldt.runtime.comm.transports import LaneTransport
+from ldt.runtime.common.teardown import run_teardown
+from ldt.runtime.common.time_left import time_left
+from ldt.topology import Channel, lanes
+
+__all__ = ["LaneSet"]
+
+
+class LaneSet:
+    """The lanes that this rank has an end of. Empty until ``set`` is called, and again after ``clear``."""
+
+    def __init__(self) -> None:
+        self.endpoints: dict[Channel, Endpoint] = {}
+        self._layout: LaneLayout | None = None
+        self._transports: Mapping[LaneId, LaneTransport] = {}
+        self._watched: tuple[Lane, ...] = ()  # only ever replaced: the watchdog's thread reads it
+
+    def set(
+        self,
+        layout: LaneLayout,
+        transports: Mapping[LaneId, LaneTransport],
+        endpoints: Mapping[Channel, Endpoint],
+    ) -> None:
+        """Take over the endpoints of a mesh that is being connected."""
+        self._layout, self._transports = layout, transports
+        self.endpoints.update(endpoints)
+        self._watched = tuple(self.all())
+
+    def all(self) -> list[Lane]:
+        """Each lane once."""
+        found = (stripe.lane for end in self.endpoints.values() for stripe in end.stripes.values())
+        return list({id(lane): lane for lane in found}.values())
+
+    def transport_of(self, channel: Channel) -> str:
+        """The transport of ``channel``; those of all its stripes, as "c10d and copy_engine", where they differ.
+
+        Raises KeyError if this rank has no end of it.
+        """
+        stripes, layout = self.endpoints[channel].stripes, self._layout
+        assert layout is not None
+        key = lanes(layout.topology, layout.policy)[channel]
+        transports = (self._transports.get((key, stripe)) for stripe in stripes)
+        return " and ".join(
+            sorted({"c10d" if transport is None else transport.kind for transport in transports})
+        )
+
+    def overdue(self) -> str:
+        """The transfer that takes longer than it may; empty if there is none. Called from the watchdog's thread."""
+        return next(filter(None, (lane.overdue() for lane in self._watched)), "")
+
+    def abort(self, reason: str) -> None:
+        """End what is under way on all lanes. Called from any thread."""
+        run_teardown((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in self._watched)
+
+    def close(self, deadline: float) -> BaseException | None:
+        """Finish what is under way by ``deadline``. Closes every lane, and returns the first error."""
+        return run_teardown(
+            (f"close lane {lane.name}", partial(_close, lane, deadline)) for lane in self.all()
+        )
+
+    def clear(self) -> None:
+        """Drop the lanes, and with them their references to groups."""
+        self.endpoints.clear()
+        self._transports, self._watched = {}, ()
+
+
+def _close(lane: Lane, deadline: float) -> None:
+    lane.close(time_left(deadline))

@@ -1,0 +1,106 @@
+"""Makes what a mesh talks through, and connects it under a deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ldt.runtime.comm.endpoint import Endpoint, make_endpoints
+from ldt.runtime.comm.group_layout import GLOO, LEADERS_CONTROL, control_name, group_specs, is_control
+from ldt.runtime.comm.group_set import GroupSet
+from ldt.runtime.comm.ipc_links import LaneId
+from ldt.runtime.comm.lane_layout import LaneLayout
+from ldt.runtime.comm.preconnect import check_warm_up, connect_all, connect_alone, limit_transfers
+from ldt.runtime.comm.transports import LaneTransport, TransportSelector
+from ldt.runtime.common.device import choose_backend, warm_up_libraries
+from ldt.runtime.common.rank_info import RankInfo
+from ldt.runtime.common.time_left import time_left
+from ldt.runtime.control.collectives import Collectives
+from ldt.runtime.control.control_plane import ControlPlane
+from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
+from ldt.runtime.health.failure_detector import FailureDetector
+from ldt.runtime.mesh.config import ConnectConfig
+from ldt.runtime.mesh.rendezvous import share
+from ldt.topology import Channel
+
+__all__ = ["MeshSetup"]
+
+
+class MeshSetup:
+    """The steps that connect a mesh, in the order in which every rank takes them.
+
+    ``key`` is the mesh's name in ``store``; each step raises LdtError once ``deadline`` (``time.monotonic()``) is over,
+    and RemoteStageError if another rank failed.
+    """
+
+    def __init__(
+        self,
+        config: ConnectConfig,
+        rank_info: RankInfo,
+        detector: FailureDetector,
+        groups: GroupSet,
+        store: Any,
+        key: str,
+        deadline: float,
+    ) -> None:
+        self._config = config
+        self._rank_info = rank_info
+        self._detector = detector
+        self._watchdog = detector.watchdog
+        self._groups = groups
+        self._store = store
+        self._key = key
+        self._deadline = deadline
+        self._layout = LaneLayout(
+            config.topology, config.lanes, config.transfers, config.rank, groups, config.device
+        )
+
+    def make_groups(self) -> None:
+        """Make this rank's process groups, in one order on all ranks."""
+        config, device = self._config, self._config.device
+        warm_up_libraries(device, partial(check_warm_up, device, self._watchdog, self._deadline))
+        self._groups.use_store(self._store)
+        for spec in group_specs(config.topology, config.lanes, config.transfers):
+            if config.rank in spec.ranks:
+                self._watchdog.check()
+                backend = GLOO if is_control(spec.name) else choose_backend(device, config.backend)
+                members = [config.ranks[rank] for rank in spec.ranks]
+                key = f"{self._key}/{spec.name}"
+                self._groups.make(spec.name, key, members, backend, time_left(self._deadline, at_least=1.0))
+
+    def make_control(self) -> tuple[ControlPlane, EdgeBroadcast]:
+        """Make the control plane and the broadcasts of the edge, over the control groups."""
+        rank_info = self._rank_info
+        collectives = Collectives(
+            rank_info,
+            self._detector,
+            self._config.timeouts.transfer_timeout.total_seconds(),
+            self._groups.get(control_name(rank_info.node)),
+            self._groups.get(LEADERS_CONTROL) if rank_info.is_leader else None,
+        )
+        control = ControlPlane(rank_info, collectives, self._watchdog, lambda: self._detector.desync.current)
+        return control, make_edge_broadcast(rank_info, collectives, self._detector, self._groups)
+
+    def make_lanes(self) -> tuple[LaneLayout, Mapping[LaneId, LaneTransport], Mapping[Channel, Endpoint]]:
+        """Choose the transport of each lane and make the endpoints of this rank."""
+        transports = TransportSelector(self._config.transport, self._layout, self._share).select()
+        endpoints = make_endpoints(self._layout, self._config.timeouts.transfer_timeout, transports)
+        return self._layout, transports, endpoints
+
+    def connect(self, endpoints: Mapping[Channel, Endpoint]) -> None:
+        """Send through every group and stripe once, so that a step finds them connected."""
+        layout = self._layout
+        if dist.is_initialized():
+            connect_alone(layout.groups, layout.device, self._watchdog, self._deadline)
+        self._watchdog.check()  # a rank that failed before there was a lane to abort
+        connect_all(layout, endpoints, self._watchdog, self._deadline)
+        limit_transfers(layout.groups, layout.topology, self._config.timeouts.transfer_timeout)
+
+    def _share(self, name: str, value: Any) -> list[Any]:
+        """What each rank gives under ``name``, by rank of the topology."""
+        info = self._rank_info
+        key = f"{self._key}/transports/{name}"
+        return share(self._store, key, info.global_rank, info.ranks, value, self._watchdog, self._deadline)
