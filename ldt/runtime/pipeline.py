@@ -25,7 +25,7 @@ from ldt.runtime.execution.profile_costs import measure_costs
 from ldt.runtime.execution.recorder import Recorder
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.execution.step_state import StepState
-from ldt.runtime.execution.step_stats import StepStatsTaker
+from ldt.runtime.execution.step_stats import StepStatsCollector
 from ldt.runtime.execution.stream_timer import StreamTimer
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.divergence import DivergenceCheck
@@ -241,7 +241,7 @@ class Pipeline:
     def _run(self, mode: Mode, given: Any, upcoming: Any, recorder: Recorder) -> StepResult:
         executor: Executor | None = None
         try:
-            taker = StepStatsTaker(self._mesh)
+            stats_collector = StepStatsCollector(self._mesh)
             self._serial += 1
             microbatches = self._take(mode, given)
             call = Call(mode, self._serial, microbatches, self._number)
@@ -265,14 +265,14 @@ class Pipeline:
             recorder.finish()
             if self._guard is not None:
                 self._guard.end()
-            return self._result(work, taker.take(executor))
+            return self._result(work, stats_collector.collect(executor))
         except StepRejected as rejected:
             raise rejected.error from None
         except BaseException as error:
             self._clean_up()
             if executor is None:
                 self._mesh.fail(error, f"the beginning of {mode}()")
-            self._mesh.fail(error, executor.place, executor.excerpt())
+            self._mesh.fail(error, executor.position, executor.error_context())
 
     def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
         """This rank's microbatches, or a reason not to run, which is raised where the edge does not have one, too."""
@@ -325,7 +325,7 @@ class Pipeline:
             if training and self._reduction == "token":
                 scale = TokenScale(self._mesh.edge_broadcast, call, self.parameters(), self._audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
-                    step.announced = scale
+                    step.token_scale = scale
             try:
                 self._buffers.run()
                 executor.run()

@@ -57,7 +57,7 @@ _UNDER_WAY: tuple[Mutant, ...] = (
     ),
     Mutant(
         "elements that are one in memory are not told",
-        ("ldt.runtime.execution.executor:overlapping",),
+        ("ldt.runtime.execution.executor:self_overlapping",),
         lambda tensors: [],
         lambda job: job.has("InPlace") and job.has("Views"),
     ),

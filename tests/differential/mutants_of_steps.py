@@ -31,7 +31,7 @@ def _changes_gradients(job: Job) -> bool:
 
 def _zeros_for_absent(specs: Any, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """Whatever comes is a gradient."""
-    marked = absent_grads.with_absent(specs, arrived)
+    marked = absent_grads.unpack_grads(specs, arrived)
     grads = iter(arrived)
     coming = [next(grads) if spec.requires_grad and spec.used is not False else None for spec in specs]
     return [grad if found is None else found for grad, found in zip(coming, marked, strict=True)]
@@ -75,7 +75,7 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "absent gradients are zeros",
-        ("ldt.runtime.execution.executor:with_absent",),
+        ("ldt.runtime.execution.executor:unpack_grads",),
         _zeros_for_absent,
         lambda job: job.has("LayerDrop", "OddDetach", "Detach", "Drop"),
     ),
@@ -87,13 +87,13 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all that crosses is taken for used, and absent gradients are not counted",
-        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:AbsentGrads.note"),
+        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:AbsentGrads.check"),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
     Mutant(
         "functions that accumulate by themselves run twice",
-        ("ldt.runtime.execution.side_effects:PartWatch.around",),
+        ("ldt.runtime.execution.side_effects:PartWatch.watch_node",),
         _nothing,
         lambda job: job.has("Accumulates") and job.plan == "split",
     ),
@@ -105,13 +105,13 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what hooks return the second time is taken",
-        ("ldt.runtime.execution.split_backward:_instead",),
+        ("ldt.runtime.execution.split_backward:_replace_with",),
         _nothing,
         lambda job: job.has("TensorHook") and job.plan == "split",
     ),
     Mutant(
         "reentrant checkpoints are split",
-        ("ldt.runtime.execution.split_backward:_WHOLE",),
+        ("ldt.runtime.execution.split_backward:_UNSPLITTABLE",),
         {},
         lambda job: job.has("Checkpointed") and job.plan == "split",
     ),

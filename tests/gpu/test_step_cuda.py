@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import ldt
 from ldt.runtime.comm.transports import TransportChoice
-from ldt.runtime.execution.run_ahead import AHEAD
+from ldt.runtime.execution.run_ahead import MAX_AHEAD
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 
 WORLD_SIZE = 2
@@ -79,4 +79,4 @@ def _peak(transport: TransportChoice) -> list[int]:
 def test_memory_does_not_grow_with_the_microbatches(pool: RankPool, transport: TransportChoice) -> None:
     """But for what is sent and not yet known to be gone, as the host is a few actions ahead."""
     for few, many in pool.run(_peak, transport, timeout=40):
-        assert many - few <= AHEAD * ACTIVATION
+        assert many - few <= MAX_AHEAD * ACTIVATION

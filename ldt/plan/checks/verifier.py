@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
-from ldt.plan.checks.error_context import excerpt
+from ldt.plan.checks.error_context import error_context
 from ldt.plan.checks.row_checks import missing_actions, needed_before, refuse_reason
 from ldt.plan.costs import UNIT_COSTS, Costs
 from ldt.plan.message import Message
@@ -54,7 +54,7 @@ def prove(plan: Plan, costs: Costs, policy: LanePolicy | None, lockstep: Collect
 
 
 def _fail(plan: Plan, problem: str, places: dict[Node, int]) -> NoReturn:
-    raise PlanError(f"{problem}\n{excerpt(plan, places)}")
+    raise PlanError(f"{problem}\n{error_context(plan, places)}")
 
 
 def _check_row(plan: Plan, node: Node) -> None:

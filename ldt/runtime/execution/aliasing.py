@@ -1,9 +1,9 @@
-"""Tensors that share memory in the unsplit model and not over a hop: an error where a chunk changes one in place.
+"""Finds tensors that share memory in the unsplit model, but not over a hop, and that a chunk changes in place.
 
-The rank that sends knows whether anything else refers to a tensor's memory, another output, what a module keeps or an
-element of its own, and the rank that receives, whether its chunk changes the tensor in place. Either alone is fine.
-Each tells the other when it first happens, by a key in the mesh's store, and then looks for the other's: whoever comes
-second finds both.
+The sending rank knows whether anything else refers to a tensor's memory: another output, a tensor that a module keeps,
+or another element of the same tensor. The receiving rank knows whether its chunk changes the tensor in place. Either
+alone is fine. Each publishes the first occurrence as a key in the mesh's store and then looks up the other's key, so
+the later of the two finds both.
 """
 
 from __future__ import annotations
@@ -16,88 +16,88 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import parse, read_or_raise
 
-__all__ = ["Aliasing", "passed_on"]
+__all__ = ["Aliasing", "passthrough_outputs"]
 
 
 class Aliasing:
-    """Of the hops of one pipeline, as far as this rank knows. Asks ``store`` once for each thing that happens."""
+    """What this rank knows of the hops of one pipeline. Asks ``store`` once per event.
+
+    Every method raises LdtError if a chunk changes in place a tensor whose memory is shared on the sending rank.
+    """
 
     def __init__(self, store: Any, key: str) -> None:
         self._store = store
         self._key = key
-        self._told: set[str] = set()
+        self._published: set[str] = set()
 
-    def shares(self, hop: int, places: Iterable[int]) -> None:
-        """Something else refers to the memory of what goes over ``hop`` at ``places``.
-
-        This and the others raise LdtError if the next chunk changes it in place.
-        """
-        for place in places:
-            if self._tell("shared", hop, place):
-                if self._is_told("changed", hop, place):
-                    raise LdtError(_conflict(hop, place))
-                if self._is_told("passed", hop, place):
+    def shares(self, hop: int, indices: Iterable[int]) -> None:
+        """Report that something else refers to the memory of the tensors at ``indices`` of ``hop``."""
+        for index in indices:
+            if self._publish("shared", hop, index):
+                if self._is_published("changed", hop, index):
+                    raise LdtError(_conflict(hop, index))
+                if self._is_published("passed", hop, index):
                     who = f"the rank of chunk {hop + 1}"
-                    told = self._store.get(self._name("passed", hop, place))
-                    self.shares(hop + 1, [read_or_raise(told, _output_in, who)])
+                    value = self._store.get(self._name("passed", hop, index))
+                    self.shares(hop + 1, [read_or_raise(value, _parse_output_index, who)])
 
-    def changes(self, hop: int, places: Iterable[int]) -> None:
-        """The chunk behind ``hop`` has changed in place what it got."""
-        for place in places:
-            if self._tell("changed", hop, place) and self._is_told("shared", hop, place):
-                raise LdtError(_conflict(hop, place))
+    def changes(self, hop: int, indices: Iterable[int]) -> None:
+        """Report that the chunk behind ``hop`` changed the received tensors at ``indices`` in place."""
+        for index in indices:
+            if self._publish("changed", hop, index) and self._is_published("shared", hop, index):
+                raise LdtError(_conflict(hop, index))
 
     def passes(self, hop: int, pairs: Iterable[tuple[int, int]]) -> None:
-        """The chunk behind ``hop`` has returned what it got, or a view of it: at which place, and at which it did."""
-        for place, output in pairs:
-            if self._tell("passed", hop, place, str(output)) and self._is_told("shared", hop, place):
+        """Report that the chunk behind ``hop`` returned what it received, or a view: (input, output) indices."""
+        for index, output in pairs:
+            if self._publish("passed", hop, index, str(output)) and self._is_published("shared", hop, index):
                 self.shares(hop + 1, [output])
 
-    def _tell(self, what: str, hop: int, place: int, value: str = "1") -> bool:
-        """True if this rank had not told it yet."""
-        name = self._name(what, hop, place)
-        if name in self._told:
+    def _publish(self, what: str, hop: int, index: int, value: str = "1") -> bool:
+        """Set the key. Returns False if this rank has set it before."""
+        name = self._name(what, hop, index)
+        if name in self._published:
             return False
-        self._told.add(name)
+        self._published.add(name)
         self._store.set(name, value)
         return True
 
-    def _is_told(self, what: str, hop: int, place: int) -> bool:
-        return bool(self._store.check([self._name(what, hop, place)]))
+    def _is_published(self, what: str, hop: int, index: int) -> bool:
+        return bool(self._store.check([self._name(what, hop, index)]))
 
-    def _name(self, what: str, hop: int, place: int) -> str:
-        return f"{self._key}/aliasing/{_mode()}/{hop}/{what}/{place}"
+    def _name(self, what: str, hop: int, index: int) -> str:
+        return f"{self._key}/aliasing/{_mode()}/{hop}/{what}/{index}"
 
 
-def passed_on(inputs: Sequence[torch.Tensor], output: Any) -> list[tuple[int, int]]:
-    """The places of inputs, and those where a chunk that returns ``output`` passes them on, or views of them."""
-    places = {id(tensor): place for place, tensor in enumerate(inputs)}
+def passthrough_outputs(inputs: Sequence[torch.Tensor], output: Any) -> list[tuple[int, int]]:
+    """Return the (input, output) indices where ``output`` holds an input itself or a view of it."""
+    index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found = []
-    for place, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+    for index, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
         is_view = isinstance(tensor, torch.Tensor) and tensor._is_view()
         root = id(tensor._base if is_view else tensor)
-        if root in places:
-            found.append((places[root], place))
+        if root in index_of:
+            found.append((index_of[root], index))
     return found
 
 
-def _output_in(told: bytes) -> int:
-    """Raises TypeError or ValueError for what is no place of an output."""
-    place = parse(told)
-    if type(place) is not int or place < 0:
-        raise TypeError("expected the place of an output")
-    return place
+def _parse_output_index(value: bytes) -> int:
+    """Raises TypeError or ValueError if ``value`` is not the index of an output."""
+    index = parse(value)
+    if type(index) is not int or index < 0:
+        raise TypeError("expected the index of an output")
+    return index
 
 
 def _mode() -> str:
-    """A module may work in place where there is no graph that would need what it changes."""
+    """Keep steps and evals apart: without a graph that needs its inputs, a module may work in place."""
     return "step" if torch.is_grad_enabled() else "eval"
 
 
-def _conflict(hop: int, place: int) -> str:
+def _conflict(hop: int, index: int) -> str:
     return (
-        f"chunk {hop + 1} changes input {place} in place, and on the rank of chunk {hop} something else refers to the "
-        "memory of that output: another output, what a module or hook keeps, a graph that saved it, or another element "
-        "of its own, as after expand(). In the unsplit model that would change as well, over a hop it does not: "
-        "clone() it in one of the two chunks"
+        f"chunk {hop + 1} changes input {index} in place, and on the rank of chunk {hop} something else refers to the "
+        "memory of that output: another output, a tensor that a module or hook keeps, a graph that saved it, or "
+        "another element of the same tensor, as after expand(). The unsplit model would change that as well, a split "
+        "one does not: clone() the tensor in one of the two chunks"
     )

@@ -1,4 +1,4 @@
-"""Runs one chunk: forward and backward of a microbatch, keeping its graph in between."""
+"""Runs the forward and the backward of one chunk and keeps the graph in between."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
-from ldt.runtime.execution.aliasing import Aliasing, passed_on
+from ldt.runtime.execution.aliasing import Aliasing, passthrough_outputs
 from ldt.runtime.execution.side_effects import FunctionWatch
 from ldt.runtime.execution.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.execution.step_state import StepState
@@ -28,24 +28,24 @@ __all__ = ["ChunkRunner"]
 
 @dataclass
 class _InFlight:
-    """What a forward leaves for its backward: the roots, and the gradients of what came in, once they are there."""
+    """What a forward keeps for its backward: the roots and, once computed, the gradients of the inputs."""
 
     roots: list[GradientEdge | None]
     input_specs: HopSpecs = ()
-    input_edges: list[GradientEdge] = field(default_factory=list)  # of those that require a gradient
+    input_edges: list[GradientEdge] = field(default_factory=list)  # of the inputs that require a gradient
     input_grads: list[torch.Tensor | None] = field(default_factory=list)
-    weight_part: WeightPart | None = None  # of a backward that is split, once its first part was run
-    outputs: list[torch.Tensor] = field(default_factory=list)  # where they are not freed
+    weight_part: WeightPart | None = None  # of a split backward, once its first part has run
+    outputs: list[torch.Tensor] = field(default_factory=list)  # only with free_outputs=False
 
-    def let_go(self) -> None:
-        """Of the graph: it and its entrance hold each other until one lets go."""
+    def release(self) -> None:
+        """Drop the graph, which forms a reference cycle with its _AttachInputs node."""
         self.roots, self.input_edges, self.weight_part, self.outputs = [], [], None, []
 
 
-class _Entrance(torch.autograd.Function):
-    """Where received tensors enter the graph, and their gradients leave it.
+class _AttachInputs(torch.autograd.Function):
+    """Attaches received tensors to the graph and captures their gradients.
 
-    The chunk gets tensors that are no leaves, so that it may modify them in place, as it may in the unsplit model.
+    The chunk gets non-leaf tensors, which it may modify in place, as in the unsplit model.
     """
 
     @staticmethod
@@ -67,15 +67,14 @@ class _Entrance(torch.autograd.Function):
         return (None,) * (2 + len(grads))
 
 
-_enter: Callable[..., tuple[torch.Tensor, ...]] = _Entrance.apply
+_attach: Callable[..., tuple[torch.Tensor, ...]] = _AttachInputs.apply
 
 
 class ChunkRunner:
-    """Forward and backward of one chunk for any number of microbatches in flight.
+    """Runs the forward and the backward of one chunk for any number of microbatches in flight.
 
-    With ``free_outputs`` only the graph of an output is kept after the forward, not its memory: whoever takes the
-    returned tensors decides how long they live. What arrives and leaves are this rank's ``shards`` of tensors that are
-    split over its node.
+    With ``free_outputs`` the runner keeps only the graph of an output after the forward, not its memory: the caller
+    owns the returned tensors. Inputs and outputs are this rank's ``shards`` of tensors that are split over its node.
     """
 
     def __init__(
@@ -101,35 +100,35 @@ class ChunkRunner:
         self._anchor = torch.empty(0, requires_grad=True)
 
     def forward(
-        self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+        self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        """Run under the caller's grad mode on what ``arrived`` over a hop that carries ``specs``.
+        """Run under the caller's grad mode on tensors ``received`` over a hop that carries ``specs``.
 
-        Returns what goes on to the next chunk, to be given to ``leave``.
+        Returns the inputs of the next chunk; pass them to ``detach_outputs``.
         """
-        return as_tensors(self.run(step, microbatch, arrived, specs), self.index)
+        return as_tensors(self.run(step, microbatch, received, specs), self.index)
 
     def backward(
         self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Accumulate parameter gradients, given one gradient per output (None: none).
+        """Accumulate parameter gradients, given one gradient per output (None if it has none).
 
-        Returns the gradients of those inputs whose spec says so, None where the chunk did not use the input.
+        Returns the gradients of the inputs that require one, None where the chunk did not use the input.
         """
         starts = self.starts(step, microbatch, grads)
         graph = self._graphs.pop(microbatch)
-        graph.let_go()
+        graph.release()
         _backward(starts)
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
-        given = list(map(_finished, wanted))
+        given = list(map(_waited, wanted))
         step.nan_check.gradients(self.index, microbatch, given, self.named_parameters())
         return given
 
     def backward_input(
         self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The part of ``backward`` that others wait for: only the gradients of the inputs.
+        """Compute only the gradients of the inputs, which other ranks wait for.
 
         Raises LdtError if the backward of this chunk cannot be split.
         """
@@ -138,70 +137,78 @@ class ChunkRunner:
         with self._named():
             found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
         graph.roots, graph.outputs = [], []
-        given = list(map(_finished, found))
+        given = list(map(_waited, found))
         step.nan_check.gradients(self.index, microbatch, given)
         return given
 
     def backward_weight(self, step: StepState, microbatch: int) -> None:
-        """The rest: accumulate parameter gradients. Raises LdtError if something else is changed in both parts."""
+        """Accumulate the parameter gradients that ``backward_input`` left out.
+
+        Raises LdtError if both parts change anything else.
+        """
         graph = self._graphs.pop(microbatch)
         assert graph.weight_part is not None
         try:
             with self._named():
                 graph.weight_part.run()
         finally:
-            graph.let_go()
+            graph.release()
         step.nan_check.gradients(self.index, microbatch, parameters=self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What its backward trains."""
+        """The parameters that its backward trains."""
         return self.module.named_parameters()
 
-    # -- parts of these ----------------------------------------------------------------------------------------
+    # -- building blocks ---------------------------------------------------------------------------------------
 
-    def run(self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs) -> Any:
-        """The module on what ``arrived``. Raises LdtError if it changes in place what is more than that elsewhere."""
-        inputs = self.enter(microbatch, arrived, specs)
-        del arrived
+    def run(self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs) -> Any:
+        """Run the module on ``received``.
+
+        Raises LdtError if it changes an input in place whose memory is shared on the sending rank.
+        """
+        inputs = self.attach_inputs(microbatch, received, specs)
+        del received
         versions = [tensor._version for tensor in inputs]
         output = self.call(step, microbatch, inputs)
         if self.aliasing is not None:
             pairs = enumerate(zip(inputs, versions, strict=True))
-            changed = [place for place, (tensor, version) in pairs if tensor._version != version]
+            changed = [index for index, (tensor, version) in pairs if tensor._version != version]
             self.aliasing.changes(self.index - 1, changed)
-            self.aliasing.passes(self.index - 1, passed_on(inputs, output))
+            self.aliasing.passes(self.index - 1, passthrough_outputs(inputs, output))
         return output
 
     def call(self, step: StepState, microbatch: int, inputs: Sequence[Any]) -> Any:
-        """The module on ``inputs``, and on what it takes by name of what there is for this microbatch."""
+        """Call the module on ``inputs`` and on those keywords of the microbatch that it takes."""
         output = self.module(*inputs, **self._keywords.pick(step.keywords[microbatch], len(inputs)))
         step.nan_check.outputs(self.index, microbatch, output)
         return output
 
-    def enter(self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs) -> list[torch.Tensor]:
-        """The tensors to run on, for tensors that came over a hop that carries ``specs``."""
+    def attach_inputs(
+        self, microbatch: int, tensors: Sequence[torch.Tensor], specs: HopSpecs
+    ) -> list[torch.Tensor]:
+        """Turn tensors received over a hop that carries ``specs`` into inputs of a new graph."""
         if not (torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)):
             return self._whole(tensors, specs)
         graph = _InFlight([], specs)
         self._graphs[microbatch] = graph
-        inputs = _enter(graph, self._anchor, *tensors)
+        inputs = _attach(graph, self._anchor, *tensors)
         graph.input_edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
         return self._whole(inputs, specs)
 
-    def leave(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Keep the graph of ``outputs`` for the backward. Returns what goes to the next chunk: no graph hangs on it.
+    def detach_outputs(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keep the graph of ``outputs`` for the backward and return detached tensors for the next chunk.
 
-        It is in the memory of the outputs: see ``in_flight`` for who else may have that.
+        They share the memory of the outputs; ``in_flight`` says who else may refer to it.
         """
-        leaving = [output.detach() for output in outputs]
+        detached = [output.detach() for output in outputs]
         if torch.is_grad_enabled():
             graph = self._graphs.setdefault(microbatch, _InFlight([]))
             graph.roots = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
-            graph.outputs = [] if self._free_outputs else list(leaving)
-        return leaving
+            graph.outputs = [] if self._free_outputs else list(detached)
+        return detached
 
     def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
-        """Where the backward begins, and with what."""
+        """The edges that the backward starts from, each with its gradient."""
         pairs = zip(self._graphs[microbatch].roots, grads, strict=True)
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
 
@@ -210,9 +217,9 @@ class ChunkRunner:
         return len(self._graphs)
 
     def drop(self) -> None:
-        """Let go of all graphs, after a failure."""
+        """Release all graphs after a failure."""
         for graph in self._graphs.values():
-            graph.let_go()
+            graph.release()
         self._graphs.clear()
 
     @contextmanager
@@ -220,7 +227,7 @@ class ChunkRunner:
         try:
             yield
         except LdtError as error:
-            if type(error) is not LdtError:  # a hook's own
+            if type(error) is not LdtError:  # raised by a hook
                 raise
             raise LdtError(f"chunk {self.index} ({type(self.module).__name__}): {error}") from None
 
@@ -234,6 +241,6 @@ def _backward(starts: Sequence[Start]) -> None:
         torch.autograd.backward(roots, [grad for _, grad in starts])
 
 
-def _finished(grad: torch.Tensor | None) -> torch.Tensor | None:
-    """The backward of a layer that is spread over ranks may end in a collective that nobody has waited for."""
+def _waited(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Wait for the collective that the backward of a sharded layer may end in."""
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad

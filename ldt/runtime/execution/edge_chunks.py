@@ -1,4 +1,4 @@
-"""The first and the last chunk, which both sit on the edge: one takes samples, the other ends in a loss."""
+"""Runs the first and the last chunk, both on the edge: the head takes samples, the tail ends in the loss."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["HeadRunner", "TailRunner", "make_runner"]
 
 
 class HeadRunner(ChunkRunner):
-    """Runs on the sample itself; nothing comes over a hop."""
+    """Runs on the sample itself; it receives nothing."""
 
     def forward(
-        self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+        self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
         return as_tensors(self.call(step, microbatch, step.microbatches[microbatch].args), self.index)
 
 
 class TailRunner(ChunkRunner):
-    """Its output goes into the loss, or is kept, and not on to a chunk. Its backward starts at the loss.
+    """Passes its output to the loss, or keeps it. Its backward starts at the loss.
 
-    What the loss function trains, ``loss_module``, is trained as the tail's own.
+    The parameters of ``loss_module`` are trained with the tail's own.
     """
 
     loss_module: nn.Module | None = None
@@ -44,17 +44,17 @@ class TailRunner(ChunkRunner):
             yield from self.loss_module.named_parameters("loss_fn")
 
     def forward(
-        self, step: StepState, microbatch: int, arrived: Sequence[torch.Tensor], specs: HopSpecs
+        self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        output = self.run(step, microbatch, arrived, specs)
-        del arrived  # before the loss: from here on the graph alone decides what is kept of the input
+        output = self.run(step, microbatch, received, specs)
+        del received  # before the loss: from here on only the graph keeps inputs alive
         target = step.microbatches[microbatch].target
         if step.loss is not None and (target is not None or step.plan.training):
             self._finish(step, microbatch, output, target)
         if step.keep_outputs:
             rest, tensors = split_tensors(output)
             del output
-            own_memory(tensors)  # the module may keep theirs, and write to it in its next forward
+            own_memory(tensors)  # the module may keep these tensors and write to them in its next forward
             step.outputs[microbatch] = merge_tensors(rest, tensors)
         return ()
 
@@ -69,8 +69,8 @@ class TailRunner(ChunkRunner):
         step.nan_check.loss(self.index, microbatch, loss)
         if step.guard is not None:
             step.guard.add_loss(microbatch, loss)
-        if step.announced is not None and step.loss.complete:
-            step.announced.tell(step.loss.count)
+        if step.token_scale is not None and step.loss.complete:
+            step.token_scale.broadcast(step.loss.count)
 
 
 def make_runner(
@@ -81,7 +81,7 @@ def make_runner(
     loss_module: nn.Module | None = None,
     aliasing: Aliasing | None = None,
 ) -> ChunkRunner:
-    """The runner for chunk ``index``: only here, and once, its place in the model makes a difference."""
+    """Return the runner for chunk ``index``. Nothing else depends on where in the model a chunk is."""
     kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
     shared = mesh.topology.served > 1 and not mesh.is_edge
     sync = GradientSync(module, divisor=mesh.topology.edge_dp if shared else None)

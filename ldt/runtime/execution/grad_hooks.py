@@ -1,4 +1,4 @@
-"""What cannot be where gradients change after the backward: hooks on those of parameters, and sparse ones."""
+"""Refuses hooks on gradients that change after the backward, and sparse gradients that must be averaged."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from ldt.runtime.model.module_state import parts_of
 
 __all__ = ["check_gradients"]
 
-_OF_WRAPPERS = ("torch.distributed", "torch.nn.parallel")  # whose own hooks are no business of the user's
+_WRAPPERS = ("torch.distributed", "torch.nn.parallel")  # their hooks are not the user's
 
 
 def check_gradients(
-    modules: Mapping[int, nn.Module], of_loss: nn.Module | None, mesh: Mesh, per_token: bool
+    modules: Mapping[int, nn.Module], loss_module: nn.Module | None, mesh: Mesh, per_token: bool
 ) -> None:
-    """Raise ValueError for a hook on a parameter of chunks or of the loss that would not see the step's gradient.
+    """Check the parameters of the chunks and of the loss.
 
-    And for a layer with sparse gradients that would have to be averaged.
-    Hooks see what a microbatch adds (or, after accumulation, the sum so far), as in the whole model. That is not so
-    where gradients are divided at the end of the step, ``per_token``, or are then reduced over replicas.
+    A hook sees what a microbatch adds (or, after accumulation, the sum so far), as in the whole model. It would see
+    other values where the step divides gradients at its end (``per_token``) or reduces them over replicas.
+
+    Raises:
+        ValueError: for such a hook, or for a layer whose sparse gradients would have to be averaged.
     """
     replicated = mesh.topology.replicas(mesh.stage) > 1
     if not (per_token or replicated):
         return
-    places = {f"chunk {index}": module for index, module in modules.items()}
-    if of_loss is not None:
-        places["loss_fn"] = of_loss
-    refuse_sparse_layers(places, mesh)
-    for where, module in places.items():
+    owners = {f"chunk {index}": module for index, module in modules.items()}
+    if loss_module is not None:
+        owners["loss_fn"] = loss_module
+    refuse_sparse_layers(owners, mesh)
+    for owner, module in owners.items():
         for parameter in _hooked(module):
             reduced = replicated and not is_reduced_elsewhere(parameter, mesh)
-            sees = parameter.requires_grad and (per_token or reduced)
-            hook = next(_hooks_of(parameter), None) if sees else None
+            changes_later = parameter.requires_grad and (per_token or reduced)
+            hook = next(_hook_names(parameter), None) if changes_later else None
             if hook is not None:
                 name = next(name for name, other in module.named_parameters() if other is parameter)
-                raise InputValueError(_text(where, name, hook, per_token))
+                raise InputValueError(_text(owner, name, hook, per_token))
 
 
 def _hooked(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters with any hook, found in each step."""
+    """The parameters with any hook. Each step looks again."""
     held = [parameter for part in parts_of(module) for parameter in part._parameters.values()]
     return [
         parameter
@@ -59,24 +61,23 @@ def _hooked(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def _text(where: str, name: str, hook: str, per_token: bool) -> str:
-    then = "reduced over replicas"
+def _text(owner: str, name: str, hook: str, per_token: bool) -> str:
+    change = "reduced over replicas"
     if per_token:
-        then = 'divided by the number of tokens (loss_reduction="token")'
+        change = 'divided by the number of tokens (loss_reduction="token")'
     return (
-        f"{where}: {name} has a hook on its gradient ({hook}), which would run before gradients are {then}, at the end "
-        "of a step, and so see other values than in the whole model: remove it, and do what it does after step(), "
-        "where gradients are complete"
+        f"{owner}: {name} has a hook on its gradient ({hook}). It would run before gradients are {change} at the end "
+        "of the step and see other values than in the whole model: remove it and do its work after step(), when "
+        "gradients are complete"
     )
 
 
-def _hooks_of(parameter: nn.Parameter) -> Iterator[str]:
-    """By name."""
+def _hook_names(parameter: nn.Parameter) -> Iterator[str]:
     if getattr(parameter, "_in_backward_optimizers", None):
         yield "an optimizer in the backward"
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         for hook in (hooks or {}).values():
-            if not _module_of(hook).startswith(_OF_WRAPPERS):
+            if not _module_of(hook).startswith(_WRAPPERS):
                 yield getattr(hook, "__qualname__", type(hook).__qualname__)
 
 

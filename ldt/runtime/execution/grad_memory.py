@@ -1,4 +1,4 @@
-"""Gradients of parameters have memory of their own, so that what changes one in place changes no other."""
+"""Gives gradients of parameters separate memory, so that changing one in place changes no other."""
 
 from __future__ import annotations
 
@@ -14,28 +14,30 @@ __all__ = ["GradMemory"]
 
 
 class GradMemory:
-    """Looks, in one step, at each gradient once: after the backward that made it.
+    """Checks each gradient of a step once, after the backward that created it.
 
-    Autograd keeps what arrives at a parameter as its ``grad``. Where views of one tensor arrive at two parameters, as
-    for ``x + p.unsqueeze(0) + q.unsqueeze(0)``, what then adds to one, divides or clips it would do so to both.
+    Autograd keeps the tensor that reaches a parameter as its ``grad``. Where views of one tensor reach two parameters,
+    as for ``x + p.unsqueeze(0) + q.unsqueeze(0)``, accumulating, dividing or clipping one gradient would change both.
     """
 
     def __init__(self) -> None:
-        self._without: dict[int, list[nn.Parameter]] = {}  # by chunk, those that had none so far
+        self._without: dict[
+            int, list[nn.Parameter]
+        ] = {}  # by chunk, the parameters without a gradient so far
 
     def separate(self, chunk: int, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Copy new gradients of ``parameters``, all that the chunk trains, that overlap others of them in memory.
+        """Copy new gradients that overlap others in memory. ``parameters`` are all that the chunk trains.
 
-        Returns those that have new ones.
+        Returns the parameters that have new gradients.
         """
         pending = self._without[chunk] if chunk in self._without else list(parameters)
         self._without[chunk] = [parameter for parameter in pending if parameter.grad is None]
         if not is_memory_own([parameter.grad for parameter in pending]):
-            _part(pending)
+            _copy_overlapping(pending)
         return [parameter for parameter in pending if parameter.grad is not None]
 
 
-def _part(parameters: Iterable[nn.Parameter]) -> None:
+def _copy_overlapping(parameters: Iterable[nn.Parameter]) -> None:
     spans = [span for parameter in parameters for span in _spans(parameter)]
     last = 0
     for start, end, parameter in sorted(spans, key=lambda span: span[:2]):
@@ -45,7 +47,7 @@ def _part(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def _spans(parameter: nn.Parameter) -> Iterator[tuple[int, int, nn.Parameter]]:
-    """The addresses that its gradient has."""
+    """The address ranges of its gradient."""
     for part in () if parameter.grad is None else map(_values, unwrapped_tensors(parameter.grad)):
         if part.layout is torch.strided and part.numel() and (start := part.data_ptr()):
             last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))

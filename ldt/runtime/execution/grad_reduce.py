@@ -28,15 +28,15 @@ _SPARSE = "{} are sparse, which cannot be averaged over replicas: use layers wit
 
 
 class GradReduction:
-    """Replaces each ``.grad`` by the mean over the replicas of the edge, where one without a gradient counts as zero.
+    """Replaces each ``.grad`` by the mean over the edge's replicas. A missing gradient counts as zero.
 
-    Of cloud replicas that one edge replica serves the sum is taken: each has gradients of a part of its microbatches,
-    divided by the number of all of them.
-    A parameter that has no gradient on any replica keeps none: a flag per parameter travels with its gradients, and
-    is read, which waits for the device, only where a gradient is missing. ``what`` names it all in errors.
+    Gradients of the cloud replicas that one edge replica serves are summed: each has those of a share of the
+    microbatches, divided by the number of all of them.
+    A parameter without a gradient on every replica keeps none. A flag per parameter travels with the gradients; it is
+    read, which waits for the device, only where a gradient is missing. ``what`` names the gradients in errors.
 
-    Made when the gradients are complete; until ``finish``, which raises LdtError otherwise, the rank may do other work
-    and must leave them alone.
+    Create one when the gradients are complete. Until ``finish`` the rank may do other work but must not change them;
+    ``finish`` raises LdtError if they were changed.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], mesh: Mesh, what: str) -> None:
@@ -47,8 +47,8 @@ class GradReduction:
             if parameter.requires_grad and not is_reduced_elsewhere(parameter, mesh):
                 refuse_sparse_gradient(parameter, mesh, what)
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        of_all = [parameter for bucket in buckets.values() for parameter in bucket]
-        self._taken = [(p, p.grad, None if p.grad is None else p.grad._version) for p in of_all]
+        reduced = [parameter for bucket in buckets.values() for parameter in bucket]
+        self._versions = [(p, p.grad, None if p.grad is None else p.grad._version) for p in reduced]
         self._started = [(bucket, *self._start(bucket)) for bucket in buckets.values()]
 
     @property
@@ -57,7 +57,7 @@ class GradReduction:
         return all(work.is_completed() for _, _, work in self._started)
 
     def finish(self) -> None:
-        """Wait, and write the means."""
+        """Wait for the all-reduce and write the means."""
         for _, flat, work in self._started:
             if flat.device.type == "cpu":
                 wait_or_fail(work, self._mesh.detector, self._what)
@@ -69,14 +69,14 @@ class GradReduction:
         self._started.clear()
 
     def _check_untouched(self) -> None:
-        """Raise LdtError if a gradient is not what it was: what was done to it would be lost."""
-        for parameter, grad, version in self._taken:
+        """Raise LdtError if a gradient was changed meanwhile: the change would be lost."""
+        for parameter, grad, version in self._versions:
             if parameter.grad is not grad or (grad is not None and grad._version != version):
                 raise LdtError(
                     f"{self._what}: one of shape {list(parameter.shape)} was changed while it was averaged over the "
                     "replicas, and the change would be lost. Change gradients after step(), not in a hook"
                 )
-        self._taken.clear()
+        self._versions.clear()
 
     def _start(self, bucket: list[torch.nn.Parameter]) -> tuple[torch.Tensor, dist.Work]:
         group = self._mesh.dp_group
@@ -102,21 +102,21 @@ class GradReduction:
 
 
 class EarlierGradients:
-    """Those from before a step, set aside while it averages, scales or measures its own."""
+    """Gradients from before a step, set aside while the step averages, scales or measures its own."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._grads = [(parameter, parameter.grad) for parameter in parameters]
         for parameter, _ in self._grads:
             parameter.grad = None
 
-    def put_back(self) -> None:
-        """In place of those of the step."""
+    def restore(self) -> None:
+        """Replace the gradients of the step by the earlier ones."""
         for parameter, grad in self._grads:
             parameter.grad = grad
         self._grads.clear()
 
     def add_back(self) -> None:
-        """Added to those of the step."""
+        """Add the earlier gradients to those of the step."""
         for parameter, grad in self._grads:
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
@@ -124,15 +124,15 @@ class EarlierGradients:
 
 
 def is_reduced_elsewhere(parameter: torch.Tensor, mesh: Mesh) -> bool:
-    """True for one that is spread over the replicas (``fully_shard``): whoever did that reduces its gradient."""
+    """True if it is sharded over the replicas (``fully_shard``): the wrapper then reduces its gradient."""
     return isinstance(parameter, DTensor) and mesh.rank_info.spans_replicas(parameter.device_mesh)
 
 
 def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
-    """Raise ValueError for a layer of ``modules``, by where they are, whose gradient could not be averaged."""
+    """Raise ValueError for a layer whose sparse gradient would have to be averaged. Keys name the ``modules``."""
     if mesh.topology.replicas(mesh.stage) == 1:
         return
-    for where, module in modules.items():
+    for owner, module in modules.items():
         for part in parts_of(module):
             if (
                 isinstance(part, (nn.Embedding, nn.EmbeddingBag))
@@ -141,12 +141,12 @@ def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
             ):
                 name = next(name for name, other in module.named_modules() if other is part)
                 raise InputValueError(
-                    _SPARSE.format(f"the gradients of {name or type(part).__name__} of {where}")
+                    _SPARSE.format(f"the gradients of {name or type(part).__name__} of {owner}")
                 )
 
 
 def refuse_sparse_gradient(parameter: nn.Parameter, mesh: Mesh, what: str) -> None:
-    """Raise LdtError if ``parameter`` has one that would have to be averaged: ``what`` names it."""
+    """Raise LdtError if the gradient of ``parameter`` is sparse and would have to be averaged."""
     grad = parameter.grad
     sparse = grad is not None and grad.layout is not torch.strided
     if sparse and mesh.topology.replicas(mesh.stage) > 1 and _is_averaged(parameter, mesh):
@@ -158,5 +158,5 @@ def _is_averaged(parameter: torch.Tensor, mesh: Mesh) -> bool:
 
 
 def _shard(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, to be changed in place: all replicas split it alike over the ranks of a node."""
+    """This rank's part, to be changed in place. All replicas shard a tensor alike over the ranks of a node."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

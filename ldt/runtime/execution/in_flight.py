@@ -1,4 +1,4 @@
-"""What leaves a chunk has memory of its own, so that nothing that runs later writes to it before it has gone."""
+"""Protects tensors in flight: each gets memory that nothing else writes to before it is sent."""
 
 from __future__ import annotations
 
@@ -13,41 +13,46 @@ from ldt.errors import LdtError
 from ldt.runtime.execution.stash import Slot
 from ldt.runtime.model.module_state import repeats_elements, unwrapped_tensors
 
-__all__ = ["InFlightTensors", "overlapping", "own_memory"]
+__all__ = ["InFlightTensors", "own_memory", "self_overlapping"]
 
-_use_count: Any = getattr(torch._C, "_storage_Use_Count", lambda _: 1 << 30)  # without it, all is copied
+_use_count: Any = getattr(
+    torch._C, "_storage_Use_Count", lambda _: 1 << 30
+)  # without it, everything is copied
 
 
 def own_memory(tensors: list[Any], always: Container[int] = ()) -> list[int]:
-    """Give each tensor of the list memory to which nothing outside of the list refers, by a copy if need be.
+    """Give each tensor of the list memory that nothing outside the list refers to, by a copy where necessary.
 
-    Who refers to it may write to it while the tensor is on its way: a parameter to whose ``grad`` autograd gave it, a
-    module or a hook that keeps it. Copied are also those at the places ``always``, and memory that torch has not
-    allocated, of which others may know the address. None stays None. Returns the places of tensors to whose memory
-    something else refers, be it another tensor of the list.
+    Anything else that refers to the memory may write to it while the tensor is in flight: a parameter whose ``grad``
+    it became, or a module or hook that keeps it. Tensors at the indices ``always`` are copied too, and so is memory
+    that torch did not allocate, since others may know its address. None stays None.
 
-    The tensors must be fresh from ``detach``: who holds a tensor itself is not seen. Nothing here waits for a device.
+    The tensors must be fresh from ``detach``, because references to a tensor itself are not seen. Does not wait for a
+    device.
+
+    Returns:
+        The indices of tensors whose memory something else refers to, including another tensor of the list.
     """
     return _copy_held(tensors, always) if always or not is_memory_own(tensors) else []
 
 
-def overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The places of tensors of which several elements are one number in memory, as of those from ``expand``."""
-    return [place for place, tensor in enumerate(tensors) if _overlaps(tensor)]
+def self_overlapping(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The indices of tensors with several elements at one address, as those from ``expand``."""
+    return [index for index, tensor in enumerate(tensors) if _overlaps_itself(tensor)]
 
 
 class InFlightTensors:
-    """What a rank has given away in a step, and how often each tensor had been written to by then."""
+    """The tensors of a step that are in flight, with the version of each when it was handed over."""
 
     def __init__(self) -> None:
         self._versions: dict[Slot, VersionCounters] = {}
 
     def begin(self, slot: Slot, tensors: Sequence[Any]) -> None:
-        """``tensors``, where None is none, are on their way to ``slot``."""
+        """``tensors``, which may include None, are in flight to ``slot`` from now on."""
         self._versions[slot] = VersionCounters(tensors)
 
     def end(self, slot: Slot) -> None:
-        """They are there. Raises LdtError if one was changed before this was known."""
+        """They have arrived. Raises LdtError if one was changed meanwhile."""
         versions = self._versions.pop(slot, None)
         changed = None if versions is None else versions.first_changed()
         if changed is not None:
@@ -57,28 +62,28 @@ class InFlightTensors:
         self._versions.clear()
 
 
-def _changed(slot: Slot, place: int) -> str:
+def _changed(slot: Slot, index: int) -> str:
     forward = slot.direction == "F"
     source, what = (slot.chunk - 1, "output") if forward else (slot.chunk + 1, "gradient of input")
     return (
-        f"chunk {source}, microbatch {slot.microbatch}: {what} {place} was changed in place while it was under way "
-        f"(message {slot.direction}{min(source, slot.chunk)}), so chunk {slot.chunk} may have got other values than "
-        "were computed. Let what keeps and changes it, the module or a hook, keep a clone() instead"
+        f"chunk {source}, microbatch {slot.microbatch}: {what} {index} was changed in place while it was in flight "
+        f"(message {slot.direction}{min(source, slot.chunk)}), so chunk {slot.chunk} may have received wrong values. "
+        "The module or hook that keeps and changes it must keep a clone() instead"
     )
 
 
 def _copy_held(tensors: list[Any], always: Container[int]) -> list[int]:
     memory = [() if tensor is None else _memory(tensor) for tensor in tensors]
-    shared = [place for place, own in enumerate(memory) if any(_holders(storage) > 1 for storage in own)]
-    mine = Counter(storage._cdata for place in shared for storage in memory[place])
-    held = [any(_holders(storage) > max(1, mine[storage._cdata]) for storage in own) for own in memory]
-    for place, own in enumerate(memory):  # only now, as each copy leaves one holder less
-        if held[place] or place in always or not all(storage.resizable() for storage in own):
-            tensors[place] = tensors[place].clone()
+    shared = [index for index, storages in enumerate(memory) if any(_users(s) > 1 for s in storages)]
+    in_list = Counter(storage._cdata for index in shared for storage in memory[index])
+    held = [any(_users(s) > max(1, in_list[s._cdata]) for s in storages) for storages in memory]
+    for index, storages in enumerate(memory):  # last, since each copy removes a user
+        if held[index] or index in always or not all(storage.resizable() for storage in storages):
+            tensors[index] = tensors[index].clone()
     return shared
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_contiguous():
         return False
     if tensor.is_nested:
@@ -87,12 +92,12 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:
-    """Of the tensor, or of those that it wraps; nothing of one that is sparse or nested."""
+    """The storages of the tensor or of those that it wraps. Empty for sparse and nested tensors."""
     parts = unwrapped_tensors(tensor)
     return tuple(part.untyped_storage() for part in parts if part.layout is torch.strided)
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors refer to it: all who do, but for ``storage`` itself."""
+def _users(storage: torch.UntypedStorage) -> int:
+    """The number of tensors that refer to it; ``storage`` itself does not count."""
     count: int = _use_count(storage._cdata)
     return count - 1

@@ -1,4 +1,4 @@
-"""How the losses of the microbatches become one loss and what their gradients are divided by."""
+"""Combines the losses of microbatches and scales their gradients by microbatches or tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ldt.runtime.step.call import Call
 
 __all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
 
-_COUNT = struct.Struct("<d")  # of tokens, on the wire
+_COUNT = struct.Struct("<d")  # number of tokens, on the wire
 LossReduction = Literal["mean", "token"]
 LossFn = Callable[[Any, Any], Any]
 
@@ -31,22 +31,24 @@ def check_reduction(reduction: str) -> None:
 
 
 def check_scaler(scaler: object) -> None:
-    """Raise TypeError for torch's own GradScaler, which knows nothing of what overflows on other stages."""
+    """Raise TypeError for torch's own GradScaler, which does not see overflows on other stages."""
     if scaler is not None and not hasattr(scaler, "over_stages"):
         raise InputTypeError(
-            f"grad_scaler must be an ldt.GradScaler, got {type(scaler).__name__}: make ldt.GradScaler(mesh), with the "
-            "same options, on every rank"
+            f"grad_scaler must be an ldt.GradScaler, got {type(scaler).__name__}: make ldt.GradScaler(mesh) with the "
+            "same options on every rank"
         )
 
 
 class StepLoss:
     """The losses of one step on one edge rank.
 
-    "mean": ``loss_fn`` gives a microbatch's mean; each backward starts at that divided by the number of microbatches,
-    so that gradients are those of ``for mb: (loss_fn(model(x), y) / M).backward()``, bit for bit.
-    "token": it gives (sum, count); backwards start at the sums, and at the end of the step all gradients are divided
-    by the count of the whole step. Where a backward starts goes through ``scale``; losses that are reported do not.
-    ``trained`` has the ``id`` of each parameter of the pipeline where gradients are changed after the backward.
+    "mean": ``loss_fn`` returns a microbatch's mean. Each backward starts at that mean divided by the number of
+    microbatches, so gradients are bit-equal to those of ``for mb: (loss_fn(model(x), y) / M).backward()``.
+    "token": ``loss_fn`` returns (sum, count). Backwards start at the sums; at the end of the step all gradients are
+    divided by the count of the whole step.
+
+    ``scale`` scales the tensor that a backward starts from, but not the reported losses. ``trained`` has the ``id`` of
+    each parameter of the pipeline if gradients are changed after the backward.
     """
 
     def __init__(
@@ -68,11 +70,11 @@ class StepLoss:
         self._read: dict[int, float] | None = None
 
     def forward(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
-        """The loss of a microbatch, as the loss function gives it."""
+        """Return the loss of a microbatch as the loss function returns it."""
         result = self._loss_fn(output, target)
         loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
         _check_scalar(loss)
-        # A copy, as mse_loss and others return their number in the memory of all elements' losses.
+        # Clone: mse_loss and others return a view of the memory of all elements' losses.
         self._values[microbatch] = loss.detach().clone()
         self._counts[microbatch] = count
         self._read = None
@@ -85,17 +87,17 @@ class StepLoss:
         return loss
 
     def take_root(self, microbatch: int) -> torch.Tensor:
-        """Where the backward of ``microbatch`` starts."""
+        """Remove and return the tensor that the backward of ``microbatch`` starts from."""
         return self._roots.pop(microbatch)
 
     @property
     def complete(self) -> bool:
-        """True once every microbatch had its forward."""
+        """True once every microbatch has run its forward."""
         return len(self._values) == self._num_microbatches
 
     @property
     def count(self) -> float:
-        """Tokens of the step so far. Waits for the device, once for any number of microbatches."""
+        """Tokens of the step so far. Waits for the device once."""
         return sum(self._numbers().values())
 
     def per_microbatch(self) -> list[torch.Tensor]:
@@ -149,7 +151,7 @@ def _check_scalar(loss: Any) -> None:
 
 
 def _check_attached(loss: torch.Tensor, output: Any, microbatch: int) -> None:
-    """A model that is frozen as a whole has no gradients; a loss cut off from one that is not is a mistake."""
+    """Raise ValueError if the loss is cut off from a model that requires gradients. A frozen model is fine."""
     if loss.requires_grad:
         return
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output)):
@@ -162,32 +164,32 @@ def _check_attached(loss: torch.Tensor, output: Any, microbatch: int) -> None:
 class TokenScale:
     """Divides the gradients of a step by its number of tokens, which only the edge knows.
 
-    The edge's leaders tell it after their last loss, so that it is there when the rows of the others end. Gradients
-    from before the step must be set aside meanwhile.
+    The edge's leaders broadcast it after their last loss, so it reaches the other ranks before their rows end.
+    Gradients from before the step must be set aside meanwhile.
     """
 
     def __init__(
         self,
-        post: EdgeBroadcast,
+        edge_broadcast: EdgeBroadcast,
         call: Call,
         parameters: Iterable[torch.nn.Parameter],
         audit: Audit | None = None,
     ) -> None:
-        self._post = post
+        self._edge_broadcast = edge_broadcast
         self._audit = audit
         self._call = call
         self._parameters = list(parameters)
 
-    def tell(self, count: float) -> None:
-        """``count``: the tokens of this replica of the edge, from its leader."""
+    def broadcast(self, count: float) -> None:
+        """Send ``count``, the number of tokens of this edge replica. Called on its leader."""
         edge_message = EdgeMessage(Subject.TOKENS, self._call.number, _COUNT.pack(count))
-        self._post.send(edge_message)
+        self._edge_broadcast.send(edge_message)
         if self._audit is not None:
             self._audit.write("tokens", self._call.serial, edge_message.nbytes)
 
     def finish(self, replicas: int) -> None:
-        """Turn sums (averaged over ``replicas`` of the edge) into the mean over all tokens of all of them."""
-        edge_messages = self._post.receive(tokens=True)
+        """Turn sums (averaged over ``replicas`` of the edge) into the mean over the tokens of all replicas."""
+        edge_messages = self._edge_broadcast.receive(tokens=True)
         count = sum(self._count_in(edge_message) for edge_message in edge_messages)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:

@@ -1,4 +1,4 @@
-"""Looks for NaN and infinities in what chunks compute, and names the first place where there are any."""
+"""Finds the first NaN or infinity in outputs, losses and gradients of chunks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _Named = tuple[str, torch.Tensor]
 
 
 class NanCheck:
-    """Raises NonFiniteError for the first tensor of an action that has a NaN or an infinity, before it is sent.
+    """Raises NonFiniteError for the first tensor of an action with a NaN or an infinity, before it is sent.
 
-    Looks at ``activations`` (outputs of chunks, and the loss), at ``gradients``, or at neither. In an output -inf
-    passes, as attention masks and masked logits have it on purpose. Each call waits for the device once. Of a DTensor
-    this rank's part is looked at, and no other rank is asked. What ``fully_shard`` has not reduced yet is no
-    parameter's gradient.
+    Checks ``activations`` (outputs of chunks, and the loss), ``gradients``, both or neither. -inf passes in outputs,
+    since attention masks and masked logits contain it on purpose. Each call waits for the device once. Of a DTensor
+    only this rank's part is checked. Gradients that ``fully_shard`` has not reduced yet are not checked.
     """
 
     def __init__(self, *, activations: bool = False, gradients: bool = False) -> None:
@@ -31,14 +30,14 @@ class NanCheck:
         self._gradients = gradients
 
     def outputs(self, chunk: int, microbatch: int, output: Any) -> None:
-        """After a forward: all tensors of what the module returned."""
+        """Check all tensors that the module returned from a forward."""
         if self._activations:
             leaves = enumerate(pytree.tree_leaves(output))
             named = ((f"output {i}", leaf) for i, leaf in leaves if isinstance(leaf, torch.Tensor))
             _check(chunk, microbatch, named, _is_below_infinity)
 
     def loss(self, chunk: int, microbatch: int, loss: torch.Tensor) -> None:
-        """What the loss function returned for the output of ``chunk``, the last one."""
+        """Check what the loss function returned for the output of ``chunk``, the last one."""
         if self._activations:
             _check(chunk, microbatch, [("the loss", loss)], _is_finite)
 
@@ -49,7 +48,7 @@ class NanCheck:
         inputs: Sequence[torch.Tensor | None] = (),
         parameters: Iterable[tuple[str, torch.nn.Parameter]] = (),
     ) -> None:
-        """After a backward: the gradients of inputs, None where there is none, and those that parameters have now."""
+        """Check the gradients of ``inputs`` (None if absent) and of ``parameters`` after a backward."""
         if self._gradients:
             found: list[tuple[str, torch.Tensor | None]] = [
                 (f"the gradient of input {i}", grad) for i, grad in enumerate(inputs)
@@ -83,17 +82,17 @@ def _check(
 
 
 def _is_finite(part: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude is NaN or infinite if one element is; it needs no memory of the tensor's size."""
+    """The largest magnitude is NaN or infinite if any element is. Needs no temporary of the tensor's size."""
     return torch.isfinite(torch.linalg.vector_norm(part, math.inf))
 
 
 def _is_below_infinity(part: torch.Tensor) -> torch.Tensor:
-    """Likewise the largest number, which is NaN if one is."""
+    """The largest number is NaN if any element is."""
     return _real(part).amax() < math.inf
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that this rank has of ``tensor``, in a type that has a norm."""
+    """This rank's elements of ``tensor``, in a dtype that supports norms."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if tensor.is_sparse:
@@ -106,7 +105,7 @@ def _real(part: torch.Tensor) -> torch.Tensor:
 
 
 def _counts(part: torch.Tensor) -> str:
-    """How many of its numbers are not finite; a complex element has two."""
+    """Describe how many of its values are not finite. A complex element counts as two values."""
     real = _real(part)
     masks = {"NaN": real.isnan(), "+inf": real.isposinf(), "-inf": real.isneginf()}
     found = {kind: int(mask.sum()) for kind, mask in masks.items()}

@@ -1,4 +1,4 @@
-"""What a step costs here: a few real steps and probes of the links, as ``ldt.plan.Costs`` for the planner."""
+"""Measures ``ldt.plan.Costs`` for the planner by running a few steps and probing the links."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def measure_costs(
     repeats: int,
     parameters: Iterable[torch.nn.Parameter],
 ) -> Costs:
-    """The costs of ``step(microbatches)``, equal on every rank. A collective call of all ranks.
+    """Return the costs of ``step(microbatches)``, equal on every rank. A collective call of all ranks.
 
-    One step runs uncounted, then ``repeats`` more. Times are medians over microbatches and steps, of the slowest rank
-    that runs the chunk; bytes are the mean of a hop's messages forward. Gradients are put back as they were.
+    Runs one warm-up step, then ``repeats`` more. Times are medians over microbatches and steps, of the slowest rank
+    that runs the chunk. Bytes are the mean of a hop's forward messages. Gradients are restored.
     """
     all_agree(mesh, _CALL, _refusal(repeats), {"numbers of steps": str(repeats)})
-    once = isinstance(microbatches, Iterator)  # what it raises is to be raised within a step
+    once = isinstance(microbatches, Iterator)  # its errors must be raised within a step
     batches = iter(tee(microbatches, repeats + 1)) if once else repeat(microbatches)
     earlier = EarlierGradients(parameters)
     try:
         stats = [step(next(batches)) for _ in range(repeats + 1)][1:]
     finally:
-        earlier.put_back()
+        earlier.restore()
     with mesh.collective(_CALL):
         figures = mesh.control.all_gather([_times(stats), _sizes(mesh, stats[-1])], _read_figures)
         times, sizes = map(_largest, zip(*figures, strict=True))
@@ -64,7 +64,7 @@ def _refusal(repeats: int) -> ValueError | None:
 
 
 def _read_figures(value: Any) -> tuple[dict[str, float], dict[str, int]]:
-    """Of one rank: ``_times`` and ``_sizes``."""
+    """Parse ``_times`` and ``_sizes`` of one rank."""
     times, sizes = value
     return (
         {str(key): float(seconds) for key, seconds in times.items()},
@@ -73,7 +73,7 @@ def _read_figures(value: Any) -> tuple[dict[str, float], dict[str, int]]:
 
 
 def _largest(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the figures of all ranks, name by name."""
+    """The largest figure of all ranks, by name."""
     names = {name for found in figures for name in found}
     return {name: max(found[name] for found in figures if name in found) for name in names}
 
@@ -87,7 +87,7 @@ def _times(stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def _sizes(mesh: Mesh, stats: StepStats) -> dict[str, int]:
-    """Bytes of a message forward, by hop; of the hops on which this rank sends or hears one."""
+    """Bytes of a forward message by hop, for the hops on which this rank sends or receives."""
     traffic = ((channel, stats.channels.get(channel.name)) for channel in mesh.topology.channels)
     return {
         str(channel.hop): counts.bytes // counts.messages
@@ -97,7 +97,7 @@ def _sizes(mesh: Mesh, stats: StepStats) -> dict[str, int]:
 
 
 def _by_chunk(slowest: dict[str, float], chunks: Iterable[int]) -> dict[str, list[float]]:
-    """The figures of ``Costs`` that are per chunk; those of a split backward if the plan has one."""
+    """The per-chunk figures of ``Costs``, with those of a split backward if the plan has one."""
 
     def seconds(kind: Kind, chunk: int, default: float) -> float:
         return slowest.get(f"{kind}{chunk}", default)

@@ -1,4 +1,4 @@
-"""Records when each action of a step ran and how long it waited, on a clock that all ranks of a host share."""
+"""Records when each action of a step ran and how long it waited. All ranks of a host share one clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Entry", "Recorder"]
 
 @dataclass
 class Entry:
-    """One action: seconds since the epoch, and how much of it was spent waiting for a transfer.
+    """One action: start and end in seconds since the epoch, and the seconds ``waited`` for a transfer.
 
-    Times of the host. On a device with streams (CUDA, NPU) they tell when work was launched, not when it ran.
-    For a send or receive, ``end`` is when the transfer was seen to be done: at the latest when it was needed.
+    These are host times. On a device with streams (CUDA, NPU) they say when work was launched, not when it ran.
+    For a send or receive, ``end`` is when the host saw the transfer complete, at the latest when it was needed.
     """
 
     action: Action
@@ -36,7 +36,7 @@ class Entry:
 
 
 class Timer(Protocol):
-    """See StreamTimer."""
+    """The interface of StreamTimer."""
 
     def begin(self, entry: Entry) -> None: ...
     def end(self, entry: Entry) -> None: ...
@@ -47,8 +47,7 @@ class Timer(Protocol):
 class Recorder:
     """The entries of one step on one rank.
 
-    With a ``timer``, those of compute actions get the times of a stream once ``finish`` is called, where those of the
-    host would not do. It is told of each when it begins, when it has waited, and when it ends.
+    With a ``timer``, ``finish`` replaces the host times of compute actions by times on the stream.
     """
 
     timer: Timer | None = None
@@ -74,7 +73,7 @@ class Recorder:
             entry.end = self.now()
 
     def has_waited(self, entry: Entry, seconds: float) -> None:
-        """That a compute action has waited for its input until now, on the host for so long."""
+        """Record that a compute action has waited for its input until now, ``seconds`` of it on the host."""
         entry.waited += seconds
         if self.timer is not None:
             self.timer.begin(entry)
@@ -85,10 +84,10 @@ class Recorder:
 
     @property
     def computing(self) -> float:
-        """Seconds in compute and reduce actions, without what they waited; on CUDA and NPU, in launching them."""
+        """Seconds in compute and reduce actions without waiting. On CUDA and NPU, the time to launch them."""
         return sum(e.end - e.start - e.waited for e in self.entries if not e.action.kind.is_comm)
 
     @property
     def waiting(self) -> float:
-        """Seconds for which the host was blocked on transfers; on CUDA and NPU next to none, as streams wait there."""
+        """Seconds the host was blocked on transfers. Near zero on CUDA and NPU, where streams wait instead."""
         return self.flushing + sum(e.waited for e in self.entries)

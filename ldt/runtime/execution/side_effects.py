@@ -1,4 +1,4 @@
-"""Finds what custom functions and hooks change in a backward, besides the gradients that they return."""
+"""Detects side effects of custom functions and hooks that would run twice in a split backward."""
 
 from __future__ import annotations
 
@@ -16,60 +16,60 @@ from ldt.runtime.model.module_state import parts_of
 
 __all__ = ["FunctionWatch", "SecondPart"]
 
-_Take = Callable[[], Sequence[torch.Tensor]]
+_GetTensors = Callable[[], Sequence[torch.Tensor]]
 Start = tuple[GradientEdge, torch.Tensor]
 SecondPart = Callable[[], AbstractContextManager[None]]
 
 
 class FunctionWatch:
-    """Watches what of a chunk runs in the first part of a split backward, and would in the second.
+    """Watches the functions and hooks of a chunk that run in both parts of a split backward.
 
     A function that changes the gradients of its own parameters, as fused weight gradients do, runs in the first part
-    alone: what it returned is kept for the second. Anything else of ``module`` that is changed is an error, but for
-    buffers that hooks change in one part only. All its parameters and buffers are looked at before and after each
+    only; its results are kept for the second. Any other change to the parameters or buffers of ``module`` is an error,
+    except to buffers that hooks change in one part only. All parameters and buffers are compared before and after each
     first part.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._contents = True  # the first time that functions are looked at, too
-        self._accumulate: set[type] = set()  # functions that do, as was seen
+        self._contents = True  # compare contents until custom functions have been watched once
+        self._accumulate: set[type] = set()  # functions known to accumulate into gradients themselves
 
     def begin(self, functions: bool = True) -> PartWatch:
-        """For one first part, in which custom ``functions`` run."""
+        """Start watching one first part. ``functions``: whether custom functions run in it."""
         watch = PartWatch(self._module, self._accumulate, self._contents and functions)
         self._contents = self._contents and not functions
         return watch
 
 
 class PartWatch:
-    """Of one first part. ``kept`` has by node what a function returned for edges that the first part leaves out."""
+    """Watches one first part. ``kept`` has, by node, what a function returned for edges outside the first part."""
 
     def __init__(self, module: nn.Module, accumulate: set[type], contents: bool) -> None:
         self._module = module
         self._accumulate = accumulate
         self._contents = contents
-        self._own: set[int] = set()  # parameters that functions changed, and that is all right
-        kept = [(part._parameters, part._buffers) for part in parts_of(module)]
-        self._all = _Look(
-            lambda: [t for kinds in kept for kind in kinds for t in kind.values() if t is not None], contents
+        self._allowed: set[int] = set()  # parameters that functions may change: their own
+        owned = [(part._parameters, part._buffers) for part in parts_of(module)]
+        self._all = _Snapshot(
+            lambda: [t for kinds in owned for kind in kinds for t in kind.values() if t is not None], contents
         )
         self.kept: dict[Node, list[Start]] = {}
 
-    def around(self, node: Node, leaves: Iterable[Node], between: set[Node], hooks: ExitStack) -> None:
-        """Look at the parameters ``leaves`` before and after ``node`` runs, until ``hooks`` end."""
+    def watch_node(self, node: Node, leaves: Iterable[Node], between: set[Node], hooks: ExitStack) -> None:
+        """Compare the parameters ``leaves`` before and after ``node`` runs, until ``hooks`` is closed."""
         own = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
-        looks: list[_Look] = []
+        snapshots: list[_Snapshot] = []
 
         def before(_: object) -> None:
             if type(node) not in self._accumulate:
-                looks.append(_Look(lambda: own, self._contents))
+                snapshots.append(_Snapshot(lambda: own, self._contents))
 
         def after(grads: Any, _: object) -> None:
-            if type(node) not in self._accumulate and not any(looks.pop().changes()):
+            if type(node) not in self._accumulate and not any(snapshots.pop().changes()):
                 return
             self._accumulate.add(type(node))
-            self._own.update(map(id, own))
+            self._allowed.update(map(id, own))
             self.kept[node] = [
                 (GradientEdge(child, index), grad)
                 for (child, index), grad in zip(node.next_functions, grads, strict=True)
@@ -80,30 +80,30 @@ class PartWatch:
         hooks.enter_context(node.register_hook(after))
 
     def check(self, functions: Collection[str]) -> SecondPart:
-        """Raise LdtError if something else was changed, by one of these ``functions`` or by hooks.
+        """Raise LdtError if one of these ``functions`` or a hook changed anything else.
 
-        Buffers that hooks change are left to what is returned, to be entered around the second part.
+        Returns a context manager for the second part, which raises if a buffer that hooks changed changes again.
         """
-        moved = []
-        for tensor, part in self._all.changes(self._own):
+        changed = []
+        for tensor, part in self._all.changes(self._allowed):
             buffers = (name for name, other in self._module.named_buffers() if other is tensor)
             name = next(buffers, None)
             if functions or name is None or part:
                 parameters = (name for name, other in self._module.named_parameters() if other is tensor)
-                raise _cannot(name or next(parameters, "a tensor"), part, functions)
-            moved.append(name)
-        return partial(_changes_none, self._module, moved)
+                raise _cannot_split(name or next(parameters, "a tensor"), part, functions)
+            changed.append(name)
+        return partial(_unchanged, self._module, changed)
 
 
 @contextmanager
-def _changes_none(module: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Raise LdtError if what runs meanwhile changes one of these buffers."""
+def _unchanged(module: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """Raise LdtError if one of these buffers changes within the context."""
     before = _buffers(module, names)
     yield
     after = _buffers(module, names)
     for name, seen in before.items():
         if after.get(name) != seen:
-            raise _cannot(name, "", ())
+            raise _cannot_split(name, "", ())
 
 
 def _buffers(module: nn.Module, names: Collection[str]) -> dict[str, tuple[int, object]]:
@@ -111,44 +111,44 @@ def _buffers(module: nn.Module, names: Collection[str]) -> dict[str, tuple[int, 
     return {name: (id(tensor), tensor._version) for name, tensor in found if name in names}
 
 
-def _cannot(name: str, part: str, functions: Collection[str]) -> LdtError:
+def _cannot_split(name: str, part: str, functions: Collection[str]) -> LdtError:
     listed = ", ".join(sorted(set(functions)))
     what = f"custom functions ({listed})" if functions else "hooks of tensors and checkpoints"
     instead = "Let the function return that gradient" if functions else "Do that in a hook of a parameter"
     return LdtError(
-        f"its backward cannot be split: it changes {name}{part} itself, and would do so again in the second part, as "
-        f"{what} that lead to inputs and parameters run in both. {instead}, or take a plan without split backward"
+        f"its backward cannot be split: it changes {name}{part} itself, and would do so again in the second part: "
+        f"{what} that lead to inputs and parameters run in both. {instead}, or use a plan without split backward"
     )
 
 
-class _Look:
-    """At tensors, at their ``grad`` and at tensors that are their attributes, such as ``main_grad``.
+class _Snapshot:
+    """The state of tensors, of their ``grad`` and of their tensor attributes, such as ``main_grad``.
 
-    A change shows in the object or in its version. With ``contents`` also in the sum of its elements, as code that
-    goes by ``data``, or does not go by torch at all, leaves the version alone; that waits for the device.
+    A change shows as another object or another version. With ``contents``, sums of elements are compared too, because
+    writes through ``data`` or outside torch do not change the version; that waits for the device.
     """
 
-    def __init__(self, take: _Take, contents: bool) -> None:
-        self._take = take
+    def __init__(self, get_tensors: _GetTensors, contents: bool) -> None:
+        self._get_tensors = get_tensors
         self._contents = contents
-        self._tensors = take()  # so that no other tensor gets their ids
+        self._tensors = get_tensors()  # kept alive so that no other tensor gets their ids
         self._before = self._columns(self._tensors)
 
-    def changes(self, apart_from: Collection[int] = ()) -> Iterator[tuple[torch.Tensor, str]]:
-        """The tensors that are not as they were, but for those of these ids, and what of them."""
-        tensors = self._take()
+    def changes(self, exclude: Collection[int] = ()) -> Iterator[tuple[torch.Tensor, str]]:
+        """The tensors that have changed, and which part of each. Skips those whose id is in ``exclude``."""
+        tensors = self._get_tensors()
         after = self._columns(tensors)
         if after == self._before:
             return
         rows = dict(zip(self._before[0], zip(*self._before[1:], strict=True), strict=True))
         for tensor, *row in zip(tensors, *after[1:], strict=True):
-            one, other = _by_part(rows.get(id(tensor), ())), _by_part(row)
-            differing = [part for part in {**one, **other} if one.get(part) != other.get(part)]
-            if differing and id(tensor) not in apart_from:
+            old, new = _by_part(rows.get(id(tensor), ())), _by_part(row)
+            differing = [part for part in {**old, **new} if old.get(part) != new.get(part)]
+            if differing and id(tensor) not in exclude:
                 yield tensor, differing[0]
 
     def _columns(self, tensors: Sequence[torch.Tensor]) -> list[list[Any]]:
-        """What there is to see of them. By columns, as that takes the least time."""
+        """Their state, column by column, which is fastest."""
         grads = [tensor.grad if tensor.is_leaf else None for tensor in tensors]
         dicts = [tensor.__dict__ for tensor in tensors]
         attributes = [self._attributes(held) if held else None for held in dicts]
@@ -161,7 +161,7 @@ class _Look:
 
     def _contents_of(self, tensors: Sequence[torch.Tensor | None]) -> list[object]:
         if not self._contents:
-            with suppress(RuntimeError):  # one of inference mode has no version
+            with suppress(RuntimeError):  # inference tensors have no version
                 return [None if tensor is None else tensor._version for tensor in tensors]
         return [None if tensor is None else self._content_of(tensor) for tensor in tensors]
 
@@ -175,12 +175,12 @@ def _ids(tensors: Sequence[torch.Tensor | None]) -> list[int]:
 
 
 def _by_part(row: Sequence[Any]) -> dict[str, object]:
-    """By its name what a row of the columns but the first says, nothing if it is empty."""
+    """The state in a row (all columns but the ids) by the name of the part. Empty for an empty row."""
     if not row:
         return {}
-    content, grad_id, of_grad, attributes = row
+    content, grad_id, grad_content, attributes = row
     named = {f".{key}": seen for key, seen in (attributes or {}).items()}
-    return {"": content, ".grad": (grad_id, of_grad), **named}
+    return {"": content, ".grad": (grad_id, grad_content), **named}
 
 
 @torch.no_grad()
@@ -188,4 +188,4 @@ def _sum(tensor: torch.Tensor) -> object:
     local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
     if local.layout is not torch.strided or not local.is_floating_point():
         return None
-    return repr(local.sum(dtype=torch.float64).item())  # as text, in which NaN equals itself
+    return repr(local.sum(dtype=torch.float64).item())  # text, because NaN does not equal itself

@@ -1,4 +1,4 @@
-"""What has come for a chunk and microbatch and was not used yet, and what waits to be sent."""
+"""Keeps received tensors until their chunk and microbatch use them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ class Slot(NamedTuple):
 
 @dataclass
 class Stashed:
-    """Tensors that are there, or that a transfer in flight writes into. None is a gradient that there is not."""
+    """Tensors that have arrived, or that a transfer in flight writes into. None is an absent gradient."""
 
     tensors: Sequence[Any]
     work: CompositeWork | None = None
 
 
 class ActivationStash:
-    """One slot, one arrival: put once, taken once. Anything else is a plan that was not verified."""
+    """Maps slots to tensors. Each slot is put once and taken once; a verified plan guarantees it."""
 
     def __init__(self) -> None:
         self._slots: dict[Slot, Stashed] = {}
 
-    def put(self, slot: Slot, arrival: Stashed) -> None:
-        assert slot not in self._slots, f"{slot} came twice"
-        self._slots[slot] = arrival
+    def put(self, slot: Slot, stashed: Stashed) -> None:
+        assert slot not in self._slots, f"{slot} was received twice"
+        self._slots[slot] = stashed
 
     def take(self, slot: Slot) -> Stashed:
-        assert slot in self._slots, f"{slot} is used before it was received"
+        assert slot in self._slots, f"{slot} is used before it is received"
         return self._slots.pop(slot)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""What a step gives back: losses and outputs on the edge, and on every rank how the time was spent."""
+"""Results of a step: losses and outputs on the edge, and timing statistics on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StepResult", "StepStats", "Traffic", "merge_timelines"]
 
 
 class Traffic(NamedTuple):
-    """What went over one channel in one step, at this rank's end."""
+    """Messages and bytes of one channel in one step, counted on this rank."""
 
     messages: int
     bytes: int
@@ -24,13 +24,18 @@ class Traffic(NamedTuple):
 
 @dataclass
 class StepStats:
-    """One rank's step. Seconds; computing + waiting + idle = seconds. ``rank`` is that of the topology (``Mesh.rank``).
+    """Statistics of one step on one rank. Times are in seconds, and computing + waiting + idle = seconds.
 
-    ``computing``: in chunks, losses and gradient reduction. ``waiting``: blocked on a transfer that was not there yet.
-    ``idle``: the rest, that is, waiting for the step to begin and the runtime's own work.
-    All are times of the host: on a device with streams (CUDA, NPU) ``computing`` is how long the launches took and
-    ``waiting`` is near zero, since there a stream waits, not the host; for times on the device use ``torch.profiler``.
-    ``channels`` has payload by channel name, ``lanes`` the counters of ``ldt._C.Lane.stats`` for this step.
+    Attributes:
+        rank: The rank in the topology (``Mesh.rank``).
+        computing: Time in chunks, losses and gradient reduction.
+        waiting: Time blocked on transfers.
+        idle: The rest: waiting for the step to begin, and the runtime's own work.
+        channels: Payload by channel name.
+        lanes: The counters of ``ldt._C.Lane.stats`` for this step.
+
+    All times are host times. On a device with streams (CUDA, NPU) ``computing`` is how long the launches took, and
+    ``waiting`` is near zero because streams wait instead of the host. For times on the device use ``torch.profiler``.
     """
 
     topology: Topology
@@ -52,7 +57,7 @@ class StepStats:
 
     @property
     def timeline(self) -> Timeline:
-        """What this node computed; ``merge_timelines`` of all nodes has the transfers too."""
+        """The compute events of this node. ``merge_timelines`` of all nodes has the transfers too."""
         return merge_timelines([self])
 
     def to_json(self) -> dict[str, Any]:
@@ -78,9 +83,9 @@ class StepStats:
 
 
 def merge_timelines(stats: Sequence[StepStats]) -> Timeline:
-    """The measured timeline of one step from its ranks' stats; of each node its leader counts.
+    """Return the measured timeline of one step from the stats of its ranks. Each node's leader counts.
 
-    Its clock is the hosts' system time: on one host exact, across hosts as good as their clocks are set.
+    Times are those of the hosts' system clocks: exact on one host, across hosts as good as clock synchronization.
     """
     records = [
         (s.node, e.action, e.start + (0.0 if e.action.kind.is_comm else e.waited), e.end)
@@ -93,10 +98,11 @@ def merge_timelines(stats: Sequence[StepStats]) -> Timeline:
 
 @dataclass
 class StepResult:
-    """``loss``, ``losses`` (one per microbatch) and ``outputs`` are None on cloud ranks, and where there are none.
+    """The result of ``step`` or ``eval``.
 
-    ``loss`` is the mean over microbatches, or with "token" reduction over tokens, of this replica of the edge alone;
-    detached. Gradients are those of the mean over all replicas' microbatches, or tokens.
+    ``loss``, ``losses`` (one per microbatch) and ``outputs`` are None on cloud ranks and where there are none.
+    ``loss`` is detached: the mean over this edge replica's microbatches, or tokens with "token" reduction.
+    Gradients are those of the mean over the microbatches, or tokens, of all replicas.
     """
 
     stats: StepStats

@@ -1,4 +1,4 @@
-"""What one step is about, on one rank: its plan, what hops carry, and on the edge the samples and the loss."""
+"""State of one step on one rank: its plan, the specs of its hops, and on the edge samples and loss."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__ = ["StepState"]
 
 @dataclass
 class StepState:
-    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m, ``keywords[m]`` what chunks may get by name."""
+    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m; ``keywords[m]`` are its keyword inputs."""
 
     plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
     keywords: Sequence[Mapping[str, Any]]
-    serial: int = 0  # of the call
+    serial: int = 0  # serial number of the call
     microbatches: Sequence[Microbatch] = ()  # on the edge
     loss: StepLoss | None = None  # on the edge
-    announced: TokenScale | None = None  # where the number of tokens is told to all: on the edge's leader
-    guard: Guard | None = None  # on the edge: what must not leave it
+    token_scale: TokenScale | None = None  # on the edge's leader, which broadcasts the number of tokens
+    guard: Guard | None = None  # on the edge: refuses to send samples and labels
     nan_check: NanCheck = field(default_factory=NanCheck)
     divergence: DivergenceCheck | None = None  # where a stage has several ranks
-    outputs: dict[int, Any] = field(default_factory=dict)  # of the tail, where they are kept
+    outputs: dict[int, Any] = field(default_factory=dict)  # outputs of the tail, with keep_outputs
     keep_outputs: bool = False

@@ -1,4 +1,4 @@
-"""Takes the measure of one step on one rank: wall time, what the executor recorded, what the lanes counted."""
+"""Collects the statistics of one step on one rank: wall time, recorded actions, lane counters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.step_result import StepStats, Traffic
 from ldt.runtime.mesh.mesh import Mesh
 
-__all__ = ["StepStatsTaker"]
+__all__ = ["StepStatsCollector"]
 
 
-class StepStatsTaker:
-    """Made when a step begins, asked when it has ended."""
+class StepStatsCollector:
+    """Create one when a step begins and call ``collect`` when it has ended."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._start = time.perf_counter()
         self._before = self._counters()
 
-    def take(self, executor: Executor) -> StepStats:
+    def collect(self, executor: Executor) -> StepStats:
         recorder = executor.recorder
         return StepStats(
             topology=self._mesh.topology,
@@ -37,7 +37,7 @@ class StepStatsTaker:
         )
 
     def _counters(self) -> dict[str, dict[str, float]]:
-        """What each lane has counted since it was made."""
+        """The counters of each lane since it was created."""
         return {lane.name: _numbers(lane) for lane in self._mesh.all_lanes()}
 
 

@@ -1,4 +1,4 @@
-"""Times what a stream does, by its own events."""
+"""Times actions on a stream with its own events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["StreamTimer"]
 
 
 class StreamTimer:
-    """Times of actions on the current stream of ``device``, which runs them as in any step: behind the host."""
+    """Times actions on the current stream of ``device``. The stream runs behind the host, as in any step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: dict[int, tuple[Entry, torch.Event, torch.Event]] = {}
 
     def begin(self, entry: Entry) -> None:
-        """What is launched now belongs to ``entry``. Again after a wait: what was before does not count."""
+        """Start timing ``entry``. Called again after a wait, which drops the time before it."""
         begin, end = (torch.Event(self._device, enable_timing=True) for _ in range(2))
         begin.record(current_stream(self._device))
         self._spans[id(entry)] = entry, begin, end
@@ -28,7 +28,7 @@ class StreamTimer:
         end.record(current_stream(self._device))
 
     def resolve(self) -> None:
-        """Wait for the stream, and give each entry the seconds that it took there, with nothing waited."""
+        """Wait for the stream, then set each entry's duration to its time there and ``waited`` to 0."""
         synchronize_current_stream(self._device)
         for entry, begin, end in self._spans.values():
             entry.end = entry.start + begin.elapsed_time(end) / 1e3

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from ldt.plan.checks.error_context import excerpt
+from ldt.plan.checks.error_context import error_context
 from ldt.runtime.common.error_text import TRACEBACK_LINES
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health.failure_report import FailureReport
@@ -151,4 +151,4 @@ def status_report(rank_info: RankInfo, statuses: Mapping[int, RankStatus], progr
         if leader in shown and leader in statuses and statuses[leader].index >= 0
     }
     plan = progress.plan
-    return "\n".join(lines + ([excerpt(plan, places)] if plan is not None and places else []))
+    return "\n".join(lines + ([error_context(plan, places)] if plan is not None and places else []))

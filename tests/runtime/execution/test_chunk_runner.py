@@ -23,7 +23,7 @@ def run_forward(free_outputs: bool) -> tuple[ChunkRunner, Any, torch.Tensor]:
     runner = ChunkRunner(1, nn.Linear(16, 16), torch.device("cpu"), free_outputs)
     work = StepState(ushape(Topology([1, 1]), 1), [], [{}])
     received = torch.randn(4, 16)
-    (output,) = runner.leave(0, runner.forward(work, 0, [received], SPECS))
+    (output,) = runner.detach_outputs(0, runner.forward(work, 0, [received], SPECS))
     return runner, weakref.ref(received.untyped_storage()), output
 
 

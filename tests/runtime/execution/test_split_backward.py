@@ -156,7 +156,7 @@ def run(runner: ChunkRunner, split: bool, free_outputs: bool, leaves: bool = Tru
     grads, found = [], list[Tensor | None]()
     for index, x in enumerate(inputs):
         specs = specs_of([x])
-        outputs = runner.leave(index, runner.forward(WORK, index, [x.detach()], specs))
+        outputs = runner.detach_outputs(index, runner.forward(WORK, index, [x.detach()], specs))
         grads.append([torch.randn_like(output) for output in outputs])
     for index, grad in enumerate(grads):
         if split:
@@ -324,7 +324,7 @@ def test_a_look_at_many_parameters_is_cheap() -> None:
 def test_the_graph_goes_with_its_second_part(end: str) -> None:
     runner = ChunkRunner(1, nn.Sequential(Block(), nn.Linear(16, 16)), torch.device("cpu"), True)
     x = torch.randn(2, 8, 16)
-    (output,) = runner.leave(0, runner.forward(WORK, 0, [x], specs_of([x.requires_grad_()])))
+    (output,) = runner.detach_outputs(0, runner.forward(WORK, 0, [x], specs_of([x.requires_grad_()])))
     held = weakref.ref(x.untyped_storage())
     del x
     runner.backward_input(WORK, 0, [torch.ones_like(output)])
