@@ -2,7 +2,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "common/memory.h"
+#include "memory/tensor_ownership.h"
 
 namespace ldt {
 

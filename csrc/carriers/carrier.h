@@ -8,8 +8,8 @@
 
 #include "common/end.h"
 #include "common/streams.h"
-#include "common/wire_tensors.h"
-#include "lanes/receive_pool.h"
+#include "memory/message_tensors.h"
+#include "memory/receive_pool.h"
 
 namespace ldt {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "common/error.h"
-#include "common/wire_tensors.h"
+#include "memory/message_tensors.h"
 
 namespace ldt {
 namespace {

@@ -7,9 +7,9 @@
 #include <mutex>
 #include <vector>
 
-#include "common/wire_tensors.h"
 #include "lanes/agreement.h"
 #include "lanes/lane.h"
+#include "memory/message_tensors.h"
 #include "works/host_work.h"
 
 namespace ldt {

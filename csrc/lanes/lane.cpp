@@ -5,9 +5,9 @@
 
 #include "carriers/group_carrier.h"
 #include "common/timeout.h"
-#include "common/wire_tensors.h"
 #include "lanes/host_lane.h"
 #include "lanes/stream_lane.h"
+#include "memory/message_tensors.h"
 
 namespace ldt {
 

@@ -13,7 +13,7 @@
 #include "common/owner.h"
 #include "common/stats.h"
 #include "common/title.h"
-#include "lanes/receive_pool.h"
+#include "memory/receive_pool.h"
 #include "transports/transport.h"
 
 namespace ldt {

@@ -8,9 +8,9 @@
 #include <mutex>
 
 #include "carriers/carrier.h"
-#include "common/wire_tensors.h"
 #include "lanes/agreement.h"
 #include "lanes/lane.h"
+#include "memory/message_tensors.h"
 #include "peers/peer_device.h"
 
 namespace ldt {

@@ -4,7 +4,7 @@
 #include <map>
 #include <span>
 
-#include "common/wire_tensors.h"
+#include "memory/message_tensors.h"
 #include "metadata/device_rows.h"
 #include "metadata/error.h"
 #include "metadata/host_rows.h"

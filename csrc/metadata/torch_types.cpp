@@ -1,7 +1,7 @@
 // Torch's data types as places in the wire format's table.
 #include <array>
 
-#include "common/wire_tensors.h"
+#include "memory/message_tensors.h"
 #include "metadata/error.h"
 #include "metadata/tensors.h"
 

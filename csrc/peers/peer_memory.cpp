@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "common/borrowed.h"
+#include "memory/external_tensor.h"
 #include "peers/leftovers.h"
 
 namespace ldt {

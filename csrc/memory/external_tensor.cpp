@@ -1,5 +1,5 @@
 // A storage of the device's own kind, and a tensor over it.
-#include "common/borrowed.h"
+#include "memory/external_tensor.h"
 
 #include <c10/core/StorageImpl.h>
 #include <c10/util/strides.h>

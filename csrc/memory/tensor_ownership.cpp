@@ -1,4 +1,4 @@
-#include "common/memory.h"
+#include "memory/tensor_ownership.h"
 
 #include <algorithm>
 

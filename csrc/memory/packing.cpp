@@ -1,5 +1,5 @@
 // Choosing the members of the block, and their places.
-#include "common/packing.h"
+#include "memory/packing.h"
 
 #include <algorithm>
 #include <functional>

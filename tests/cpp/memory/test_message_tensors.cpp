@@ -1,7 +1,7 @@
 // How a message is described, cut into pieces and announced.
 #include "common/error.h"
-#include "common/wire_tensors.h"
 #include "lanes/announcement.h"
+#include "memory/message_tensors.h"
 #include "testing.h"
 
 using ldt::Announcement;

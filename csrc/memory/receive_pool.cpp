@@ -1,5 +1,5 @@
 // Blocks go out as tensors and come back through the tensors' deleter.
-#include "lanes/receive_pool.h"
+#include "memory/receive_pool.h"
 
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
@@ -9,9 +9,9 @@
 #include <algorithm>
 #include <limits>
 
-#include "common/borrowed.h"
 #include "common/error.h"
-#include "common/wire_tensors.h"
+#include "memory/external_tensor.h"
+#include "memory/message_tensors.h"
 
 namespace ldt {
 namespace {

@@ -1,5 +1,5 @@
 // Making a message's tensors contiguous, and cutting them into pieces of bytes.
-#include "common/wire_tensors.h"
+#include "memory/message_tensors.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/InferenceMode.h>

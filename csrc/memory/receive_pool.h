@@ -14,7 +14,7 @@
 
 #include "common/event_pool.h"
 #include "common/owner.h"
-#include "common/wire_tensors.h"
+#include "memory/message_tensors.h"
 
 namespace ldt {
 

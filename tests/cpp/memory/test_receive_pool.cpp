@@ -1,6 +1,6 @@
 // The receive pool on the CPU: reuse, fresh tensors, and a bound on what it keeps.
 #include "common/error.h"
-#include "lanes/receive_pool.h"
+#include "memory/receive_pool.h"
 #include "testing.h"
 
 using ldt::ReceivePool;

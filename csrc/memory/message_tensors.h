@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "common/packing.h"
 #include "common/title.h"
+#include "memory/packing.h"
 
 namespace ldt {
 
