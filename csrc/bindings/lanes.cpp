@@ -5,7 +5,7 @@
 #include "bindings/carriers.h"
 #include "bindings/timeout.h"
 #include "carriers/nccl_carrier.h"
-#include "common/owner.h"
+#include "common/owner_process.h"
 #include "lanes/lane.h"
 #include "transports/group_transport.h"
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "common/end.h"
+#include "common/event.h"
 #include "common/streams.h"
 #include "memory/message_tensors.h"
 #include "memory/receive_pool.h"

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "common/end.h"
+#include "common/event.h"
 
 namespace ldt {
 

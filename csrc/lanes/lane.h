@@ -10,9 +10,9 @@
 
 #include "carriers/carrier.h"
 #include "common/failure.h"
-#include "common/owner.h"
+#include "common/message_name.h"
+#include "common/owner_process.h"
 #include "common/stats.h"
-#include "common/title.h"
 #include "memory/receive_pool.h"
 #include "transports/transport.h"
 

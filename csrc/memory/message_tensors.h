@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "common/title.h"
+#include "common/message_name.h"
 #include "memory/packing.h"
 
 namespace ldt {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "common/event_pool.h"
-#include "common/owner.h"
+#include "common/owner_process.h"
 #include "memory/message_tensors.h"
 
 namespace ldt {

@@ -3,7 +3,7 @@
 
 #include <memory>
 
-#include "common/end.h"
+#include "common/event.h"
 #include "peers/route.h"
 
 namespace ldt {

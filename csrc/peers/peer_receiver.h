@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "common/end.h"
+#include "common/event.h"
 #include "peers/exports.h"
 
 namespace ldt {

@@ -4,7 +4,7 @@
 #include <optional>
 #include <string>
 
-#include "common/end.h"
+#include "common/event.h"
 #include "peers/exports.h"
 
 namespace ldt {

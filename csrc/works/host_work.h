@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "common/owner.h"
+#include "common/owner_process.h"
 #include "common/stats.h"
 
 namespace ldt {

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "common/end.h"
+#include "common/event.h"
 
 namespace ldt {
 

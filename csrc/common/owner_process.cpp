@@ -1,5 +1,5 @@
 // Forks are counted in the child: the generation of a process is how many led to it.
-#include "common/owner.h"
+#include "common/owner_process.h"
 
 #include <pthread.h>
 #include <unistd.h>
