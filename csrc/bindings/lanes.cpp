@@ -7,7 +7,7 @@
 #include "carriers/nccl_carrier.h"
 #include "common/owner_process.h"
 #include "lanes/lane.h"
-#include "transports/group_transport.h"
+#include "process_group/c10d_group_comm.h"
 
 namespace py = pybind11;
 

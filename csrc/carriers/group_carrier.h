@@ -2,7 +2,7 @@
 #pragma once
 
 #include "carriers/carrier.h"
-#include "transports/transport.h"
+#include "process_group/group_comm.h"
 
 namespace ldt {
 

@@ -5,7 +5,7 @@
 #include "carriers/nccl_library.h"
 #include "common/call_gate.h"
 #include "common/event_pool.h"
-#include "transports/transport.h"
+#include "process_group/group_comm.h"
 
 namespace ldt {
 

@@ -7,7 +7,7 @@
 
 #include "common/error.h"
 #include "lanes/announcement.h"
-#include "transports/transport.h"
+#include "process_group/group_comm.h"
 
 namespace ldt {
 

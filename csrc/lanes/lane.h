@@ -14,7 +14,7 @@
 #include "common/owner_process.h"
 #include "common/stats.h"
 #include "memory/receive_pool.h"
-#include "transports/transport.h"
+#include "process_group/group_comm.h"
 
 namespace ldt {
 

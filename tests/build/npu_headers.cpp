@@ -13,7 +13,7 @@
 #include <type_traits>
 
 #include "lanes/stream_lane.h"
-#include "transports/group_transport.h"
+#include "process_group/c10d_group_comm.h"
 #include "works/stream_work.h"
 
 namespace {

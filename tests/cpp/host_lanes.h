@@ -2,7 +2,7 @@
 #pragma once
 
 #include "lanes/lane.h"
-#include "memory_transport.h"
+#include "process_group/memory_group_comm.h"
 
 namespace ldt::testing {
 

@@ -2,7 +2,7 @@
 #include "lanes/host_message.h"
 
 #include "common/timeout.h"
-#include "memory_transport.h"
+#include "process_group/memory_group_comm.h"
 #include "testing.h"
 
 using namespace ldt;

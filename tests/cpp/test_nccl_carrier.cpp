@@ -7,7 +7,7 @@
 #include <thread>
 
 #include "lanes/lane.h"
-#include "memory_transport.h"
+#include "process_group/memory_group_comm.h"
 #include "streams.h"
 #include "testing.h"
 

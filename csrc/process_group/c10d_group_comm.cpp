@@ -1,5 +1,5 @@
 // Calls into c10d; nothing here waits.
-#include "transports/group_transport.h"
+#include "process_group/c10d_group_comm.h"
 
 #include "common/error.h"
 

@@ -12,7 +12,7 @@
 #include <tuple>
 
 #include "common/error.h"
-#include "transports/transport.h"
+#include "process_group/group_comm.h"
 
 namespace ldt::testing {
 

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "transports/transport.h"
+#include "process_group/group_comm.h"
 
 namespace ldt {
 
