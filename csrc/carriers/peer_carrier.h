@@ -4,9 +4,9 @@
 #include <map>
 
 #include "carriers/carrier.h"
-#include "peers/apart.h"
-#include "peers/peer_receiver.h"
-#include "peers/peer_sender.h"
+#include "copy_engine/isolated_stream.h"
+#include "copy_engine/receiver.h"
+#include "copy_engine/sender.h"
 
 namespace ldt {
 

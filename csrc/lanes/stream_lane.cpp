@@ -10,7 +10,7 @@
 #include "common/interrupt.h"
 #include "common/streams.h"
 #include "common/timeout.h"
-#include "peers/peer_device.h"
+#include "copy_engine/copy_engine.h"
 #include "works/stream_work.h"
 
 namespace ldt {

@@ -8,10 +8,10 @@
 #include <mutex>
 
 #include "carriers/carrier.h"
+#include "copy_engine/copy_engine.h"
 #include "lanes/agreement.h"
 #include "lanes/lane.h"
 #include "memory/message_tensors.h"
-#include "peers/peer_device.h"
 
 namespace ldt {
 

@@ -9,10 +9,10 @@
 #include <thread>
 
 #include "common/error.h"
+#include "copy_engine/copy_engine.h"
+#include "copy_engine/shared_memory.h"
 #include "enqueue.h"
 #include "memory.h"
-#include "peers/peer_device.h"
-#include "peers/shared_pages.h"
 
 namespace ldt::test_device {
 namespace {

@@ -1,9 +1,9 @@
 // Memory to write to, memory to read from, or the bounce slots.
-#include "peers/peer_receiver.h"
+#include "copy_engine/receiver.h"
 
 #include <algorithm>
 
-#include "peers/flag_end.h"
+#include "copy_engine/flag_event.h"
 
 namespace ldt {
 namespace {

@@ -1,9 +1,9 @@
 // Which device has which peer device.
-#include "peers/peer_device.h"
+#include "copy_engine/copy_engine.h"
 
 #include <dlfcn.h>
 
-#include "peers/cuda_device.h"
+#include "copy_engine/cuda_copy_engine.h"
 
 namespace ldt {
 

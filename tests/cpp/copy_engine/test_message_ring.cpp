@@ -4,8 +4,8 @@
 #include <thread>
 
 #include "common/error.h"
-#include "peers/ledger.h"
-#include "peers/shared_pages.h"
+#include "copy_engine/message_ring.h"
+#include "copy_engine/shared_memory.h"
 #include "testing.h"
 
 using ldt::Flag;

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "common/event.h"
-#include "peers/route.h"
+#include "copy_engine/shared_ring.h"
 
 namespace ldt {
 

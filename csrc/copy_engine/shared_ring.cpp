@@ -1,5 +1,5 @@
 // Making, opening and agreeing.
-#include "peers/route.h"
+#include "copy_engine/shared_ring.h"
 
 #include <algorithm>
 #include <new>
@@ -7,7 +7,7 @@
 
 #include "common/event_pool.h"
 #include "common/interrupt.h"
-#include "peers/leftovers.h"
+#include "copy_engine/deferred_free.h"
 
 namespace ldt {
 

@@ -1,9 +1,9 @@
 // Writing to where the receiver posted memory or to the bounce slots, or letting it read.
-#include "peers/peer_sender.h"
+#include "copy_engine/sender.h"
 
 #include <algorithm>
 
-#include "peers/flag_end.h"
+#include "copy_engine/flag_event.h"
 
 namespace ldt {
 namespace {

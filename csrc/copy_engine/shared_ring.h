@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "common/error.h"
-#include "peers/peer_device.h"
-#include "peers/shared_pages.h"
+#include "copy_engine/copy_engine.h"
+#include "copy_engine/shared_memory.h"
 
 namespace ldt {
 

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "common/event.h"
-#include "peers/exports.h"
+#include "copy_engine/ipc_memory_table.h"
 
 namespace ldt {
 

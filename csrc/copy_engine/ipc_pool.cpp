@@ -1,12 +1,12 @@
 // Lending blocks and finding them again.
-#include "peers/peer_memory.h"
+#include "copy_engine/ipc_pool.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
+#include "copy_engine/deferred_free.h"
 #include "memory/external_tensor.h"
-#include "peers/leftovers.h"
 
 namespace ldt {
 namespace {

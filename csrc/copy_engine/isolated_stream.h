@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "peers/peer_device.h"
+#include "copy_engine/copy_engine.h"
 
 namespace ldt {
 

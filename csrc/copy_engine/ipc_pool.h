@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "common/event_pool.h"
-#include "peers/peer_device.h"
+#include "copy_engine/copy_engine.h"
 
 namespace ldt {
 

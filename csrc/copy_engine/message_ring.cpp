@@ -1,6 +1,6 @@
 // Each entry goes around: open for a message, taken by the end that comes first, opened by the
 // other one for the message that is kEntries later.
-#include "peers/ledger.h"
+#include "copy_engine/message_ring.h"
 
 namespace ldt {
 namespace {

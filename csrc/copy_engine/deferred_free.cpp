@@ -1,5 +1,5 @@
 // One list for all.
-#include "peers/leftovers.h"
+#include "copy_engine/deferred_free.h"
 
 #include <list>
 #include <mutex>

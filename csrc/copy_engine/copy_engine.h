@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "peers/ledger.h"
+#include "copy_engine/message_ring.h"
 
 namespace ldt {
 

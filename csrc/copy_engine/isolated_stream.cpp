@@ -1,5 +1,5 @@
 // Trying streams, one after the other: one waits, the others are given something to do.
-#include "peers/apart.h"
+#include "copy_engine/isolated_stream.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -11,7 +11,7 @@
 
 #include "common/event_pool.h"
 #include "common/streams.h"
-#include "peers/route.h"
+#include "copy_engine/shared_ring.h"
 
 namespace ldt {
 namespace {

@@ -1,5 +1,5 @@
 // Anonymous files, opened by others through /proc.
-#include "peers/shared_pages.h"
+#include "copy_engine/shared_memory.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>

@@ -1,9 +1,9 @@
 // Exporting and mapping, block by block, when one is first used.
-#include "peers/exports.h"
+#include "copy_engine/ipc_memory_table.h"
 
 #include <algorithm>
 
-#include "peers/leftovers.h"
+#include "copy_engine/deferred_free.h"
 
 namespace ldt {
 

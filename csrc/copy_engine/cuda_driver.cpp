@@ -1,5 +1,5 @@
 // Looking up the driver's functions.
-#include "peers/cuda_driver.h"
+#include "copy_engine/cuda_driver.h"
 
 #include "common/dynamic_library.h"
 #include "common/error.h"

@@ -1,5 +1,5 @@
 // Peer memory by CUDA IPC, order by stream memory operations on host pages that both processes pin.
-#include "peers/cuda_device.h"
+#include "copy_engine/cuda_copy_engine.h"
 
 #include <algorithm>
 #include <array>
@@ -8,7 +8,7 @@
 
 #include "common/error.h"
 #include "common/streams.h"
-#include "peers/cuda_driver.h"
+#include "copy_engine/cuda_driver.h"
 
 namespace ldt {
 namespace {

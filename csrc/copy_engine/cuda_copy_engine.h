@@ -1,7 +1,7 @@
 // The copy engine and stream memory operations of CUDA, through the driver that torch has loaded.
 #pragma once
 
-#include "peers/peer_device.h"
+#include "copy_engine/copy_engine.h"
 
 namespace ldt {
 

@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "peers/peer_memory.h"
-#include "peers/route.h"
+#include "copy_engine/ipc_pool.h"
+#include "copy_engine/shared_ring.h"
 
 namespace ldt {
 
