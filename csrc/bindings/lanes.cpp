@@ -2,12 +2,12 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bindings/carriers.h"
 #include "bindings/timeout.h"
-#include "carriers/nccl_carrier.h"
+#include "bindings/transports.h"
 #include "common/owner_process.h"
 #include "lanes/lane.h"
 #include "process_group/c10d_group_comm.h"
+#include "transports/nccl_transport.h"
 
 namespace py = pybind11;
 

@@ -3,11 +3,11 @@
 
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-#include "carriers/group_carrier.h"
 #include "common/timeout.h"
 #include "lanes/host_lane.h"
 #include "lanes/stream_lane.h"
 #include "memory/message_tensors.h"
+#include "transports/c10d_transport.h"
 
 namespace ldt {
 

@@ -8,13 +8,13 @@
 #include <memory>
 #include <string>
 
-#include "carriers/carrier.h"
 #include "common/failure.h"
 #include "common/message_name.h"
 #include "common/owner_process.h"
 #include "common/stats.h"
 #include "memory/receive_pool.h"
 #include "process_group/group_comm.h"
+#include "transports/transport.h"
 
 namespace ldt {
 

@@ -7,11 +7,11 @@
 #include <deque>
 #include <mutex>
 
-#include "carriers/carrier.h"
 #include "copy_engine/copy_engine.h"
 #include "lanes/agreement.h"
 #include "lanes/lane.h"
 #include "memory/message_tensors.h"
+#include "transports/transport.h"
 
 namespace ldt {
 

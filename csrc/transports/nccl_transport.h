@@ -1,11 +1,11 @@
 // Payload by NCCL, called on the lane's own stream with the communicators of the lane's groups.
 #pragma once
 
-#include "carriers/carrier.h"
-#include "carriers/nccl_library.h"
 #include "common/call_gate.h"
 #include "common/event_pool.h"
 #include "process_group/group_comm.h"
+#include "transports/nccl_library.h"
+#include "transports/transport.h"
 
 namespace ldt {
 

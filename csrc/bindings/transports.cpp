@@ -3,9 +3,9 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bindings/carriers.h"
-#include "carriers/nccl_carrier.h"
-#include "carriers/peer_carrier.h"
+#include "bindings/transports.h"
+#include "transports/copy_engine_transport.h"
+#include "transports/nccl_transport.h"
 
 namespace py = pybind11;
 

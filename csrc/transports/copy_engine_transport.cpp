@@ -1,7 +1,7 @@
 // One route after another, in the order of the lane's stream.
-#include "carriers/peer_carrier.h"
+#include "transports/copy_engine_transport.h"
 
-#include "carriers/pieces.h"
+#include "transports/piece_size.h"
 
 namespace ldt {
 namespace {

@@ -1,6 +1,6 @@
 // NCCL's calls and the abort of their communicator, on the device of tests/privateuse1 with a
 // library that calls back.
-#include "carriers/nccl_carrier.h"
+#include "transports/nccl_transport.h"
 
 #include <condition_variable>
 #include <future>

@@ -1,8 +1,8 @@
 // Payload over c10d process groups, on any device with streams.
 #pragma once
 
-#include "carriers/carrier.h"
 #include "process_group/group_comm.h"
+#include "transports/transport.h"
 
 namespace ldt {
 

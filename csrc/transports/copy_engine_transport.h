@@ -3,10 +3,10 @@
 
 #include <map>
 
-#include "carriers/carrier.h"
 #include "copy_engine/isolated_stream.h"
 #include "copy_engine/receiver.h"
 #include "copy_engine/sender.h"
+#include "transports/transport.h"
 
 namespace ldt {
 

@@ -1,5 +1,5 @@
 // NCCL's calls in the order of the lane's stream; the leader's broadcasts beside it.
-#include "carriers/nccl_carrier.h"
+#include "transports/nccl_transport.h"
 
 #include "common/error.h"
 #include "common/streams.h"

@@ -1,5 +1,5 @@
 // Sends, receives and broadcasts of c10d, put into the order of one stream.
-#include "carriers/group_carrier.h"
+#include "transports/c10d_transport.h"
 
 #include "common/error.h"
 

@@ -1,5 +1,5 @@
 // Looking up NCCL's functions.
-#include "carriers/nccl_library.h"
+#include "transports/nccl_library.h"
 
 #include "common/dynamic_library.h"
 #include "common/error.h"

@@ -1,6 +1,6 @@
 // Into how many pieces a message is cut that a stage passes on.
-#include "carriers/pieces.h"
 #include "testing.h"
+#include "transports/piece_size.h"
 
 using ldt::piece_bytes;
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <variant>
 
-#include "carriers/peer_carrier.h"
+#include "transports/copy_engine_transport.h"
 
 namespace ldt {
 
