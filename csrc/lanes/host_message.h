@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "lanes/agreement.h"
+#include "lanes/host_work.h"
 #include "lanes/lane.h"
 #include "memory/message_tensors.h"
-#include "works/host_work.h"
 
 namespace ldt {
 

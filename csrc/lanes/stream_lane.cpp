@@ -11,7 +11,7 @@
 #include "common/streams.h"
 #include "common/timeout.h"
 #include "copy_engine/copy_engine.h"
-#include "works/stream_work.h"
+#include "lanes/stream_work.h"
 
 namespace ldt {
 namespace {

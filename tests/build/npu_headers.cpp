@@ -13,8 +13,8 @@
 #include <type_traits>
 
 #include "lanes/stream_lane.h"
+#include "lanes/stream_work.h"
 #include "process_group/c10d_group_comm.h"
-#include "works/stream_work.h"
 
 namespace {
 

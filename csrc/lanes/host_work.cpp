@@ -1,5 +1,5 @@
 // Waiting on the host, in slices that notice an interrupt.
-#include "works/host_work.h"
+#include "lanes/host_work.h"
 
 #include <ATen/core/ivalue_inl.h>
 

@@ -1,5 +1,5 @@
 // Making the caller's stream wait.
-#include "works/stream_work.h"
+#include "lanes/stream_work.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 

@@ -1,7 +1,7 @@
 // How host lanes end: errors and whom they name, timeouts, aborts, and a clean end at any moment.
 #include <random>
 
-#include "host_lanes.h"
+#include "lanes/host_lanes.h"
 #include "testing.h"
 
 using namespace ldt;

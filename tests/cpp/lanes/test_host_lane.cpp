@@ -1,5 +1,5 @@
 // Host lanes between threads: order, pieces, lifetimes, agreement.
-#include "host_lanes.h"
+#include "lanes/host_lanes.h"
 #include "testing.h"
 
 using namespace ldt;
