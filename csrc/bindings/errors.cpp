@@ -2,7 +2,7 @@
 #include "bindings/bindings.h"
 #include "common/error.h"
 #include "common/interrupt.h"
-#include "metadata/error.h"
+#include "metadata/format/error.h"
 
 namespace ldt {
 

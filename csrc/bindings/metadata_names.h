@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "metadata/format.h"
+#include "metadata/format/format.h"
 
 namespace ldt {
 

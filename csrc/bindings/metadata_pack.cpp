@@ -6,7 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/metadata_names.h"
-#include "metadata/error.h"
+#include "metadata/format/error.h"
 #include "metadata/tensors.h"
 
 namespace py = pybind11;

@@ -5,9 +5,9 @@
 #include <span>
 
 #include "memory/message_tensors.h"
-#include "metadata/device_rows.h"
-#include "metadata/error.h"
-#include "metadata/host_rows.h"
+#include "metadata/device/device_rows.h"
+#include "metadata/format/error.h"
+#include "metadata/host/host_rows.h"
 #include "metadata/tensors.h"
 
 namespace ldt::metadata {

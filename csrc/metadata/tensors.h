@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "metadata/message.h"
+#include "metadata/format/message.h"
 
 namespace ldt::metadata {
 

@@ -2,7 +2,7 @@
 #include <array>
 
 #include "memory/message_tensors.h"
-#include "metadata/error.h"
+#include "metadata/format/error.h"
 #include "metadata/tensors.h"
 
 namespace ldt::metadata {

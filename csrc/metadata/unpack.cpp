@@ -1,8 +1,8 @@
 // From a message to the tensors of a step, in one buffer.
-#include "metadata/decoder.h"
-#include "metadata/device_rebuild.h"
-#include "metadata/error.h"
-#include "metadata/rebuild.h"
+#include "metadata/codec/decoder.h"
+#include "metadata/device/device_rebuild.h"
+#include "metadata/format/error.h"
+#include "metadata/host/rebuild.h"
 #include "metadata/tensors.h"
 
 namespace ldt::metadata {

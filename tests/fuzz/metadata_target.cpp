@@ -4,10 +4,10 @@
 #include <cstdlib>
 #include <vector>
 
-#include "metadata/decoder.h"
-#include "metadata/error.h"
-#include "metadata/host_rows.h"
-#include "metadata/rebuild.h"
+#include "metadata/codec/decoder.h"
+#include "metadata/format/error.h"
+#include "metadata/host/host_rows.h"
+#include "metadata/host/rebuild.h"
 
 using namespace ldt::metadata;
 

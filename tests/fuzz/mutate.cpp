@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
-#include "metadata/encoder.h"
-#include "metadata/host_rows.h"
+#include "metadata/codec/encoder.h"
+#include "metadata/host/host_rows.h"
 #include "metadata_target.h"
 
 using namespace ldt::metadata;
