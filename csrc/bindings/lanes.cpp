@@ -70,9 +70,9 @@ LiveLanes& live_lanes() {
   return *lanes;
 }
 
-GroupTransport::Group share(c10d::ProcessGroup* group) {
+C10dGroupComm::Group share(c10d::ProcessGroup* group) {
   if (group == nullptr) return {};
-  return GroupTransport::Group::unsafe_reclaim_from_nonowning(group);
+  return C10dGroupComm::Group::unsafe_reclaim_from_nonowning(group);
 }
 
 // Which global ranks the group's own ranks are; empty for a group that torch.distributed has no
@@ -89,7 +89,7 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
 }
 
 std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOptions& options,
-                                      const std::shared_ptr<Transport>& groups, int stage_size,
+                                      const std::shared_ptr<GroupComm>& groups, int stage_size,
                                       int stage_root) {
   if (const auto* routes = std::get_if<PeerRoutes>(&choice)) {
     return std::make_unique<PeerCarrier>(*routes, stage_size - 1, options.chunk_bytes,
@@ -111,7 +111,7 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
                                int stage_root, c10::Device device,
                                std::optional<int64_t> chunk_bytes, Timeout timeout,
                                std::optional<bool> announce, const CarrierChoice& carrier) {
-  auto transport = std::make_shared<GroupTransport>(share(p2p), share(stage), stage_root);
+  auto comm = std::make_shared<C10dGroupComm>(share(p2p), share(stage), stage_root);
   LaneOptions options;
   options.timeout = checked_timeout(timeout.seconds, c10::str("lane ", name));
   options.name = std::move(name);
@@ -120,8 +120,8 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
   options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
   options.announce = announce.value_or(device.is_cpu());
   const int stage_size = stage == nullptr ? 1 : stage->getSize();
-  auto chosen = make_carrier(carrier, options, transport, stage_size, stage_root);
-  auto made = make_lane(std::move(options), std::move(transport), std::move(chosen));
+  auto chosen = make_carrier(carrier, options, comm, stage_size, stage_root);
+  auto made = make_lane(std::move(options), std::move(comm), std::move(chosen));
   // The last owner may be Python's garbage collector, and the destructor joins threads.
   Lane* raw = made.get();
   std::shared_ptr<Lane> lane(raw, [made = std::move(made)](Lane*) mutable {

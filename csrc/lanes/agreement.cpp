@@ -24,7 +24,7 @@ void throw_disagreement(const std::string& title, const Announcement& own) {
 bool StageAgreement::anyone_objects(bool we_do) {
   const auto objections =
       at::full({1}, we_do ? 1 : 0, at::TensorOptions().dtype(at::kInt).device(device_));
-  wait_(in_stage([&] { return transport_.maximum(objections); }));
+  wait_(in_stage([&] { return comm_.maximum(objections); }));
   return objections.item<int>() != 0;
 }
 
@@ -32,14 +32,14 @@ bool StageAgreement::lead(const Announcement& own, const Announcement& theirs) {
   auto told = theirs;
   told.matches_leader = own.matches(theirs);
   const auto encoded = told.encode().to(device_);
-  wait_(in_stage([&] { return transport_.broadcast(encoded); }));
+  wait_(in_stage([&] { return comm_.broadcast(encoded); }));
   return !told.matches_leader || !anyone_objects(false);
 }
 
 void StageAgreement::follow(const std::string& title, const Announcement& own) {
   const auto encoded =
       at::empty({Announcement::kBytes}, at::TensorOptions().dtype(at::kByte).device(device_));
-  wait_(in_stage([&] { return transport_.broadcast(encoded); }));
+  wait_(in_stage([&] { return comm_.broadcast(encoded); }));
   const auto theirs = Announcement::decode(encoded.cpu());
   const bool fits = own.matches(theirs);
   if (!theirs.matches_leader) {

@@ -26,9 +26,9 @@ class MismatchError : public LaneError {
 /// The receiving stage's part. `wait` waits for a collective, as the lane does.
 class StageAgreement {
  public:
-  using Wait = std::function<void(const Transport::Work&)>;
-  StageAgreement(Transport& transport, c10::Device device, Wait wait)
-      : transport_(transport), device_(device), wait_(std::move(wait)) {}
+  using Wait = std::function<void(const GroupComm::Work&)>;
+  StageAgreement(GroupComm& comm, c10::Device device, Wait wait)
+      : comm_(comm), device_(device), wait_(std::move(wait)) {}
 
   /// On the leader: passes on what the sender announced, and whether all ranks of the stage expect
   /// that. Without agreement between sender and leader there is nothing to ask: true.
@@ -39,7 +39,7 @@ class StageAgreement {
  private:
   bool anyone_objects(bool we_do);
 
-  Transport& transport_;
+  GroupComm& comm_;
   c10::Device device_;
   Wait wait_;
 };

@@ -61,10 +61,10 @@ void ChainWorker::stop() {
   }
 }
 
-HostLane::HostLane(LaneOptions options, std::shared_ptr<Transport> transport)
-    : Lane(std::move(options), std::move(transport)) {
+HostLane::HostLane(LaneOptions options, std::shared_ptr<GroupComm> comm)
+    : Lane(std::move(options), std::move(comm)) {
   pool_ = std::make_shared<ReceivePool>(options_.device, std::nullopt);
-  context_ = std::make_shared<HostContext>(HostContext{options_, transport_, stats_, failure_});
+  context_ = std::make_shared<HostContext>(HostContext{options_, comm_, stats_, failure_});
 }
 
 HostLane::~HostLane() { close(std::chrono::milliseconds(0)); }
@@ -86,7 +86,7 @@ Lane::Work HostLane::launch_send(const std::vector<at::Tensor>& tensors, int pee
 Lane::Work HostLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
                                     const Title& title) {
   auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
-  if (transport_->is_leader()) {
+  if (comm_->is_leader()) {
     return launch(incoming_, std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV,
                                                               std::move(wire), peer, title.text()));
   }

@@ -43,7 +43,7 @@ class ChainWorker {
 /// for one another.
 class HostLane final : public Lane {
  public:
-  HostLane(LaneOptions options, std::shared_ptr<Transport> transport);
+  HostLane(LaneOptions options, std::shared_ptr<GroupComm> comm);
   ~HostLane() override;
 
   void close(std::chrono::milliseconds timeout) override;

@@ -5,7 +5,7 @@ namespace ldt {
 namespace {
 
 // A backend without an abort leaves the wait to the lane's timeout.
-void abort_transfer(const Transport::Work& transfer) noexcept {
+void abort_transfer(const GroupComm::Work& transfer) noexcept {
   try {
     transfer->abort();
   } catch (...) {
@@ -88,7 +88,7 @@ void HostMessage::abort() {
   }
 }
 
-Transport::Work HostMessage::started(Transport::Work transfer) {
+GroupComm::Work HostMessage::started(GroupComm::Work transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
   started_.push_back(transfer);
   if (context_->failure->happened()) {
@@ -97,14 +97,14 @@ Transport::Work HostMessage::started(Transport::Work transfer) {
   return transfer;
 }
 
-void HostMessage::wait_for_transfer(const Transport::Work& transfer) {
+void HostMessage::wait_for_transfer(const GroupComm::Work& transfer) {
   if (!transfer->wait(context_->options.timeout)) {
     context_->failure->throw_if_happened();
     throw_lane_error("the transfer was aborted");
   }
 }
 
-void HostMessage::wait_for_collective(const Transport::Work& collective) {
+void HostMessage::wait_for_collective(const GroupComm::Work& collective) {
   auto signal = std::make_shared<Signal>();
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -132,11 +132,11 @@ void HostMessage::wait_for_collective(const Transport::Work& collective) {
   }
 }
 
-void HostMessage::post_announcements(Transport::Tag own, Transport::Tag theirs) {
+void HostMessage::post_announcements(GroupComm::Tag own, GroupComm::Tag theirs) {
   outgoing_ = announcement().encode();
   incoming_ = at::empty({Announcement::kBytes}, at::kByte);
-  announcing_ = started(context_->transport->send(outgoing_, peer_, own));
-  hearing_ = started(context_->transport->receive(incoming_, peer_, theirs));
+  announcing_ = started(context_->comm->send(outgoing_, peer_, own));
+  hearing_ = started(context_->comm->receive(incoming_, peer_, theirs));
 }
 
 Announcement HostMessage::exchange_announcements() {
@@ -161,8 +161,8 @@ Announcement HostMessage::announcement() const {
 
 StageAgreement HostMessage::stage_agreement() {
   return StageAgreement(
-      *context_->transport, context_->options.device,
-      [this](const Transport::Work& collective) { wait_for_collective(collective); });
+      *context_->comm, context_->options.device,
+      [this](const GroupComm::Work& collective) { wait_for_collective(collective); });
 }
 
 }  // namespace ldt

@@ -17,7 +17,7 @@ namespace ldt {
 /// What all messages of a host lane share.
 struct HostContext {
   LaneOptions options;
-  std::shared_ptr<Transport> transport;
+  std::shared_ptr<GroupComm> comm;
   std::shared_ptr<LaneStats> stats;
   std::shared_ptr<Failure> failure;
 };
@@ -51,15 +51,15 @@ class HostMessage {
   virtual void start_payload() = 0;
   virtual void finish_payload() = 0;
 
-  Transport::Work started(Transport::Work transfer);
+  GroupComm::Work started(GroupComm::Work transfer);
   /// Waits for a point-to-point transfer: exactly once, as gloo demands.
-  void wait_for_transfer(const Transport::Work& transfer);
+  void wait_for_transfer(const GroupComm::Work& transfer);
   /// Waits for a collective through its future, so that an abort can end the wait: gloo's own
   /// cannot be aborted.
-  void wait_for_collective(const Transport::Work& collective);
+  void wait_for_collective(const GroupComm::Work& collective);
 
   /// Starts sending our announcement as `own`, and receiving the peer's as `theirs`.
-  void post_announcements(Transport::Tag own, Transport::Tag theirs);
+  void post_announcements(GroupComm::Tag own, GroupComm::Tag theirs);
   /// Waits for both. The peer's; throws LaneError if it is unreadable.
   Announcement exchange_announcements();
   StageAgreement stage_agreement();
@@ -70,7 +70,7 @@ class HostMessage {
   const int peer_;
   const std::string title_;
   std::vector<at::Tensor> pieces_;
-  std::vector<Transport::Work> payload_;  // one for each piece
+  std::vector<GroupComm::Work> payload_;  // one for each piece
 
  private:
   void run();
@@ -85,10 +85,10 @@ class HostMessage {
 
   c10::intrusive_ptr<HostWork> work_;
   std::mutex mutex_;
-  std::vector<Transport::Work> started_;  // point-to-point transfers to abort
+  std::vector<GroupComm::Work> started_;  // point-to-point transfers to abort
   std::shared_ptr<Signal> signal_;        // of the collective that is waited for
   at::Tensor outgoing_, incoming_;        // announcements
-  Transport::Work announcing_, hearing_;
+  GroupComm::Work announcing_, hearing_;
 };
 
 class SendMessage final : public HostMessage {

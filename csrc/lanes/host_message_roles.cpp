@@ -4,7 +4,7 @@
 namespace ldt {
 
 void SendMessage::announce() {
-  post_announcements(Transport::kAnnouncement, Transport::kExpectation);
+  post_announcements(GroupComm::kAnnouncement, GroupComm::kExpectation);
 }
 
 void SendMessage::agree() {
@@ -14,7 +14,7 @@ void SendMessage::agree() {
 
 void SendMessage::start_payload() {
   for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
-    payload_.push_back(started(context_->transport->send(piece, peer_, Transport::kPayload)));
+    payload_.push_back(started(context_->comm->send(piece, peer_, GroupComm::kPayload)));
   }
 }
 
@@ -25,29 +25,29 @@ void SendMessage::finish_payload() {
 }
 
 void ReceiveMessage::announce() {
-  post_announcements(Transport::kExpectation, Transport::kAnnouncement);
+  post_announcements(GroupComm::kExpectation, GroupComm::kAnnouncement);
 }
 
 void ReceiveMessage::agree() {
   const auto mine = announcement(), theirs = exchange_announcements();
-  if (context_->transport->has_stage()) stage_agrees_ = stage_agreement().lead(mine, theirs);
+  if (context_->comm->has_stage()) stage_agrees_ = stage_agreement().lead(mine, theirs);
   if (!mine.matches(theirs)) throw_mismatch(title_, mine, theirs, "the sender has");
 }
 
 void ReceiveMessage::start_payload() {
   pieces_ = wire_.pieces(context_->options.chunk_bytes);
   for (const auto& piece : pieces_) {
-    payload_.push_back(started(context_->transport->receive(piece, peer_, Transport::kPayload)));
+    payload_.push_back(started(context_->comm->receive(piece, peer_, GroupComm::kPayload)));
   }
 }
 
 void ReceiveMessage::finish_payload() {
-  const bool broadcasts = context_->transport->has_stage() && stage_agrees_;
-  std::vector<Transport::Work> broadcast;
+  const bool broadcasts = context_->comm->has_stage() && stage_agrees_;
+  std::vector<GroupComm::Work> broadcast;
   for (size_t i = 0; i < payload_.size(); ++i) {
     wait_for_transfer(payload_[i]);
     if (!broadcasts) continue;
-    broadcast.push_back(in_stage([&] { return context_->transport->broadcast(pieces_[i]); }));
+    broadcast.push_back(in_stage([&] { return context_->comm->broadcast(pieces_[i]); }));
   }
   for (const auto& collective : broadcast) wait_for_collective(collective);
   // The sender was right and has sent: what it sent is received, so that the lane stays in step.
@@ -62,7 +62,7 @@ void MemberMessage::agree() { stage_agreement().follow(title_, announcement()); 
 
 void MemberMessage::start_payload() {
   for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
-    payload_.push_back(in_stage([&] { return context_->transport->broadcast(piece); }));
+    payload_.push_back(in_stage([&] { return context_->comm->broadcast(piece); }));
   }
 }
 

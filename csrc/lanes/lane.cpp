@@ -11,9 +11,9 @@
 
 namespace ldt {
 
-Lane::Lane(LaneOptions options, std::shared_ptr<Transport> transport)
+Lane::Lane(LaneOptions options, std::shared_ptr<GroupComm> comm)
     : options_(std::move(options)),
-      transport_(std::move(transport)),
+      comm_(std::move(comm)),
       stats_(std::make_shared<LaneStats>()),
       failure_(std::make_shared<Failure>()) {}
 
@@ -42,7 +42,7 @@ Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const st
   check_process();
   const Title text(label, [&] { return describe_message("send", peer, tensors, label); });
   failure_->throw_if_happened();
-  if (!transport_->is_leader()) {
+  if (!comm_->is_leader()) {
     throw_lane_error(text,
                      ": this rank has no point-to-point group on the lane; only leaders send");
   }
@@ -55,7 +55,7 @@ Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
   check_process();
   const Title text(label, [&] { return describe_message("receive", peer, tensors, label); });
   failure_->throw_if_happened();
-  if (transport_->is_leader()) {
+  if (comm_->is_leader()) {
     check_peer(text, peer);
   }
   return guarded(text, [&] { return launch_receive(tensors, peer, text); });
@@ -64,7 +64,7 @@ Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
 std::string Lane::describe_message(const char* verb, int peer,
                                    const std::vector<at::Tensor>& tensors,
                                    const std::string& label) const {
-  const auto route = transport_->is_leader() ? name_of(peer) : std::string("the stage's leader");
+  const auto route = comm_->is_leader() ? name_of(peer) : std::string("the stage's leader");
   const char* preposition = verb[0] == 's' ? " to " : " from ";
   return c10::str("lane ", options_.name, ": ", verb, label.empty() ? "" : " ", label, preposition,
                   route, " of ", describe(tensors));
@@ -77,14 +77,13 @@ std::string Lane::name_of(int peer) const {
 }
 
 void Lane::check_peer(const Title& title, int peer) const {
-  if (peer < 0 || peer >= transport_->num_peers() || peer == transport_->own_peer()) {
-    throw_lane_error(title, ": expected as peer a group rank from 0 to ",
-                     transport_->num_peers() - 1, " other than ", transport_->own_peer(),
-                     ", this rank's own");
+  if (peer < 0 || peer >= comm_->num_peers() || peer == comm_->own_peer()) {
+    throw_lane_error(title, ": expected as peer a group rank from 0 to ", comm_->num_peers() - 1,
+                     " other than ", comm_->own_peer(), ", this rank's own");
   }
 }
 
-std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport,
+std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
                                 std::unique_ptr<Carrier> carrier) {
   if (options.chunk_bytes < 1) {
     throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ",
@@ -96,15 +95,15 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> 
   }
   if (options.device.is_cpu()) {
     if (carrier) throw_lane_error("lane ", options.name, ": a lane on the CPU has no carrier");
-    return std::make_shared<HostLane>(std::move(options), std::move(transport));
+    return std::make_shared<HostLane>(std::move(options), std::move(comm));
   }
   if (!c10::impl::hasDeviceGuardImpl(options.device.type()) || !options.device.has_index()) {
     throw_lane_error("lane ", options.name,
                      ": expected the CPU, or a device with streams and an index such as ",
                      "cuda:0, got ", options.device);
   }
-  if (!carrier) carrier = std::make_unique<GroupCarrier>(transport, options.chunk_bytes);
-  return std::make_shared<StreamLane>(std::move(options), std::move(transport), std::move(carrier));
+  if (!carrier) carrier = std::make_unique<GroupCarrier>(comm, options.chunk_bytes);
+  return std::make_shared<StreamLane>(std::move(options), std::move(comm), std::move(carrier));
 }
 
 }  // namespace ldt

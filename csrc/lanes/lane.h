@@ -36,7 +36,7 @@ struct LaneOptions {
 /// child may neither use nor destroy it.
 class Lane {
  public:
-  Lane(LaneOptions options, std::shared_ptr<Transport> transport);
+  Lane(LaneOptions options, std::shared_ptr<GroupComm> comm);
   virtual ~Lane() = default;
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
@@ -87,7 +87,7 @@ class Lane {
                               const Title& title) = 0;
 
   LaneOptions options_;
-  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<GroupComm> comm_;
   std::shared_ptr<LaneStats> stats_;
   std::shared_ptr<Failure> failure_;
   std::shared_ptr<ReceivePool> pool_;
@@ -106,7 +106,7 @@ class Lane {
 /// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU). Payload of a
 /// stream lane goes by `carrier`, without one by `transport`, which is then what compares
 /// announcements only. Throws LaneError for options that make no sense.
-std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<Transport> transport,
+std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
                                 std::unique_ptr<Carrier> carrier = nullptr);
 
 }  // namespace ldt

@@ -25,13 +25,13 @@ constexpr int64_t kMostOperations = 896;
 constexpr int64_t kOperationsOfSend = 2;
 constexpr int64_t kOperationsOfReceive = 5;
 
-void order_after(const Transport::Work& transfer) { transfer->wait(); }
+void order_after(const GroupComm::Work& transfer) { transfer->wait(); }
 
 }  // namespace
 
-StreamLane::StreamLane(LaneOptions options, std::shared_ptr<Transport> transport,
+StreamLane::StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
                        std::unique_ptr<Carrier> carrier)
-    : Lane(std::move(options), std::move(transport)),
+    : Lane(std::move(options), std::move(comm)),
       carrier_(std::move(carrier)),
       driver_(peer_device(options_.device.type())),
       stream_(carrier_->stream(options_.device)),
@@ -116,7 +116,7 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   const c10::StreamGuard on_lane(stream_);
   auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
   const bool agreed = !options_.announce || agree(wire, peer, title);
-  const bool broadcasts = transport_->has_stage();
+  const bool broadcasts = comm_->has_stage();
   const auto ends = carried(c10d::OpType::RECV, wire, title, [&] {
     return carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
   });
@@ -170,18 +170,18 @@ int64_t StreamLane::pending_operations() {
 // sender and leader agree, but not the whole stage, so there must be no broadcast.
 bool StreamLane::agree(const WireTensors& wire, int peer, const Title& title) {
   const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
-  if (!transport_->is_leader()) {
+  if (!comm_->is_leader()) {
     stage_agreement().follow(title.text(), own);
     return true;
   }
   const auto theirs = exchange_announcements(own, peer, /*speak_first=*/false);
-  const bool agreed = !transport_->has_stage() || stage_agreement().lead(own, theirs);
+  const bool agreed = !comm_->has_stage() || stage_agreement().lead(own, theirs);
   if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the sender has");
   return agreed;
 }
 
 void StreamLane::count_received(int64_t bytes, bool broadcasts) {
-  if (transport_->is_leader()) {
+  if (comm_->is_leader()) {
     stats_->received_bytes += bytes;
     stats_->received_messages += 1;
   }
@@ -192,10 +192,10 @@ Announcement StreamLane::exchange_announcements(const Announcement& own, int pee
                                                 bool speak_first) {
   const auto mine = own.encode().to(options_.device);
   const auto theirs = at::empty_like(mine);
-  const auto said = speak_first ? Transport::kAnnouncement : Transport::kExpectation;
-  const auto heard = speak_first ? Transport::kExpectation : Transport::kAnnouncement;
-  const auto speak = [&] { order_after(transport_->send(mine, peer, said)); };
-  const auto hear = [&] { order_after(transport_->receive(theirs, peer, heard)); };
+  const auto said = speak_first ? GroupComm::kAnnouncement : GroupComm::kExpectation;
+  const auto heard = speak_first ? GroupComm::kExpectation : GroupComm::kAnnouncement;
+  const auto speak = [&] { order_after(comm_->send(mine, peer, said)); };
+  const auto hear = [&] { order_after(comm_->receive(theirs, peer, heard)); };
   // One communicator may run one transfer at a time: the sender speaks first, the receiver hears
   // first.
   if (speak_first) speak();
@@ -205,7 +205,7 @@ Announcement StreamLane::exchange_announcements(const Announcement& own, int pee
 }
 
 StageAgreement StreamLane::stage_agreement() {
-  return StageAgreement(*transport_, options_.device, order_after);
+  return StageAgreement(*comm_, options_.device, order_after);
 }
 
 Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,

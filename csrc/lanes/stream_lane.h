@@ -25,7 +25,7 @@ namespace ldt {
 /// the carrier's business. While a graph is captured, a launch throws LaneError.
 class StreamLane final : public Lane {
  public:
-  StreamLane(LaneOptions options, std::shared_ptr<Transport> transport,
+  StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
              std::unique_ptr<Carrier> carrier);
   ~StreamLane() override;
 

@@ -5,7 +5,7 @@
 
 namespace ldt {
 
-GroupTransport::GroupTransport(Group point_to_point, Group stage, int stage_root)
+C10dGroupComm::C10dGroupComm(Group point_to_point, Group stage, int stage_root)
     : point_to_point_(std::move(point_to_point)),
       stage_(std::move(stage)),
       stage_root_(stage_root) {
@@ -31,31 +31,31 @@ GroupTransport::GroupTransport(Group point_to_point, Group stage, int stage_root
   }
 }
 
-Transport::Work GroupTransport::send(const at::Tensor& bytes, int peer, Tag tag) {
+GroupComm::Work C10dGroupComm::send(const at::Tensor& bytes, int peer, Tag tag) {
   std::vector<at::Tensor> tensors{bytes};
   return point_to_point_->send(tensors, peer, tag);
 }
 
-Transport::Work GroupTransport::receive(const at::Tensor& bytes, int peer, Tag tag) {
+GroupComm::Work C10dGroupComm::receive(const at::Tensor& bytes, int peer, Tag tag) {
   std::vector<at::Tensor> tensors{bytes};
   return point_to_point_->recv(tensors, peer, tag);
 }
 
-Transport::Work GroupTransport::broadcast(const at::Tensor& bytes) {
+GroupComm::Work C10dGroupComm::broadcast(const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   c10d::BroadcastOptions options;
   options.rootRank = stage_root_;
   return stage_->broadcast(tensors, options);
 }
 
-Transport::Work GroupTransport::maximum(const at::Tensor& value) {
+GroupComm::Work C10dGroupComm::maximum(const at::Tensor& value) {
   std::vector<at::Tensor> tensors{value};
   c10d::AllreduceOptions options;
   options.reduceOp = c10d::ReduceOp::MAX;
   return stage_->allreduce(tensors, options);
 }
 
-void GroupTransport::abort() {
+void C10dGroupComm::abort() {
   for (const auto& group : {point_to_point_, stage_}) {
     if (!group) continue;
     try {

@@ -10,11 +10,11 @@ namespace ldt {
 /// `point_to_point` connects leaders; null on a rank that only hears the broadcast. `stage` is the
 /// receiving stage's broadcast group; null where a stage is one rank, or on a sender. The groups
 /// are the lane's own: nothing else may be issued on them. `stage_root` is a group rank of `stage`.
-class GroupTransport final : public Transport {
+class C10dGroupComm final : public GroupComm {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  GroupTransport(Group point_to_point, Group stage, int stage_root);
+  C10dGroupComm(Group point_to_point, Group stage, int stage_root);
 
   Work send(const at::Tensor& bytes, int peer, Tag tag) override;
   Work receive(const at::Tensor& bytes, int peer, Tag tag) override;

@@ -11,14 +11,14 @@ namespace ldt {
 /// Every call starts its transfer and returns. Messages of one direction between two peers with the
 /// same tag match in the order of the calls, and so do broadcasts. The returned work is waited on
 /// exactly once (gloo's point-to-point works allow no more); the tensor must live until then.
-class Transport {
+class GroupComm {
  public:
   /// What the sender tells the receiver, what the receiver tells the sender: crossing messages must
   /// not meet.
   enum Tag : int { kPayload = 0, kAnnouncement = 1, kExpectation = 2 };
   using Work = c10::intrusive_ptr<c10d::Work>;
 
-  virtual ~Transport() = default;
+  virtual ~GroupComm() = default;
   virtual Work send(const at::Tensor& bytes, int peer, Tag tag) = 0;
   virtual Work receive(const at::Tensor& bytes, int peer, Tag tag) = 0;
   /// From the stage's root to its other ranks.

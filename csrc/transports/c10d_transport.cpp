@@ -13,9 +13,9 @@ constexpr int64_t kOperationsOfCall = 4;
 
 std::shared_ptr<const End> GroupCarrier::send(const c10::Stream& /*stream*/,
                                               const WireTensors& wire, int peer) {
-  std::vector<Transport::Work> transfers;
+  std::vector<GroupComm::Work> transfers;
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
-    transfers.push_back(transport_->send(piece, peer, Transport::kPayload));
+    transfers.push_back(comm_->send(piece, peer, GroupComm::kPayload));
     enqueued_ += kOperationsOfCall;
   }
   for (const auto& transfer : transfers) transfer->wait();
@@ -28,10 +28,10 @@ std::shared_ptr<const End> GroupCarrier::send(const c10::Stream& /*stream*/,
 Ends GroupCarrier::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
                            const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                            bool broadcasts) {
-  std::vector<Transport::Work> broadcast;
+  std::vector<GroupComm::Work> broadcast;
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
-    if (transport_->is_leader()) transport_->receive(piece, peer, Transport::kPayload)->wait();
-    if (broadcasts) broadcast.push_back(in_stage([&] { return transport_->broadcast(piece); }));
+    if (comm_->is_leader()) comm_->receive(piece, peer, GroupComm::kPayload)->wait();
+    if (broadcasts) broadcast.push_back(in_stage([&] { return comm_->broadcast(piece); }));
     enqueued_ += kOperationsOfCall * (broadcasts ? 2 : 1);
   }
   for (const auto& collective : broadcast) collective->wait();

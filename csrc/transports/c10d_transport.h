@@ -10,19 +10,19 @@ namespace ldt {
 /// `chunk_bytes`, equal on all ranks.
 class GroupCarrier final : public Carrier {
  public:
-  GroupCarrier(std::shared_ptr<Transport> transport, int64_t chunk_bytes)
-      : transport_(std::move(transport)), chunk_bytes_(chunk_bytes) {}
+  GroupCarrier(std::shared_ptr<GroupComm> comm, int64_t chunk_bytes)
+      : comm_(std::move(comm)), chunk_bytes_(chunk_bytes) {}
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
                                   int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }
-  void abort() override { transport_->abort(); }
+  void abort() override { comm_->abort(); }
   bool has_own_timeout() const override { return true; }
 
  private:
-  std::shared_ptr<Transport> transport_;
+  std::shared_ptr<GroupComm> comm_;
   int64_t chunk_bytes_;
   int64_t enqueued_ = 0;
 };

@@ -6,16 +6,16 @@
 
 namespace ldt {
 
-NcclCarrier::NcclCarrier(std::shared_ptr<Transport> groups, Communicators communicators,
+NcclCarrier::NcclCarrier(std::shared_ptr<GroupComm> comm, Communicators communicators,
                          c10::Device device, int64_t chunk_bytes, const NcclLibrary& nccl)
-    : groups_(std::move(groups)),
+    : comm_(std::move(comm)),
       communicators_(communicators),
       nccl_(nccl),
       chunk_bytes_(chunk_bytes),
       stage_stream_(new_lane_stream(device)),
       events_(std::make_shared<EventPool>(device)) {
-  const bool is_complete = (communicators_.point_to_point != nullptr) == groups_->is_leader() &&
-                           (communicators_.stage != nullptr) == groups_->has_stage();
+  const bool is_complete = (communicators_.point_to_point != nullptr) == comm_->is_leader() &&
+                           (communicators_.stage != nullptr) == comm_->has_stage();
   if (!is_complete) throw_lane_error("expected a communicator for each group of the lane");
 }
 
@@ -40,7 +40,7 @@ std::shared_ptr<const End> NcclCarrier::send(const c10::Stream& stream, const Wi
 Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
                           const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                           bool broadcasts) {
-  if (!groups_->is_leader()) {
+  if (!comm_->is_leader()) {
     for (const auto& piece : wire.pieces(chunk_bytes_)) broadcast(piece, stream);
     return {};
   }
@@ -68,7 +68,7 @@ void NcclCarrier::broadcast(const at::Tensor& piece, const c10::Stream& stream) 
 
 void NcclCarrier::abort() {
   shut();
-  groups_->abort();
+  comm_->abort();
 }
 
 }  // namespace ldt

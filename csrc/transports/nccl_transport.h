@@ -1,4 +1,4 @@
-// Payload by NCCL, called on the lane's own stream with the communicators of the lane's groups.
+// Payload by NCCL, called on the lane's own stream with the communicators of the lane's comm.
 #pragma once
 
 #include "common/call_gate.h"
@@ -10,7 +10,7 @@
 namespace ldt {
 
 /// Calls and the end of their communicators exclude each other. Whoever aborts or destroys the
-/// groups shuts the carrier before: no call begins after that, and one that is under way is waited
+/// comm shuts the carrier before: no call begins after that, and one that is under way is waited
 /// for. One that stands still, in a connection or in a full queue of the device, is ended by
 /// nothing but the abort, which NCCL allows beside it; so the wait for it is short.
 ///
@@ -26,9 +26,9 @@ class NcclCarrier final : public Carrier {
     int stage_root = 0;
   };
 
-  /// `groups` owns the communicators, and can abort them. Throws LaneError where NCCL cannot be
+  /// `comm` owns the communicators, and can abort them. Throws LaneError where NCCL cannot be
   /// called.
-  NcclCarrier(std::shared_ptr<Transport> groups, Communicators communicators, c10::Device device,
+  NcclCarrier(std::shared_ptr<GroupComm> comm, Communicators communicators, c10::Device device,
               int64_t chunk_bytes, const NcclLibrary& nccl);
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
@@ -47,7 +47,7 @@ class NcclCarrier final : public Carrier {
   void call(const char* what, const Call& call);
   void broadcast(const at::Tensor& piece, const c10::Stream& stream);
 
-  const std::shared_ptr<Transport> groups_;
+  const std::shared_ptr<GroupComm> comm_;
   const Communicators communicators_;
   const NcclLibrary& nccl_;
   CallGate gate_;

@@ -51,7 +51,7 @@ static_assert(std::is_base_of_v<c10::StorageImpl, torch_npu::NPUStorageImpl>);
 [[maybe_unused]] constexpr c10::StorageImplCreateHelper kMakesStorages =
     &torch_npu::make_npu_storage_impl;
 
-// What GroupTransport and connect() call on HCCL.
+// What C10dGroupComm and connect() call on HCCL.
 static_assert(std::is_base_of_v<c10d::Backend, Hccl>);
 static_assert(is_own<Hccl>(&Hccl::send));
 static_assert(is_own<Hccl>(&Hccl::recv));

@@ -20,7 +20,7 @@ inline std::shared_ptr<Lane> lane_of(
   auto options = new_options();
   options.timeout = timeout;
   options.announce = announce;
-  return make_lane(options, std::make_shared<MemoryTransport>(wire, rank, stage));
+  return make_lane(options, std::make_shared<MemoryGroupComm>(wire, rank, stage));
 }
 
 inline at::Tensor numbers(int64_t seed, int64_t count) {

@@ -37,19 +37,19 @@ TEST(one_piece_is_broadcast_while_the_next_is_still_on_its_way) {
   const auto source = numbers(3, 16), at_member = at::zeros({16}, at::kLong);  // two pieces
   auto led = leader->receive({at::empty({16}, at::kLong)}, 0, "");
   auto heard = member->receive({at_member}, -1, "");
-  EXPECT_EQ(wire->posted(Transport::kPayload), 2);  // every receive is posted at launch
-  MemoryTransport sender(wire, 0, false);
+  EXPECT_EQ(wire->posted(GroupComm::kPayload), 2);  // every receive is posted at launch
+  MemoryGroupComm sender(wire, 0, false);
   const auto bytes = source.view(at::kByte);
-  sender.send(bytes.narrow(0, 0, 64), 1, Transport::kPayload);
+  sender.send(bytes.narrow(0, 0, 64), 1, GroupComm::kPayload);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
   // The member has started both of its halves, the leader that of the piece that has landed.
-  while (wire->posted(MemoryTransport::kBroadcast) < 3 &&
+  while (wire->posted(MemoryGroupComm::kBroadcast) < 3 &&
          std::chrono::steady_clock::now() < deadline) {
     std::this_thread::yield();
   }
-  EXPECT_EQ(wire->posted(MemoryTransport::kBroadcast), 3);
+  EXPECT_EQ(wire->posted(MemoryGroupComm::kBroadcast), 3);
   EXPECT(!led->isCompleted());
-  sender.send(bytes.narrow(0, 64, 64), 1, Transport::kPayload);
+  sender.send(bytes.narrow(0, 64, 64), 1, GroupComm::kPayload);
   EXPECT(led->wait(kNoTimeout) && heard->wait(kNoTimeout));
   EXPECT(at::equal(at_member, source));
 }
@@ -62,15 +62,15 @@ TEST(waiting_issues_nothing) {
                                 member->receive({at::empty({8})}, -1, ""),
                                 sender->send({at::ones({8})}, 1, "")};
   for (const auto& work : works) work->wait(kNoTimeout);
-  const int transfers = wire->posted(Transport::kPayload);
-  const int broadcasts = wire->posted(MemoryTransport::kBroadcast);
+  const int transfers = wire->posted(GroupComm::kPayload);
+  const int broadcasts = wire->posted(MemoryGroupComm::kBroadcast);
   EXPECT_EQ(transfers, 2);
   EXPECT_EQ(broadcasts, 2);
   std::vector<std::thread> threads;
   for (const auto& work : works) threads.emplace_back([&] { work->wait(kNoTimeout); });
   for (auto& thread : threads) thread.join();
-  EXPECT_EQ(wire->posted(Transport::kPayload), transfers);
-  EXPECT_EQ(wire->posted(MemoryTransport::kBroadcast), broadcasts);
+  EXPECT_EQ(wire->posted(GroupComm::kPayload), transfers);
+  EXPECT_EQ(wire->posted(MemoryGroupComm::kBroadcast), broadcasts);
 }
 
 TEST(a_stage_that_disagrees_is_told_and_the_lane_goes_on) {

@@ -11,9 +11,9 @@ using std::chrono::milliseconds;
 namespace {
 
 /// Its stage group refuses every broadcast, as one does that was destroyed.
-class RefusingTransport final : public MemoryTransport {
+class RefusingGroupComm final : public MemoryGroupComm {
  public:
-  using MemoryTransport::MemoryTransport;
+  using MemoryGroupComm::MemoryGroupComm;
   Work broadcast(const at::Tensor&) override { throw std::runtime_error("no such group"); }
 };
 
@@ -38,8 +38,8 @@ TEST(a_broken_broadcast_is_not_blamed_on_the_peer) {
 TEST(a_broadcast_that_cannot_be_started_fails_the_lane) {
   auto wire = std::make_shared<MemoryWire>();
   auto sender = lane_of(wire, 0, false);
-  auto leader = make_lane(new_options(), std::make_shared<RefusingTransport>(wire, 1, true));
-  auto member = make_lane(new_options(), std::make_shared<RefusingTransport>(wire, 2, true));
+  auto leader = make_lane(new_options(), std::make_shared<RefusingGroupComm>(wire, 1, true));
+  auto member = make_lane(new_options(), std::make_shared<RefusingGroupComm>(wire, 2, true));
   const std::string refused =
       "from the stage's leader of float32[8]: the broadcast inside the stage could not be started: "
       "no such group";
@@ -63,7 +63,7 @@ TEST(texts_name_the_peer_by_its_global_rank) {
   auto options = new_options();
   options.global_ranks = {10, 12};
   auto lane = make_lane(
-      options, std::make_shared<MemoryTransport>(std::make_shared<MemoryWire>(), 1, false));
+      options, std::make_shared<MemoryGroupComm>(std::make_shared<MemoryWire>(), 1, false));
   EXPECT_THROW(lane->receive({at::empty({2}).to_sparse()}, 0, ""), LaneError, " from rank 10 of ");
   EXPECT_THROW(lane->send({at::empty({2}).to_sparse()}, 0, ""), LaneError, " to rank 10 of ");
   EXPECT_THROW(lane->send({at::empty({2})}, 2, ""), LaneError, " to group rank 2 of ");

@@ -59,7 +59,7 @@ class MemoryWire {
 
   explicit MemoryWire(std::chrono::microseconds delay = {}) : delay_(delay) {}
 
-  Transport::Work post(const Key& key, const at::Tensor& tensor, bool sends) {
+  GroupComm::Work post(const Key& key, const at::Tensor& tensor, bool sends) {
     auto work = c10::make_intrusive<MemoryWork>();
     std::lock_guard<std::mutex> lock(mutex_);
     ++posted_[std::get<2>(key)];
@@ -100,11 +100,11 @@ class MemoryWire {
 };
 
 /// Rank 0 sends, rank 1 leads the receiving stage, rank 2 (if there is one) is its member.
-class MemoryTransport : public Transport {
+class MemoryGroupComm : public GroupComm {
  public:
   static constexpr int kBroadcast = 100;
 
-  MemoryTransport(std::shared_ptr<MemoryWire> wire, int rank, bool stage)
+  MemoryGroupComm(std::shared_ptr<MemoryWire> wire, int rank, bool stage)
       : wire_(std::move(wire)), rank_(rank), stage_(stage) {}
 
   Work send(const at::Tensor& bytes, int peer, Tag tag) override {

@@ -12,7 +12,7 @@
 #include "testing.h"
 
 using namespace ldt;
-using ldt::testing::MemoryTransport;
+using ldt::testing::MemoryGroupComm;
 using ldt::testing::MemoryWire;
 
 namespace {
@@ -66,16 +66,16 @@ NcclLibrary fake_library() {
 }
 const NcclLibrary library = fake_library();
 
-class AbortedTransport final : public MemoryTransport {
+class AbortedTransport final : public MemoryGroupComm {
  public:
-  AbortedTransport() : MemoryTransport(std::make_shared<MemoryWire>(), 0, false) {}
+  AbortedTransport() : MemoryGroupComm(std::make_shared<MemoryWire>(), 0, false) {}
   void abort() override { events->set("abort"); }
 };
 
-std::unique_ptr<NcclCarrier> carrier_of(const std::shared_ptr<Transport>& transport) {
+std::unique_ptr<NcclCarrier> carrier_of(const std::shared_ptr<GroupComm>& comm) {
   int communicator = 0;
-  return std::make_unique<NcclCarrier>(
-      transport, NcclCarrier::Communicators{&communicator, nullptr, 0}, kDevice, 1 << 20, library);
+  return std::make_unique<NcclCarrier>(comm, NcclCarrier::Communicators{&communicator, nullptr, 0},
+                                       kDevice, 1 << 20, library);
 }
 
 std::shared_ptr<Lane> new_lane(int timeout = 20'000) {
@@ -84,8 +84,8 @@ std::shared_ptr<Lane> new_lane(int timeout = 20'000) {
   options.device = kDevice;
   options.chunk_bytes = 1 << 20;
   options.timeout = std::chrono::milliseconds(timeout);
-  const auto transport = std::make_shared<AbortedTransport>();
-  return make_lane(options, transport, carrier_of(transport));
+  const auto comm = std::make_shared<AbortedTransport>();
+  return make_lane(options, comm, carrier_of(comm));
 }
 
 std::string error_of_send(Lane& lane) {
@@ -121,8 +121,8 @@ TEST(a_call_that_stands_still_is_ended_by_the_abort) {
   Events seen;
   events = &seen;
   inside_send = [&](void*) { seen.await("abort"); };
-  const auto transport = std::make_shared<AbortedTransport>();
-  const auto carrier = carrier_of(transport);
+  const auto comm = std::make_shared<AbortedTransport>();
+  const auto carrier = carrier_of(comm);
   const auto stream = carrier->stream(kDevice);
   const std::string label = "F0";
   const Title title(label, [] { return "title"; });
