@@ -88,21 +88,21 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
   }
 }
 
-std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOptions& options,
-                                      const std::shared_ptr<GroupComm>& groups, int stage_size,
-                                      int stage_root) {
+std::unique_ptr<Transport> make_transport(const TransportChoice& choice, const LaneOptions& options,
+                                          const std::shared_ptr<GroupComm>& groups, int stage_size,
+                                          int stage_root) {
   if (const auto* routes = std::get_if<PeerRoutes>(&choice)) {
-    return std::make_unique<PeerCarrier>(*routes, stage_size - 1, options.chunk_bytes,
-                                         options.timeout);
+    return std::make_unique<CopyEngineTransport>(*routes, stage_size - 1, options.chunk_bytes,
+                                                 options.timeout);
   }
   if (const auto* numbers = std::get_if<NcclCommunicators>(&choice)) {
     const auto pointer = [](const std::optional<int64_t>& number) {
       return reinterpret_cast<void*>(number.value_or(0));
     };
-    const NcclCarrier::Communicators communicators{pointer(numbers->point_to_point),
-                                                   pointer(numbers->stage), stage_root};
-    return std::make_unique<NcclCarrier>(groups, communicators, options.device, options.chunk_bytes,
-                                         require_nccl());
+    const NcclTransport::Communicators communicators{pointer(numbers->point_to_point),
+                                                     pointer(numbers->stage), stage_root};
+    return std::make_unique<NcclTransport>(groups, communicators, options.device,
+                                           options.chunk_bytes, require_nccl());
   }
   return nullptr;
 }
@@ -110,7 +110,7 @@ std::unique_ptr<Carrier> make_carrier(const CarrierChoice& choice, const LaneOpt
 std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage,
                                int stage_root, c10::Device device,
                                std::optional<int64_t> chunk_bytes, Timeout timeout,
-                               std::optional<bool> announce, const CarrierChoice& carrier) {
+                               std::optional<bool> announce, const TransportChoice& transport) {
   auto comm = std::make_shared<C10dGroupComm>(share(p2p), share(stage), stage_root);
   LaneOptions options;
   options.timeout = checked_timeout(timeout.seconds, c10::str("lane ", name));
@@ -120,7 +120,7 @@ std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::
   options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
   options.announce = announce.value_or(device.is_cpu());
   const int stage_size = stage == nullptr ? 1 : stage->getSize();
-  auto chosen = make_carrier(carrier, options, comm, stage_size, stage_root);
+  auto chosen = make_transport(transport, options, comm, stage_size, stage_root);
   auto made = make_lane(std::move(options), std::move(comm), std::move(chosen));
   // The last owner may be Python's garbage collector, and the destructor joins threads.
   Lane* raw = made.get();

@@ -7,7 +7,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "Compiled core of ldt: lanes, works and metadata.";
   ldt::bind_errors(module);
   ldt::bind_interrupt();
-  ldt::bind_carriers(module);
+  ldt::bind_transports(module);
   ldt::bind_lanes(module);
   ldt::bind_metadata(module);
   ldt::bind_metadata_pack(module);

@@ -11,7 +11,7 @@ namespace py = pybind11;
 
 namespace ldt {
 
-void bind_carriers(py::module_& module) {
+void bind_transports(py::module_& module) {
   py::class_<NcclCommunicators>(module, "NcclCommunicators")
       .def(py::init([](std::optional<int64_t> p2p, std::optional<int64_t> stage) {
              return NcclCommunicators{p2p, stage};

@@ -15,20 +15,20 @@ class CallGate {
   /// Held while a call runs. Throws LaneError once the gate is shut.
   std::unique_lock<std::timed_mutex> enter() {
     std::unique_lock<std::timed_mutex> lock(mutex_);
-    if (is_shut_) throw_lane_error("the lane was aborted or closed");
+    if (is_closed_) throw_lane_error("the lane was aborted or closed");
     return lock;
   }
   /// No call goes in any more. Waits for one that is inside, at most `patience`; whether it has
   /// left.
-  bool shut(std::chrono::milliseconds patience) {
-    is_shut_ = true;
+  bool close(std::chrono::milliseconds patience) {
+    is_closed_ = true;
     const std::unique_lock<std::timed_mutex> lock(mutex_, patience);
     return lock.owns_lock();
   }
 
  private:
   std::timed_mutex mutex_;
-  std::atomic<bool> is_shut_{false};
+  std::atomic<bool> is_closed_{false};
 };
 
 }  // namespace ldt

@@ -84,7 +84,7 @@ void Lane::check_peer(const Title& title, int peer) const {
 }
 
 std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
-                                std::unique_ptr<Carrier> carrier) {
+                                std::unique_ptr<Transport> transport) {
   if (options.chunk_bytes < 1) {
     throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ",
                      options.chunk_bytes);
@@ -94,7 +94,7 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> 
     throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got 0 ms");
   }
   if (options.device.is_cpu()) {
-    if (carrier) throw_lane_error("lane ", options.name, ": a lane on the CPU has no carrier");
+    if (transport) throw_lane_error("lane ", options.name, ": a lane on the CPU has no carrier");
     return std::make_shared<HostLane>(std::move(options), std::move(comm));
   }
   if (!c10::impl::hasDeviceGuardImpl(options.device.type()) || !options.device.has_index()) {
@@ -102,8 +102,8 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> 
                      ": expected the CPU, or a device with streams and an index such as ",
                      "cuda:0, got ", options.device);
   }
-  if (!carrier) carrier = std::make_unique<GroupCarrier>(comm, options.chunk_bytes);
-  return std::make_shared<StreamLane>(std::move(options), std::move(comm), std::move(carrier));
+  if (!transport) transport = std::make_unique<C10dTransport>(comm, options.chunk_bytes);
+  return std::make_shared<StreamLane>(std::move(options), std::move(comm), std::move(transport));
 }
 
 }  // namespace ldt

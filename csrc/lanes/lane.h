@@ -76,7 +76,7 @@ class Lane {
 
   const LaneOptions& options() const { return options_; }
   const LaneStats& stats() const { return *stats_; }
-  /// See Carrier::bounced.
+  /// See Transport::bounced.
   virtual int64_t bounced() const { return 0; }
   int64_t pool_bytes() const { return pool_->bytes(); }
 
@@ -104,9 +104,9 @@ class Lane {
 };
 
 /// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU). Payload of a
-/// stream lane goes by `carrier`, without one by `transport`, which is then what compares
+/// stream lane goes by `transport`, without one by `transport`, which is then what compares
 /// announcements only. Throws LaneError for options that make no sense.
 std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
-                                std::unique_ptr<Carrier> carrier = nullptr);
+                                std::unique_ptr<Transport> transport = nullptr);
 
 }  // namespace ldt

@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds kAbortPatience{2000};
 // A queue of CUDA holds about 1024 operations, and a message of 16 transfers, the most that one
 // has, takes some 64 of them.
 constexpr int64_t kMostOperations = 896;
-// Of a message, besides the carrier's: events, and for a receive those of its memory.
+// Of a message, besides the transport's: events, and for a receive those of its memory.
 constexpr int64_t kOperationsOfSend = 2;
 constexpr int64_t kOperationsOfReceive = 5;
 
@@ -30,13 +30,13 @@ void order_after(const GroupComm::Work& transfer) { transfer->wait(); }
 }  // namespace
 
 StreamLane::StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
-                       std::unique_ptr<Carrier> carrier)
+                       std::unique_ptr<Transport> transport)
     : Lane(std::move(options), std::move(comm)),
-      carrier_(std::move(carrier)),
+      transport_(std::move(transport)),
       driver_(peer_device(options_.device.type())),
-      stream_(carrier_->stream(options_.device)),
+      stream_(transport_->stream(options_.device)),
       events_(std::make_shared<EventPool>(options_.device)) {
-  pool_ = std::make_shared<ReceivePool>(options_.device, stream_, carrier_->allocator());
+  pool_ = std::make_shared<ReceivePool>(options_.device, stream_, transport_->allocator());
 }
 
 StreamLane::~StreamLane() {
@@ -64,11 +64,11 @@ void StreamLane::refuse_capture(const Title& title) const {
       "be: capture what computes, and send and receive outside of the graph");
 }
 
-// What a carrier refuses may be half under way, and then the two ends are out of step for good. The
-// tensors stay as long as the device may use them.
+// What a transport refuses may be half under way, and then the two ends are out of step for good.
+// The tensors stay as long as the device may use them.
 template <typename Step>
-auto StreamLane::carried(c10d::OpType type, WireTensors& wire, const Title& title,
-                         const Step& step) {
+auto StreamLane::run_or_abort(c10d::OpType type, WireTensors& wire, const Title& title,
+                              const Step& step) {
   try {
     return step();
   } catch (const StageError&) {
@@ -95,8 +95,8 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
     const auto theirs = exchange_announcements(own, peer, /*speak_first=*/true);
     if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the receiver expects");
   }
-  auto end =
-      carried(c10d::OpType::SEND, wire, title, [&] { return carrier_->send(stream_, wire, peer); });
+  auto end = run_or_abort(c10d::OpType::SEND, wire, title,
+                          [&] { return transport_->send(stream_, wire, peer); });
   if (!end) end = events_->record(stream_);
   stats_->sent_bytes += wire.bytes();
   stats_->sent_messages += 1;
@@ -117,8 +117,8 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
   const bool agreed = !options_.announce || agree(wire, peer, title);
   const bool broadcasts = comm_->has_stage();
-  const auto ends = carried(c10d::OpType::RECV, wire, title, [&] {
-    return carrier_->receive(stream_, wire, claims, peer, broadcasts && agreed);
+  const auto ends = run_or_abort(c10d::OpType::RECV, wire, title, [&] {
+    return transport_->receive(stream_, wire, claims, peer, broadcasts && agreed);
   });
   if (!agreed) {
     const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
@@ -214,7 +214,7 @@ Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end,
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto enqueued = carrier_->enqueued();
+    const auto enqueued = transport_->enqueued();
     const auto own = type == c10d::OpType::SEND ? kOperationsOfSend : kOperationsOfReceive;
     const auto operations = enqueued - std::exchange(counted_, enqueued) + own;
     in_flight_.push_back({std::move(end), std::move(wire), verb, label,
@@ -251,7 +251,7 @@ bool StreamLane::drain(std::chrono::milliseconds timeout) noexcept {
 
 // Takes nothing out, as that would give memory back under this thread's current stream.
 std::string StreamLane::overdue() {
-  if (carrier_->has_own_timeout()) return {};
+  if (transport_->has_own_timeout()) return {};
   const auto now = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(mutex_);
   const auto late =
@@ -276,19 +276,19 @@ void StreamLane::attempt(const char* failed, const Step& step) noexcept {
 
 void StreamLane::abort(const std::string& reason) {
   failure_->set(reason);
-  shut_carrier();
+  shutdown_transport();
   if (!drain(std::chrono::milliseconds(0))) end_transfers();
 }
 
 // A transfer whose peer is gone keeps the device waiting: only the backend can end it.
 void StreamLane::end_transfers() noexcept {
   if (has_ended_transfers_.exchange(true)) return;
-  attempt("could not end what is under way", [&] { carrier_->abort(); });
+  attempt("could not end what is under way", [&] { transport_->abort(); });
 }
 
 // Whoever ends the communicators comes after this.
-void StreamLane::shut_carrier() noexcept {
-  attempt("could not wait for a call that is under way", [&] { carrier_->shut(); });
+void StreamLane::shutdown_transport() noexcept {
+  attempt("could not wait for a call that is under way", [&] { transport_->shutdown(); });
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {
@@ -302,7 +302,7 @@ void StreamLane::close(std::chrono::milliseconds timeout) {
     }
   }
   failure_->set(c10::str("lane ", options_.name, ": is closed"));
-  shut_carrier();
+  shutdown_transport();
 }
 
 }  // namespace ldt

@@ -22,17 +22,17 @@ namespace ldt {
 /// A launch begins with the lane's stream waiting for what the message needs, and ends with an
 /// event after its last transfer. Between the two nothing waits on the host, unless messages are
 /// announced (a debug mode: comparing needs the peer's word on the host). How the payload moves is
-/// the carrier's business. While a graph is captured, a launch throws LaneError.
+/// the transport's business. While a graph is captured, a launch throws LaneError.
 class StreamLane final : public Lane {
  public:
   StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
-             std::unique_ptr<Carrier> carrier);
+             std::unique_ptr<Transport> transport);
   ~StreamLane() override;
 
   void close(std::chrono::milliseconds timeout) override;
   void abort(const std::string& reason) override;
   std::string overdue() override;
-  int64_t bounced() const override { return carrier_->bounced(); }
+  int64_t bounced() const override { return transport_->bounced(); }
 
  private:
   /// A message that the device may still be reading or writing.
@@ -52,7 +52,7 @@ class StreamLane final : public Lane {
   // None of these throws, whatever the device answers: what is behind them must be done all the
   // same.
   void end_transfers() noexcept;
-  void shut_carrier() noexcept;
+  void shutdown_transport() noexcept;
   template <typename Step>
   void attempt(const char* failed, const Step& step) noexcept;
 
@@ -68,7 +68,7 @@ class StreamLane final : public Lane {
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
   template <typename Step>
-  auto carried(c10d::OpType type, WireTensors& wire, const Title& title, const Step& step);
+  auto run_or_abort(c10d::OpType type, WireTensors& wire, const Title& title, const Step& step);
   Work finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
               const std::string& label);
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
@@ -77,14 +77,14 @@ class StreamLane final : public Lane {
   /// Waits until none is left; false if that takes longer, or if the device does not tell.
   bool drain(std::chrono::milliseconds timeout) noexcept;
 
-  const std::unique_ptr<Carrier> carrier_;
+  const std::unique_ptr<Transport> transport_;
   PeerDevice* const driver_;  // null: the device has none
   const c10::Stream stream_;
   const std::shared_ptr<EventPool> events_;
   std::mutex mutex_;
   std::deque<InFlight> in_flight_;
   std::atomic<int64_t> operations_{0};  // of all in there
-  int64_t counted_ = 0;                 // of what the carrier has enqueued
+  int64_t counted_ = 0;                 // of what the transport has enqueued
   std::atomic<bool> has_ended_transfers_{false};
 };
 

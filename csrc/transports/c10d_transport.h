@@ -8,9 +8,9 @@ namespace ldt {
 
 /// The backends' own wait() orders the current stream. Messages are cut into pieces of
 /// `chunk_bytes`, equal on all ranks.
-class GroupCarrier final : public Carrier {
+class C10dTransport final : public Transport {
  public:
-  GroupCarrier(std::shared_ptr<GroupComm> comm, int64_t chunk_bytes)
+  C10dTransport(std::shared_ptr<GroupComm> comm, int64_t chunk_bytes)
       : comm_(std::move(comm)), chunk_bytes_(chunk_bytes) {}
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,

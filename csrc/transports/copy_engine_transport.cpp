@@ -18,8 +18,8 @@ End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const ch
 
 }  // namespace
 
-std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const WireTensors& wire,
-                                             int peer) {
+std::shared_ptr<const End> CopyEngineTransport::send(const c10::Stream& stream,
+                                                     const WireTensors& wire, int peer) {
   auto& to = end_for(routes_.senders, peer, "to");
   for (const auto& [data, first] : wire.transfers()) {
     const auto bytes = static_cast<int64_t>(data.nbytes());
@@ -29,9 +29,9 @@ std::shared_ptr<const End> PeerCarrier::send(const c10::Stream& stream, const Wi
   return to.sent();
 }
 
-Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
-                          const std::vector<ReceivePool::Claim>& claims, int peer,
-                          bool broadcasts) {
+Ends CopyEngineTransport::receive(const c10::Stream& stream, const WireTensors& wire,
+                                  const std::vector<ReceivePool::Claim>& claims, int peer,
+                                  bool broadcasts) {
   auto& from = routes_.from_stage ? *routes_.from_stage : end_for(routes_.receivers, peer, "from");
   auto* const to = broadcasts ? routes_.to_stage.get() : nullptr;
   bool by_itself = to == nullptr;
@@ -52,8 +52,8 @@ Ends PeerCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
   return {nullptr, to == nullptr ? nullptr : to->taken()};
 }
 
-void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target& target,
-                          PeerReceiver& from, PeerSender& to) {
+void CopyEngineTransport::pass_on(const c10::Stream& stream, const PeerReceiver::Target& target,
+                                  PeerReceiver& from, PeerSender& to) {
   const auto piece = piece_bytes(target.bytes, hops_, chunk_bytes_);
   from.begin(stream, target, piece, patience_);
   // A block of the pool is not written to again before the end that receive() returns.
@@ -64,33 +64,33 @@ void PeerCarrier::pass_on(const c10::Stream& stream, const PeerReceiver::Target&
   }
 }
 
-int64_t PeerCarrier::bounced() const {
+int64_t CopyEngineTransport::bounced() const {
   int64_t count = routes_.from_stage ? routes_.from_stage->bounced() : 0;
   for (const auto& [peer, end] : routes_.receivers) count += end->bounced();
   return count;
 }
 
-int64_t PeerCarrier::enqueued() const {
+int64_t CopyEngineTransport::enqueued() const {
   int64_t count = 0;
   for_each_end([&](const auto& end) { count += end.enqueued(); });
   return count;
 }
 
 // First all are held: else a stream that is released here would pass on what has not come.
-void PeerCarrier::abort() {
+void CopyEngineTransport::abort() {
   for_each_end([](auto& end) { end.hold(); });
   for_each_end([](auto& end) { end.release(); });
 }
 
 template <typename Step>
-void PeerCarrier::for_each_end(const Step& step) const {
+void CopyEngineTransport::for_each_end(const Step& step) const {
   for (const auto& [peer, end] : routes_.senders) step(*end);
   for (const auto& [peer, end] : routes_.receivers) step(*end);
   if (routes_.from_stage) step(*routes_.from_stage);
   if (routes_.to_stage) step(*routes_.to_stage);
 }
 
-ReceivePool::Allocate PeerCarrier::allocator() {
+ReceivePool::Allocate CopyEngineTransport::allocator() {
   if (!routes_.memory) return nullptr;
   return [memory = routes_.memory](int64_t bytes) { return memory->lend(bytes); };
 }

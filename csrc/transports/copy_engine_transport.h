@@ -21,12 +21,13 @@ struct PeerRoutes {
   std::shared_ptr<PeerSender> to_stage;                    // null on the last of the chain
 };
 
-class PeerCarrier final : public Carrier {
+class CopyEngineTransport final : public Transport {
  public:
   /// `hops`: how often a message is passed on in the stage. `chunk_bytes`: the largest piece that
   /// is passed on at once. `patience`: how long another rank's host may be behind by a whole
   /// ledger.
-  PeerCarrier(PeerRoutes routes, int hops, int64_t chunk_bytes, std::chrono::milliseconds patience)
+  CopyEngineTransport(PeerRoutes routes, int hops, int64_t chunk_bytes,
+                      std::chrono::milliseconds patience)
       : routes_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,

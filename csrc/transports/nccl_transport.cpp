@@ -6,8 +6,8 @@
 
 namespace ldt {
 
-NcclCarrier::NcclCarrier(std::shared_ptr<GroupComm> comm, Communicators communicators,
-                         c10::Device device, int64_t chunk_bytes, const NcclLibrary& nccl)
+NcclTransport::NcclTransport(std::shared_ptr<GroupComm> comm, Communicators communicators,
+                             c10::Device device, int64_t chunk_bytes, const NcclLibrary& nccl)
     : comm_(std::move(comm)),
       communicators_(communicators),
       nccl_(nccl),
@@ -20,14 +20,14 @@ NcclCarrier::NcclCarrier(std::shared_ptr<GroupComm> comm, Communicators communic
 }
 
 template <typename Call>
-void NcclCarrier::call(const char* what, const Call& call) {
+void NcclTransport::call(const char* what, const Call& call) {
   const auto inside = gate_.enter();
   nccl_.check(call(), what);
   ++enqueued_;
 }
 
-std::shared_ptr<const End> NcclCarrier::send(const c10::Stream& stream, const WireTensors& wire,
-                                             int peer) {
+std::shared_ptr<const End> NcclTransport::send(const c10::Stream& stream, const WireTensors& wire,
+                                               int peer) {
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     call("ncclSend", [&] {
       return nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
@@ -37,9 +37,9 @@ std::shared_ptr<const End> NcclCarrier::send(const c10::Stream& stream, const Wi
   return nullptr;
 }
 
-Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
-                          const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
-                          bool broadcasts) {
+Ends NcclTransport::receive(const c10::Stream& stream, const WireTensors& wire,
+                            const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
+                            bool broadcasts) {
   if (!comm_->is_leader()) {
     for (const auto& piece : wire.pieces(chunk_bytes_)) broadcast(piece, stream);
     return {};
@@ -58,7 +58,7 @@ Ends NcclCarrier::receive(const c10::Stream& stream, const WireTensors& wire,
   return {};
 }
 
-void NcclCarrier::broadcast(const at::Tensor& piece, const c10::Stream& stream) {
+void NcclTransport::broadcast(const at::Tensor& piece, const c10::Stream& stream) {
   auto* data = piece.mutable_data_ptr();
   call("ncclBroadcast in the stage", [&] {
     return nccl_.broadcast(data, data, piece.nbytes(), NcclLibrary::kBytes,
@@ -66,8 +66,8 @@ void NcclCarrier::broadcast(const at::Tensor& piece, const c10::Stream& stream) 
   });
 }
 
-void NcclCarrier::abort() {
-  shut();
+void NcclTransport::abort() {
+  shutdown();
   comm_->abort();
 }
 

@@ -10,13 +10,13 @@
 namespace ldt {
 
 /// Calls and the end of their communicators exclude each other. Whoever aborts or destroys the
-/// comm shuts the carrier before: no call begins after that, and one that is under way is waited
+/// comm shuts the transport before: no call begins after that, and one that is under way is waited
 /// for. One that stands still, in a connection or in a full queue of the device, is ended by
 /// nothing but the abort, which NCCL allows beside it; so the wait for it is short.
 ///
 /// c10d's calls take several times as long on the host as NCCL's own (docs/performance.md): they
 /// record what a watchdog looks at, and move to a stream of theirs and back.
-class NcclCarrier final : public Carrier {
+class NcclTransport final : public Transport {
  public:
   /// Communicators of the point-to-point and of the stage's group; null where there is no such
   /// group.
@@ -28,15 +28,15 @@ class NcclCarrier final : public Carrier {
 
   /// `comm` owns the communicators, and can abort them. Throws LaneError where NCCL cannot be
   /// called.
-  NcclCarrier(std::shared_ptr<GroupComm> comm, Communicators communicators, c10::Device device,
-              int64_t chunk_bytes, const NcclLibrary& nccl);
+  NcclTransport(std::shared_ptr<GroupComm> comm, Communicators communicators, c10::Device device,
+                int64_t chunk_bytes, const NcclLibrary& nccl);
 
   std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
                                   int peer) override;
   Ends receive(const c10::Stream& stream, const WireTensors& wire,
                const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }
-  void shut() override { gate_.shut(kCallPatience); }
+  void shutdown() override { gate_.close(kCallPatience); }
   void abort() override;
   bool has_own_timeout() const override { return false; }
 

@@ -21,9 +21,9 @@ struct Ends {
 
 /// What has to be enqueued is on `stream`, which is the current one, or in an order with it: what
 /// is on it before happens before. Nothing waits on the host.
-class Carrier {
+class Transport {
  public:
-  virtual ~Carrier() = default;
+  virtual ~Transport() = default;
 
   /// Returns when the tensors may be overwritten; empty: in the order of the stream.
   virtual std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
@@ -37,12 +37,12 @@ class Carrier {
   virtual int64_t enqueued() const = 0;
   /// Begins no call any more that the end of a communicator would disturb. Waits for one that is
   /// under way, but not for ever.
-  virtual void shut() {}
+  virtual void shutdown() {}
   /// Ends what is under way, as far as that can be. Of no use after.
   virtual void abort() = 0;
   /// The stream that the lane is to use.
   virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }
-  /// Memory for the lane's receive pool that this carrier serves best; by default any of the
+  /// Memory for the lane's receive pool that this transport serves best; by default any of the
   /// device.
   virtual ReceivePool::Allocate allocator() { return nullptr; }
   /// How many of the tensors received so far were copied once more, as the sender came first.

@@ -72,10 +72,10 @@ class AbortedTransport final : public MemoryGroupComm {
   void abort() override { events->set("abort"); }
 };
 
-std::unique_ptr<NcclCarrier> carrier_of(const std::shared_ptr<GroupComm>& comm) {
+std::unique_ptr<NcclTransport> carrier_of(const std::shared_ptr<GroupComm>& comm) {
   int communicator = 0;
-  return std::make_unique<NcclCarrier>(comm, NcclCarrier::Communicators{&communicator, nullptr, 0},
-                                       kDevice, 1 << 20, library);
+  return std::make_unique<NcclTransport>(
+      comm, NcclTransport::Communicators{&communicator, nullptr, 0}, kDevice, 1 << 20, library);
 }
 
 std::shared_ptr<Lane> new_lane(int timeout = 20'000) {
@@ -122,15 +122,15 @@ TEST(a_call_that_stands_still_is_ended_by_the_abort) {
   events = &seen;
   inside_send = [&](void*) { seen.await("abort"); };
   const auto comm = std::make_shared<AbortedTransport>();
-  const auto carrier = carrier_of(comm);
-  const auto stream = carrier->stream(kDevice);
+  const auto transport = carrier_of(comm);
+  const auto stream = transport->stream(kDevice);
   const std::string label = "F0";
   const Title title(label, [] { return "title"; });
   const auto wire =
       WireTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))}, kDevice, title);
-  std::thread sending([&] { carrier->send(stream, wire, 1); });
+  std::thread sending([&] { transport->send(stream, wire, 1); });
   seen.await("send");
-  carrier->abort();
+  transport->abort();
   sending.join();
   EXPECT_EQ(seen.text(), "send, abort, sent");
 }
@@ -145,13 +145,14 @@ TEST(no_call_begins_after_that) {
   Events later;
   events = &later;
   EXPECT_EQ(error_of_send(*lane), "enough");
-  const auto carrier = carrier_of(std::make_shared<AbortedTransport>());
-  carrier->shut();
+  const auto transport = carrier_of(std::make_shared<AbortedTransport>());
+  transport->shut();
   const std::string label;
   const Title title(label, [] { return "title"; });
   const auto wire =
       WireTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))}, kDevice, title);
-  EXPECT_THROW(carrier->send(carrier->stream(kDevice), wire, 1), LaneError, "aborted or closed");
+  EXPECT_THROW(transport->send(transport->stream(kDevice), wire, 1), LaneError,
+               "aborted or closed");
   EXPECT_EQ(later.text(), "");
 }
 
