@@ -3,8 +3,8 @@
 
 namespace ldt {
 
-std::shared_ptr<const End> EventPool::record(const c10::Stream& stream) {
-  std::unique_ptr<EventEnd> end;
+std::shared_ptr<const Event> EventPool::record(const c10::Stream& stream) {
+  std::unique_ptr<PooledEvent> end;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (!idle_.empty()) {
@@ -12,13 +12,14 @@ std::shared_ptr<const End> EventPool::record(const c10::Stream& stream) {
       idle_.pop_back();
     }
   }
-  if (!end) end = std::make_unique<EventEnd>(device_.type());
+  if (!end) end = std::make_unique<PooledEvent>(device_.type());
   end->record(stream);
   // The deleter owns the pool, so an event may outlive the lane that asked for it.
-  return std::shared_ptr<EventEnd>(end.release(), [pool = shared_from_this()](EventEnd* done) {
-    const std::lock_guard<std::mutex> lock(pool->mutex_);
-    pool->idle_.emplace_back(done);
-  });
+  return std::shared_ptr<PooledEvent>(end.release(),
+                                      [pool = shared_from_this()](PooledEvent* done) {
+                                        const std::lock_guard<std::mutex> lock(pool->mutex_);
+                                        pool->idle_.emplace_back(done);
+                                      });
 }
 
 }  // namespace ldt

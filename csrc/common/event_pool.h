@@ -18,14 +18,14 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   explicit EventPool(c10::Device device) : device_(device) {}
 
   /// The end of what is on `stream` now.
-  std::shared_ptr<const End> record(const c10::Stream& stream);
+  std::shared_ptr<const Event> record(const c10::Stream& stream);
 
  private:
-  class EventEnd final : public End {
+  class PooledEvent final : public Event {
    public:
-    explicit EventEnd(c10::DeviceType type) : event_(type) {}
+    explicit PooledEvent(c10::DeviceType type) : event_(type) {}
     void record(const c10::Stream& stream) { event_.record(stream); }
-    bool is_reached() const override { return event_.query(); }
+    bool is_done() const override { return event_.query(); }
     void block(const c10::Stream& stream) const override { event_.block(stream); }
 
    private:
@@ -34,7 +34,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
 
   c10::Device device_;
   std::mutex mutex_;
-  std::vector<std::unique_ptr<EventEnd>> idle_;
+  std::vector<std::unique_ptr<PooledEvent>> idle_;
 };
 
 }  // namespace ldt

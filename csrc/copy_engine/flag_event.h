@@ -10,14 +10,14 @@ namespace ldt {
 
 /// Reached when the flag has `count`. Costs nothing until a stream waits for it, and nothing if
 /// that comes late: what the host has seen there, all that is enqueued after that sees, too.
-class FlagEnd : public End {
+class FlagEvent : public Event {
  public:
-  FlagEnd(PeerDevice& driver, std::shared_ptr<SharedLedger> ledger, const Flag& flag,
-          uint64_t count)
+  FlagEvent(PeerDevice& driver, std::shared_ptr<SharedLedger> ledger, const Flag& flag,
+            uint64_t count)
       : driver_(driver), ledger_(std::move(ledger)), flag_(flag), count_(count) {}
-  bool is_reached() const override { return flag_.has_reached(count_); }
+  bool is_done() const override { return flag_.has_reached(count_); }
   void block(const c10::Stream& stream) const override {
-    if (is_reached()) return;
+    if (is_done()) return;
     ledger_->note_use(stream);
     driver_.wait_for(stream, flag_, count_);
   }
@@ -30,12 +30,12 @@ class FlagEnd : public End {
 };
 
 /// The same for the end whose own device writes the flag.
-class OwnFlagEnd final : public FlagEnd {
+class LocalFlagEvent final : public FlagEvent {
  public:
-  using FlagEnd::FlagEnd;
-  bool is_reached() const override { return flag_.has_counted(count_); }
+  using FlagEvent::FlagEvent;
+  bool is_done() const override { return flag_.has_counted(count_); }
   void block(const c10::Stream& stream) const override {
-    if (is_reached()) return;
+    if (is_done()) return;
     ledger_->note_use(stream);
     driver_.wait_for_count(stream, flag_, count_);
   }

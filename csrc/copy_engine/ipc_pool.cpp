@@ -30,14 +30,14 @@ PeerMemory::Blocks::~Blocks() {
 }
 
 PeerMemory::~PeerMemory() {
-  std::vector<std::shared_ptr<const End>> ends;
+  std::vector<std::shared_ptr<const Event>> ends;
   try {
     const auto events = std::make_shared<EventPool>(device_);
     for (const auto& block : blocks_->all) ends.push_back(events->record(*block.stream));
   } catch (const std::exception&) {  // the device is gone, as at interpreter exit
     return;
   }
-  keep_until([ends = std::move(ends)] { return all_reached(ends); }, blocks_);
+  keep_until([ends = std::move(ends)] { return all_done(ends); }, blocks_);
 }
 
 at::Tensor PeerMemory::lend(int64_t bytes) {

@@ -33,9 +33,9 @@ std::vector<c10::Stream>& taken() {
   return *made;
 }
 
-bool ends_within(const std::shared_ptr<const End>& end, milliseconds patience) {
+bool ends_within(const std::shared_ptr<const Event>& end, milliseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
-  while (!end->is_reached()) {
+  while (!end->is_done()) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }

@@ -98,8 +98,8 @@ void PeerReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
   }
 }
 
-std::shared_ptr<const End> PeerReceiver::end() const {
-  return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->arrived, arrived_);
+std::shared_ptr<const Event> PeerReceiver::end() const {
+  return std::make_shared<FlagEvent>(driver_, ledger_, (*ledger_)->arrived, arrived_);
 }
 
 void PeerReceiver::hold() {

@@ -35,7 +35,7 @@ class PeerReceiver {
   /// How many messages so far came through the bounce slots.
   int64_t bounced() const { return bounced_.load(); }
   /// When it is there.
-  std::shared_ptr<const End> end() const;
+  std::shared_ptr<const Event> end() const;
 
   /// How many operations it has enqueued so far, or a few more.
   int64_t enqueued() const { return enqueued_; }

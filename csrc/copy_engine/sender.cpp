@@ -78,13 +78,13 @@ void PeerSender::copy(const c10::Stream& stream, int64_t bytes) {
   driver_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));
 }
 
-std::shared_ptr<const End> PeerSender::sent() const {
-  return std::make_shared<OwnFlagEnd>(driver_, ledger_, (*ledger_)->arrived, arrived_);
+std::shared_ptr<const Event> PeerSender::sent() const {
+  return std::make_shared<LocalFlagEvent>(driver_, ledger_, (*ledger_)->arrived, arrived_);
 }
 
-std::shared_ptr<const End> PeerSender::taken() const {
+std::shared_ptr<const Event> PeerSender::taken() const {
   if (offered_ == 0) return nullptr;
-  return std::make_shared<FlagEnd>(driver_, ledger_, (*ledger_)->taken, offered_);
+  return std::make_shared<FlagEvent>(driver_, ledger_, (*ledger_)->taken, offered_);
 }
 
 void PeerSender::hold() { (*ledger_)->arrived.hold(); }

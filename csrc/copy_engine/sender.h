@@ -29,9 +29,9 @@ class PeerSender {
   /// The next `bytes` of the message are there for what is on `stream` now, and may go.
   void push(const c10::Stream& stream, int64_t bytes);
   /// When all that was pushed so far has been copied.
-  std::shared_ptr<const End> sent() const;
+  std::shared_ptr<const Event> sent() const;
   /// When the other end has read all messages so far that it reads from here. Null: there was none.
-  std::shared_ptr<const End> taken() const;
+  std::shared_ptr<const Event> taken() const;
 
   /// How many operations it has enqueued so far, or a few more.
   int64_t enqueued() const { return enqueued_; }

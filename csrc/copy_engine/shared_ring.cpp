@@ -57,12 +57,12 @@ void SharedLedger::note_use(const c10::Stream& stream) {
 
 std::function<bool()> SharedLedger::enqueued_is_done() {
   const auto events = std::make_shared<EventPool>(pages_->device);
-  std::vector<std::shared_ptr<const End>> ends;
+  std::vector<std::shared_ptr<const Event>> ends;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& stream : users_) {
     if (!stream.query()) ends.push_back(events->record(stream));
   }
-  return [ends = std::move(ends)] { return all_reached(ends); };
+  return [ends = std::move(ends)] { return all_done(ends); };
 }
 
 SharedLedger::~SharedLedger() {

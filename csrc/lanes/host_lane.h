@@ -17,7 +17,7 @@ class ChainWorker {
   void push(std::shared_ptr<HostMessage> message);
   /// Whether everything pushed was finished by the deadline.
   bool drain(std::chrono::steady_clock::time_point deadline);
-  /// Ends the waits of everything pending; the lane's failure has been set.
+  /// ReceiveEvents the waits of everything pending; the lane's failure has been set.
   void abort();
   /// Finishes what is pending, then joins. Call abort() before, if that could take long. From the
   /// thread itself (a future's callback may drop the lane) it does not wait.

@@ -132,9 +132,9 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   // that does not.
   if (pooled) wire.release();
   const auto end = ends.data ? ends.data : events_->record(stream_);
-  for (const auto& tensor : tensors) pool_->note_ends(tensor, end, ends.reading);
+  for (const auto& tensor : tensors) pool_->note_events(tensor, end, ends.reading);
   // Who has waited may write to the tensors, so nobody may still be reading them.
-  auto over = ends.reading ? std::make_shared<BothEnds>(end, ends.reading) : end;
+  auto over = ends.reading ? std::make_shared<BothEvents>(end, ends.reading) : end;
   return finish(c10d::OpType::RECV, std::move(over), std::move(wire), title.label());
 }
 
@@ -161,7 +161,7 @@ int64_t StreamLane::pending_operations() {
   int64_t pending = 0;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& message : in_flight_) {
-    if (!message.end->is_reached()) pending += message.operations;
+    if (!message.end->is_done()) pending += message.operations;
   }
   return pending;
 }
@@ -208,7 +208,7 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*comm_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
+Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> end, WireTensors wire,
                               const std::string& label) {
   auto work = c10::make_intrusive<StreamWork>(type, options_.device, end, failure_);
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
@@ -228,7 +228,7 @@ Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const End> end,
 bool StreamLane::retire() {
   std::deque<InFlight> done;  // freed after the lock: a tensor's deleter may come back to the lane
   std::lock_guard<std::mutex> lock(mutex_);
-  while (!in_flight_.empty() && in_flight_.front().end->is_reached()) {
+  while (!in_flight_.empty() && in_flight_.front().end->is_done()) {
     operations_ -= in_flight_.front().operations;
     done.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
@@ -256,7 +256,7 @@ std::string StreamLane::overdue() {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto late =
       std::find_if(in_flight_.begin(), in_flight_.end(), [&](const InFlight& message) {
-        return now - message.since >= options_.timeout && !message.end->is_reached();
+        return now - message.since >= options_.timeout && !message.end->is_done();
       });
   if (late == in_flight_.end()) return {};
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - late->since).count();

@@ -37,7 +37,7 @@ class StreamLane final : public Lane {
  private:
   /// A message that the device may still be reading or writing.
   struct InFlight {
-    std::shared_ptr<const End> end;
+    std::shared_ptr<const Event> end;
     WireTensors wire;
     const char* verb;
     std::string label;
@@ -69,7 +69,7 @@ class StreamLane final : public Lane {
   StageAgreement stage_agreement();
   template <typename Step>
   auto run_or_abort(c10d::OpType type, WireTensors& wire, const Title& title, const Step& step);
-  Work finish(c10d::OpType type, std::shared_ptr<const End> end, WireTensors wire,
+  Work finish(c10d::OpType type, std::shared_ptr<const Event> end, WireTensors wire,
               const std::string& label);
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
   /// left.

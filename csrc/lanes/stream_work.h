@@ -15,10 +15,10 @@ class Failure;
 /// end; as often as wanted, from any thread, under any stream of the device. It holds no tensors.
 class StreamWork final : public c10d::Work {
  public:
-  StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const End> end,
+  StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const Event> end,
              std::shared_ptr<const Failure> failure);
 
-  bool isCompleted() override { return end_->is_reached(); }
+  bool isCompleted() override { return end_->is_done(); }
   bool isSuccess() const override;
   /// Throws LaneError if the lane has failed. The timeout is the backend's business: the host does
   /// not wait.
@@ -28,7 +28,7 @@ class StreamWork final : public c10d::Work {
 
  private:
   const c10::Device device_;
-  std::shared_ptr<const End> end_;
+  std::shared_ptr<const Event> end_;
   std::shared_ptr<const Failure> failure_;
 };
 

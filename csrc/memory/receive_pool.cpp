@@ -169,8 +169,8 @@ void ReceivePool::take_back(Block block, const std::vector<c10::Stream>& users) 
   try {
     block.last_use = nullptr;
     for (const auto& user : users) {
-      std::shared_ptr<const End> end = events_->record(user);
-      block.last_use = block.last_use ? std::make_shared<BothEnds>(block.last_use, end) : end;
+      std::shared_ptr<const Event> end = events_->record(user);
+      block.last_use = block.last_use ? std::make_shared<BothEvents>(block.last_use, end) : end;
     }
     block.claimed = false;
     idle_.push_back(std::move(block));
@@ -246,15 +246,15 @@ ReceivePool::Claim ReceivePool::claim(Block& block) {
   block.claimed = true;
   auto claim = Claim::kFree;
   for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {
-    if (!event || event->is_reached()) continue;
+    if (!event || event->is_done()) continue;
     event->block(*stream_);
     claim = Claim::kPending;
   }
   return claim;
 }
 
-void ReceivePool::note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
-                            std::shared_ptr<const End> read) {
+void ReceivePool::note_events(const at::Tensor& tensor, std::shared_ptr<const Event> received,
+                              std::shared_ptr<const Event> read) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto loan = loan_of(tensor);
   if (!loan) return;

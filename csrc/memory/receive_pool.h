@@ -58,8 +58,8 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   std::vector<Claim> claim(const std::vector<at::Tensor>& tensors);
   /// That a claimed tensor is received into until `received`, and its memory read by others until
   /// `read` (empty: by none): it may come back before that.
-  void note_ends(const at::Tensor& tensor, std::shared_ptr<const End> received,
-                 std::shared_ptr<const End> read);
+  void note_events(const at::Tensor& tensor, std::shared_ptr<const Event> received,
+                   std::shared_ptr<const Event> read);
   /// All memory the pool holds, in use or idle.
   int64_t bytes() const;
 
@@ -67,9 +67,9 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   struct Block {
     at::Tensor memory;  // uint8
     // What the next receive into it has to wait for. Empty: nothing.
-    std::shared_ptr<const End> last_use;
-    std::shared_ptr<const End> last_receive;
-    std::shared_ptr<const End> last_read;
+    std::shared_ptr<const Event> last_use;
+    std::shared_ptr<const Event> last_receive;
+    std::shared_ptr<const Event> last_read;
     bool claimed = false;  // received into since it was handed out
   };
   /// A block that is out.

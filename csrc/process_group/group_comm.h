@@ -26,8 +26,8 @@ class GroupComm {
   /// The largest value over the stage's ranks, in place; one int32.
   virtual Work maximum(const at::Tensor& value) = 0;
 
-  /// Ends what is under way on a device, as far as the backend can. The transport is of no use
-  /// after.
+  /// ReceiveEvents what is under way on a device, as far as the backend can. The transport is of no
+  /// use after.
   virtual void abort() = 0;
 
   /// Whether this rank talks to other nodes (a leader) or only hears the broadcast (a member).

@@ -11,8 +11,8 @@ constexpr int64_t kOperationsOfCall = 4;
 
 }  // namespace
 
-std::shared_ptr<const End> C10dTransport::send(const c10::Stream& /*stream*/,
-                                               const WireTensors& wire, int peer) {
+std::shared_ptr<const Event> C10dTransport::send(const c10::Stream& /*stream*/,
+                                                 const WireTensors& wire, int peer) {
   std::vector<GroupComm::Work> transfers;
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     transfers.push_back(comm_->send(piece, peer, GroupComm::kPayload));
@@ -25,9 +25,9 @@ std::shared_ptr<const End> C10dTransport::send(const c10::Stream& /*stream*/,
 // A backend starts a transfer when the current stream gets there. So the next receive is issued
 // before the lane's stream waits for the broadcast of the piece before it: the two run side by
 // side.
-Ends C10dTransport::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
-                            const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
-                            bool broadcasts) {
+ReceiveEvents C10dTransport::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
+                                     const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
+                                     bool broadcasts) {
   std::vector<GroupComm::Work> broadcast;
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     if (comm_->is_leader()) comm_->receive(piece, peer, GroupComm::kPayload)->wait();

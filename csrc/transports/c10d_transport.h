@@ -13,10 +13,11 @@ class C10dTransport final : public Transport {
   C10dTransport(std::shared_ptr<GroupComm> comm, int64_t chunk_bytes)
       : comm_(std::move(comm)), chunk_bytes_(chunk_bytes) {}
 
-  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
-                                  int peer) override;
-  Ends receive(const c10::Stream& stream, const WireTensors& wire,
-               const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+                                    int peer) override;
+  ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+                        const std::vector<ReceivePool::Claim>& claims, int peer,
+                        bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }
   void abort() override { comm_->abort(); }
   bool has_own_timeout() const override { return true; }

@@ -6,10 +6,10 @@
 namespace ldt {
 namespace {
 
-template <typename End>
-End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const char* direction) {
-  const auto found = ends.find(peer);
-  if (found == ends.end()) {
+template <typename Link>
+Link& link_for(const std::map<int, std::shared_ptr<Link>>& links, int peer, const char* direction) {
+  const auto found = links.find(peer);
+  if (found == links.end()) {
     throw_lane_error("this lane has no route ", direction, " group rank ", peer,
                      "; routes are made when the lane is connected");
   }
@@ -18,9 +18,9 @@ End& end_for(const std::map<int, std::shared_ptr<End>>& ends, int peer, const ch
 
 }  // namespace
 
-std::shared_ptr<const End> CopyEngineTransport::send(const c10::Stream& stream,
-                                                     const WireTensors& wire, int peer) {
-  auto& to = end_for(routes_.senders, peer, "to");
+std::shared_ptr<const Event> CopyEngineTransport::send(const c10::Stream& stream,
+                                                       const WireTensors& wire, int peer) {
+  auto& to = link_for(routes_.senders, peer, "to");
   for (const auto& [data, first] : wire.transfers()) {
     const auto bytes = static_cast<int64_t>(data.nbytes());
     to.begin(stream, {static_cast<const char*>(data.const_data_ptr()), bytes, bytes}, patience_);
@@ -29,10 +29,10 @@ std::shared_ptr<const End> CopyEngineTransport::send(const c10::Stream& stream,
   return to.sent();
 }
 
-Ends CopyEngineTransport::receive(const c10::Stream& stream, const WireTensors& wire,
-                                  const std::vector<ReceivePool::Claim>& claims, int peer,
-                                  bool broadcasts) {
-  auto& from = routes_.from_stage ? *routes_.from_stage : end_for(routes_.receivers, peer, "from");
+ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const WireTensors& wire,
+                                           const std::vector<ReceivePool::Claim>& claims, int peer,
+                                           bool broadcasts) {
+  auto& from = routes_.from_stage ? *routes_.from_stage : link_for(routes_.receivers, peer, "from");
   auto* const to = broadcasts ? routes_.to_stage.get() : nullptr;
   bool by_itself = to == nullptr;
   for (const auto& [data, first] : wire.transfers()) {
@@ -72,18 +72,18 @@ int64_t CopyEngineTransport::bounced() const {
 
 int64_t CopyEngineTransport::enqueued() const {
   int64_t count = 0;
-  for_each_end([&](const auto& end) { count += end.enqueued(); });
+  for_each_link([&](const auto& end) { count += end.enqueued(); });
   return count;
 }
 
 // First all are held: else a stream that is released here would pass on what has not come.
 void CopyEngineTransport::abort() {
-  for_each_end([](auto& end) { end.hold(); });
-  for_each_end([](auto& end) { end.release(); });
+  for_each_link([](auto& end) { end.hold(); });
+  for_each_link([](auto& end) { end.release(); });
 }
 
 template <typename Step>
-void CopyEngineTransport::for_each_end(const Step& step) const {
+void CopyEngineTransport::for_each_link(const Step& step) const {
   for (const auto& [peer, end] : routes_.senders) step(*end);
   for (const auto& [peer, end] : routes_.receivers) step(*end);
   if (routes_.from_stage) step(*routes_.from_stage);

@@ -30,10 +30,11 @@ class CopyEngineTransport final : public Transport {
                       std::chrono::milliseconds patience)
       : routes_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
-  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
-                                  int peer) override;
-  Ends receive(const c10::Stream& stream, const WireTensors& wire,
-               const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+                                    int peer) override;
+  ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+                        const std::vector<ReceivePool::Claim>& claims, int peer,
+                        bool broadcasts) override;
   int64_t enqueued() const override;
   void abort() override;
   int64_t bounced() const override;
@@ -45,7 +46,7 @@ class CopyEngineTransport final : public Transport {
   void pass_on(const c10::Stream& stream, const PeerReceiver::Target& target, PeerReceiver& from,
                PeerSender& to);
   template <typename Step>
-  void for_each_end(const Step& step) const;
+  void for_each_link(const Step& step) const;
 
   const PeerRoutes routes_;
   const int hops_;

@@ -26,8 +26,8 @@ void NcclTransport::call(const char* what, const Call& call) {
   ++enqueued_;
 }
 
-std::shared_ptr<const End> NcclTransport::send(const c10::Stream& stream, const WireTensors& wire,
-                                               int peer) {
+std::shared_ptr<const Event> NcclTransport::send(const c10::Stream& stream, const WireTensors& wire,
+                                                 int peer) {
   for (const auto& piece : wire.pieces(chunk_bytes_)) {
     call("ncclSend", [&] {
       return nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
@@ -37,9 +37,9 @@ std::shared_ptr<const End> NcclTransport::send(const c10::Stream& stream, const 
   return nullptr;
 }
 
-Ends NcclTransport::receive(const c10::Stream& stream, const WireTensors& wire,
-                            const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
-                            bool broadcasts) {
+ReceiveEvents NcclTransport::receive(const c10::Stream& stream, const WireTensors& wire,
+                                     const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
+                                     bool broadcasts) {
   if (!comm_->is_leader()) {
     for (const auto& piece : wire.pieces(chunk_bytes_)) broadcast(piece, stream);
     return {};

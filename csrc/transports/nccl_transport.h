@@ -31,10 +31,11 @@ class NcclTransport final : public Transport {
   NcclTransport(std::shared_ptr<GroupComm> comm, Communicators communicators, c10::Device device,
                 int64_t chunk_bytes, const NcclLibrary& nccl);
 
-  std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
-                                  int peer) override;
-  Ends receive(const c10::Stream& stream, const WireTensors& wire,
-               const std::vector<ReceivePool::Claim>& claims, int peer, bool broadcasts) override;
+  std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+                                    int peer) override;
+  ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+                        const std::vector<ReceivePool::Claim>& claims, int peer,
+                        bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }
   void shutdown() override { gate_.close(kCallPatience); }
   void abort() override;

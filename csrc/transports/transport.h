@@ -14,9 +14,10 @@
 namespace ldt {
 
 /// When a receive is over.
-struct Ends {
-  std::shared_ptr<const End> data;  // what was received is there; empty: in the order of the stream
-  std::shared_ptr<const End> reading;  // another process has read it from here; empty: none does
+struct ReceiveEvents {
+  std::shared_ptr<const Event>
+      data;  // what was received is there; empty: in the order of the stream
+  std::shared_ptr<const Event> reading;  // another process has read it from here; empty: none does
 };
 
 /// What has to be enqueued is on `stream`, which is the current one, or in an order with it: what
@@ -26,19 +27,19 @@ class Transport {
   virtual ~Transport() = default;
 
   /// Returns when the tensors may be overwritten; empty: in the order of the stream.
-  virtual std::shared_ptr<const End> send(const c10::Stream& stream, const WireTensors& wire,
-                                          int peer) = 0;
+  virtual std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+                                            int peer) = 0;
   /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
   /// the stage while it receives. `claims` has one for each tensor of the message.
-  virtual Ends receive(const c10::Stream& stream, const WireTensors& wire,
-                       const std::vector<ReceivePool::Claim>& claims, int peer,
-                       bool broadcasts) = 0;
+  virtual ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+                                const std::vector<ReceivePool::Claim>& claims, int peer,
+                                bool broadcasts) = 0;
   /// How many operations it has enqueued so far, on any stream, or some more.
   virtual int64_t enqueued() const = 0;
   /// Begins no call any more that the end of a communicator would disturb. Waits for one that is
   /// under way, but not for ever.
   virtual void shutdown() {}
-  /// Ends what is under way, as far as that can be. Of no use after.
+  /// ReceiveEvents what is under way, as far as that can be. Of no use after.
   virtual void abort() = 0;
   /// The stream that the lane is to use.
   virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }
