@@ -57,7 +57,7 @@ at::Tensor PeerMemory::lend(int64_t bytes) {
   }
   best->is_lent = true;
   best->stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  return borrowed_tensor(best->memory.address, {bytes}, at::kByte, device_,
+  return external_tensor(best->memory.address, {bytes}, at::kByte, device_,
                          [self = shared_from_this()](void* data) { self->take_back(data); });
 }
 

@@ -18,10 +18,10 @@ class MismatchError : public LaneError {
 };
 
 /// Throws MismatchError with both sides' figures; `whose` is e.g. "the sender has".
-[[noreturn]] void throw_mismatch(const std::string& title, const Announcement& own,
+[[noreturn]] void throw_mismatch(const std::string& name, const Announcement& own,
                                  const Announcement& theirs, const char* whose);
 /// Throws MismatchError on a rank that was right while another of its stage was not.
-[[noreturn]] void throw_disagreement(const std::string& title, const Announcement& own);
+[[noreturn]] void throw_disagreement(const std::string& name, const Announcement& own);
 
 /// The receiving stage's part. `wait` waits for a collective, as the lane does.
 class StageAgreement {
@@ -34,7 +34,7 @@ class StageAgreement {
   /// that. Without agreement between sender and leader there is nothing to ask: true.
   bool lead(const Announcement& own, const Announcement& theirs);
   /// On a member: throws MismatchError unless sender, leader and all members agree.
-  void follow(const std::string& title, const Announcement& own);
+  void follow(const std::string& name, const Announcement& own);
 
  private:
   bool anyone_objects(bool we_do);

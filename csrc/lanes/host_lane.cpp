@@ -77,21 +77,22 @@ Lane::Work HostLane::launch(ChainWorker& worker, std::shared_ptr<HostMessage> me
 }
 
 Lane::Work HostLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                                 const Title& title) {
-  auto wire = WireTensors::for_send(tensors, options_.device, title);
+                                 const MessageName& name) {
+  auto message = MessageTensors::for_send(tensors, options_.device, name);
   return launch(outgoing_, std::make_shared<SendMessage>(context_, c10d::OpType::SEND,
-                                                         std::move(wire), peer, title.text()));
+                                                         std::move(message), peer, name.text()));
 }
 
 Lane::Work HostLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                                    const Title& title) {
-  auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
+                                    const MessageName& name) {
+  auto message = MessageTensors::for_receive(tensors, options_.device, name, pool_->block_finder());
   if (comm_->is_leader()) {
-    return launch(incoming_, std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV,
-                                                              std::move(wire), peer, title.text()));
+    return launch(incoming_,
+                  std::make_shared<ReceiveMessage>(context_, c10d::OpType::RECV, std::move(message),
+                                                   peer, name.text()));
   }
   return launch(incoming_, std::make_shared<MemberMessage>(context_, c10d::OpType::BROADCAST,
-                                                           std::move(wire), peer, title.text()));
+                                                           std::move(message), peer, name.text()));
 }
 
 void HostLane::abort(const std::string& reason) {
@@ -101,12 +102,12 @@ void HostLane::abort(const std::string& reason) {
 }
 
 void HostLane::close(std::chrono::milliseconds timeout) {
-  const auto title = c10::str("lane ", options_.name);
-  const auto deadline = std::chrono::steady_clock::now() + checked_timeout(timeout, title);
+  const auto name = c10::str("lane ", options_.name);
+  const auto deadline = std::chrono::steady_clock::now() + checked_timeout(timeout, name);
   if (!outgoing_.drain(deadline) || !incoming_.drain(deadline)) {
-    abort(c10::str(title, ": closed with messages still in flight"));
+    abort(c10::str(name, ": closed with messages still in flight"));
   }
-  failure_->set(c10::str(title, ": is closed"));
+  failure_->set(c10::str(name, ": is closed"));
   outgoing_.stop();
   incoming_.stop();
 }

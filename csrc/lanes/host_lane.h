@@ -50,9 +50,10 @@ class HostLane final : public Lane {
   void abort(const std::string& reason) override;
 
  private:
-  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const Title& title) override;
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                   const MessageName& name) override;
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                      const Title& title) override;
+                      const MessageName& name) override;
   Work launch(ChainWorker& worker, std::shared_ptr<HostMessage> message);
 
   std::shared_ptr<const HostContext> context_;

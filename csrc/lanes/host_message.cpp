@@ -15,12 +15,12 @@ void abort_transfer(const GroupComm::Work& transfer) noexcept {
 }  // namespace
 
 HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type,
-                         WireTensors wire, int peer, std::string title)
+                         MessageTensors tensors, int peer, std::string name)
     : context_(std::move(context)),
-      wire_(std::move(wire)),
+      tensors_(std::move(tensors)),
       peer_(peer),
-      title_(std::move(title)),
-      work_(c10::make_intrusive<HostWork>(type, title_, context_->stats)) {}
+      name_(std::move(name)),
+      work_(c10::make_intrusive<HostWork>(type, name_, context_->stats)) {}
 
 void HostMessage::post() {
   if (context_->options.announce) {
@@ -60,7 +60,7 @@ void HostMessage::finish() {
   }
   payload_.clear();
   pieces_.clear();
-  wire_.release();
+  tensors_.release();
   work_->complete(error);
 }
 
@@ -69,10 +69,10 @@ std::string HostMessage::failure_text(const std::exception_ptr& error, double se
   try {
     std::rethrow_exception(error);
   } catch (const StageError&) {
-    culprit = ": the broadcast inside the stage";  // the peer that the title names is innocent
+    culprit = ": the broadcast inside the stage";  // the peer that the name names is innocent
   } catch (...) {
   }
-  return c10::str(title_, " (", wire_.bytes(), " bytes)", culprit, " failed after ", seconds,
+  return c10::str(name_, " (", tensors_.bytes(), " bytes)", culprit, " failed after ", seconds,
                   " s: ", text_of(error));
 }
 
@@ -156,7 +156,7 @@ Announcement HostMessage::exchange_announcements() {
 }
 
 Announcement HostMessage::announcement() const {
-  return Announcement::of(wire_.tensors(), wire_.bytes(), context_->options.chunk_bytes);
+  return Announcement::of(tensors_.tensors(), tensors_.bytes(), context_->options.chunk_bytes);
 }
 
 StageAgreement HostMessage::stage_agreement() {

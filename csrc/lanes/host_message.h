@@ -27,8 +27,8 @@ struct HostContext {
 /// differently are the four steps below.
 class HostMessage {
  public:
-  HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, WireTensors wire,
-              int peer, std::string title);
+  HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, MessageTensors tensors,
+              int peer, std::string name);
   virtual ~HostMessage() = default;
 
   /// Throws what the transport throws for a call that it refuses.
@@ -66,9 +66,9 @@ class HostMessage {
   Announcement announcement() const;
 
   std::shared_ptr<const HostContext> context_;
-  WireTensors wire_;
+  MessageTensors tensors_;
   const int peer_;
-  const std::string title_;
+  const std::string name_;
   std::vector<at::Tensor> pieces_;
   std::vector<GroupComm::Work> payload_;  // one for each piece
 

@@ -9,18 +9,18 @@ void SendMessage::announce() {
 
 void SendMessage::agree() {
   const auto mine = announcement(), theirs = exchange_announcements();
-  if (!mine.matches(theirs)) throw_mismatch(title_, mine, theirs, "the receiver expects");
+  if (!mine.matches(theirs)) throw_mismatch(name_, mine, theirs, "the receiver expects");
 }
 
 void SendMessage::start_payload() {
-  for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
+  for (const auto& piece : tensors_.pieces(context_->options.chunk_bytes)) {
     payload_.push_back(started(context_->comm->send(piece, peer_, GroupComm::kPayload)));
   }
 }
 
 void SendMessage::finish_payload() {
   for (const auto& transfer : payload_) wait_for_transfer(transfer);
-  context_->stats->sent_bytes += wire_.bytes();
+  context_->stats->sent_bytes += tensors_.bytes();
   context_->stats->sent_messages += 1;
 }
 
@@ -31,11 +31,11 @@ void ReceiveMessage::announce() {
 void ReceiveMessage::agree() {
   const auto mine = announcement(), theirs = exchange_announcements();
   if (context_->comm->has_stage()) stage_agrees_ = stage_agreement().lead(mine, theirs);
-  if (!mine.matches(theirs)) throw_mismatch(title_, mine, theirs, "the sender has");
+  if (!mine.matches(theirs)) throw_mismatch(name_, mine, theirs, "the sender has");
 }
 
 void ReceiveMessage::start_payload() {
-  pieces_ = wire_.pieces(context_->options.chunk_bytes);
+  pieces_ = tensors_.pieces(context_->options.chunk_bytes);
   for (const auto& piece : pieces_) {
     payload_.push_back(started(context_->comm->receive(piece, peer_, GroupComm::kPayload)));
   }
@@ -51,25 +51,25 @@ void ReceiveMessage::finish_payload() {
   }
   for (const auto& collective : broadcast) wait_for_collective(collective);
   // The sender was right and has sent: what it sent is received, so that the lane stays in step.
-  if (!stage_agrees_) throw_disagreement(title_, announcement());
-  wire_.unstage();
-  context_->stats->received_bytes += wire_.bytes();
+  if (!stage_agrees_) throw_disagreement(name_, announcement());
+  tensors_.unstage();
+  context_->stats->received_bytes += tensors_.bytes();
   context_->stats->received_messages += 1;
-  if (broadcasts) context_->stats->broadcast_bytes += wire_.bytes();
+  if (broadcasts) context_->stats->broadcast_bytes += tensors_.bytes();
 }
 
-void MemberMessage::agree() { stage_agreement().follow(title_, announcement()); }
+void MemberMessage::agree() { stage_agreement().follow(name_, announcement()); }
 
 void MemberMessage::start_payload() {
-  for (const auto& piece : wire_.pieces(context_->options.chunk_bytes)) {
+  for (const auto& piece : tensors_.pieces(context_->options.chunk_bytes)) {
     payload_.push_back(in_stage([&] { return context_->comm->broadcast(piece); }));
   }
 }
 
 void MemberMessage::finish_payload() {
   for (const auto& collective : payload_) wait_for_collective(collective);
-  wire_.unstage();
-  context_->stats->broadcast_bytes += wire_.bytes();
+  tensors_.unstage();
+  context_->stats->broadcast_bytes += tensors_.bytes();
 }
 
 }  // namespace ldt

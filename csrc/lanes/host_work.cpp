@@ -22,14 +22,14 @@ void settle(c10::ivalue::Future& future, const std::exception_ptr& error) {
 
 }  // namespace
 
-HostWork::HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneStats> stats)
-    : Work(-1, type), title_(std::move(title)), stats_(std::move(stats)) {}
+HostWork::HostWork(c10d::OpType type, std::string name, std::shared_ptr<LaneStats> stats)
+    : Work(-1, type), name_(std::move(name)), stats_(std::move(stats)) {}
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  owner_.check(title_);
+  owner_.check(name_);
   const auto deadline = timeout == kNoTimeout ? Clock::time_point::max()
-                                              : Clock::now() + checked_timeout(timeout, title_);
+                                              : Clock::now() + checked_timeout(timeout, name_);
   std::unique_lock<std::mutex> lock(mutex_);
   if (!completed_) {
     ScopedTimer timer(stats_->wait_nanoseconds);
@@ -38,7 +38,7 @@ bool HostWork::wait(std::chrono::milliseconds timeout) {
       lock.unlock();
       check_interrupt();
       if (Clock::now() >= deadline) {
-        throw_lane_error(title_, ": not done after the ", timeout.count(),
+        throw_lane_error(name_, ": not done after the ", timeout.count(),
                          " ms that wait() was given; it goes on, wait again or abort the lane");
       }
       lock.lock();
@@ -51,7 +51,7 @@ bool HostWork::wait(std::chrono::milliseconds timeout) {
 }
 
 void HostWork::abort() {
-  throw_lane_error(title_, ": one message of a lane cannot be aborted alone; abort the lane");
+  throw_lane_error(name_, ": one message of a lane cannot be aborted alone; abort the lane");
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HostWork::getFuture() {

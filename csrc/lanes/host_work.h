@@ -17,7 +17,7 @@ namespace ldt {
 /// each time). It notices Ctrl-C. It holds no tensors; the message does, until it is done.
 class HostWork final : public c10d::Work {
  public:
-  HostWork(c10d::OpType type, std::string title, std::shared_ptr<LaneStats> stats);
+  HostWork(c10d::OpType type, std::string name, std::shared_ptr<LaneStats> stats);
 
   /// `timeout` of zero means: as long as it takes. Throws LaneError when it passes, for a
   /// negative one, when the message failed, or in a forked child.
@@ -32,7 +32,7 @@ class HostWork final : public c10d::Work {
 
  private:
   const Owner owner_;
-  std::string title_;
+  std::string name_;
   std::shared_ptr<LaneStats> stats_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_
 };

@@ -20,11 +20,11 @@ Lane::Lane(LaneOptions options, std::shared_ptr<GroupComm> comm)
 // An error of our own leaves the lane as it was; one of the transport may leave half a message
 // under way, and then the two ends are out of step for good.
 template <typename Launch>
-Lane::Work Lane::guarded(const Title& title, Launch launch) {
+Lane::Work Lane::guarded(const MessageName& name, Launch launch) {
   try {
     return launch();
   } catch (const StageError&) {
-    const auto text = c10::str(title, ": the broadcast inside the stage could not be started: ",
+    const auto text = c10::str(name, ": the broadcast inside the stage could not be started: ",
                                text_of(std::current_exception()));
     abort(text);
     throw_lane_error(text);
@@ -32,7 +32,7 @@ Lane::Work Lane::guarded(const Title& title, Launch launch) {
     throw;
   } catch (...) {
     const auto text =
-        c10::str(title, ": the backend refused it: ", text_of(std::current_exception()));
+        c10::str(name, ": the backend refused it: ", text_of(std::current_exception()));
     abort(text);
     throw_lane_error(text);
   }
@@ -40,7 +40,7 @@ Lane::Work Lane::guarded(const Title& title, Launch launch) {
 
 Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const std::string& label) {
   check_process();
-  const Title text(label, [&] { return describe_message("send", peer, tensors, label); });
+  const MessageName text(label, [&] { return describe_message("send", peer, tensors, label); });
   failure_->throw_if_happened();
   if (!comm_->is_leader()) {
     throw_lane_error(text,
@@ -53,7 +53,7 @@ Lane::Work Lane::send(const std::vector<at::Tensor>& tensors, int peer, const st
 Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
                          const std::string& label) {
   check_process();
-  const Title text(label, [&] { return describe_message("receive", peer, tensors, label); });
+  const MessageName text(label, [&] { return describe_message("receive", peer, tensors, label); });
   failure_->throw_if_happened();
   if (comm_->is_leader()) {
     check_peer(text, peer);
@@ -76,9 +76,9 @@ std::string Lane::name_of(int peer) const {
   return known ? c10::str("rank ", ranks[peer]) : c10::str("group rank ", peer);
 }
 
-void Lane::check_peer(const Title& title, int peer) const {
+void Lane::check_peer(const MessageName& name, int peer) const {
   if (peer < 0 || peer >= comm_->num_peers() || peer == comm_->own_peer()) {
-    throw_lane_error(title, ": expected as peer a group rank from 0 to ", comm_->num_peers() - 1,
+    throw_lane_error(name, ": expected as peer a group rank from 0 to ", comm_->num_peers() - 1,
                      " other than ", comm_->own_peer(), ", this rank's own");
   }
 }

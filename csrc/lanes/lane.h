@@ -82,9 +82,9 @@ class Lane {
 
  protected:
   virtual Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                           const Title& title) = 0;
+                           const MessageName& name) = 0;
   virtual Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                              const Title& title) = 0;
+                              const MessageName& name) = 0;
 
   LaneOptions options_;
   std::shared_ptr<GroupComm> comm_;
@@ -98,9 +98,9 @@ class Lane {
   std::string describe_message(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
                                const std::string& label) const;
   std::string name_of(int peer) const;
-  void check_peer(const Title& title, int peer) const;
+  void check_peer(const MessageName& name, int peer) const;
   template <typename Launch>
-  Work guarded(const Title& title, Launch launch);
+  Work guarded(const MessageName& name, Launch launch);
 };
 
 /// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU). Payload of a

@@ -55,11 +55,11 @@ void StreamLane::wait_for_current_stream() {
 
 // What is captured runs when the graph is replayed, once for each replay. But a lane counts its
 // messages at launch, and asks its events what is done.
-void StreamLane::refuse_capture(const Title& title) const {
+void StreamLane::refuse_capture(const MessageName& name) const {
   const c10::impl::VirtualGuardImpl backend(options_.device.type());
   if (!driver_ || !driver_->is_capturing(backend.getStream(options_.device))) return;
   throw_lane_error(
-      title,
+      name,
       ": the current stream is being captured into a graph, and messages of a lane cannot "
       "be: capture what computes, and send and receive outside of the graph");
 }
@@ -67,80 +67,80 @@ void StreamLane::refuse_capture(const Title& title) const {
 // What a transport refuses may be half under way, and then the two ends are out of step for good.
 // The tensors stay as long as the device may use them.
 template <typename Step>
-auto StreamLane::run_or_abort(c10d::OpType type, WireTensors& wire, const Title& title,
+auto StreamLane::run_or_abort(c10d::OpType type, MessageTensors& message, const MessageName& name,
                               const Step& step) {
   try {
     return step();
   } catch (const StageError&) {
     throw;
   } catch (const LaneError& error) {
-    const auto text = c10::str(title, ": ", error.what_without_backtrace());
-    finish(type, events_->record(stream_), std::move(wire), title.label());
+    const auto text = c10::str(name, ": ", error.what_without_backtrace());
+    finish(type, events_->record(stream_), std::move(message), name.label());
     abort(text);
     throw_lane_error(text);
   }
 }
 
 Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int peer,
-                                   const Title& title) {
-  refuse_capture(title);
+                                   const MessageName& name) {
+  refuse_capture(name);
   retire();
   // Copies, if any, are made on the current stream.
-  wait_for_room(title);
-  auto wire = WireTensors::for_send(tensors, options_.device, title);
+  wait_for_room(name);
+  auto message = MessageTensors::for_send(tensors, options_.device, name);
   wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   if (options_.announce) {
-    const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
+    const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
     const auto theirs = exchange_announcements(own, peer, /*speak_first=*/true);
-    if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the receiver expects");
+    if (!own.matches(theirs)) throw_mismatch(name.text(), own, theirs, "the receiver expects");
   }
-  auto end = run_or_abort(c10d::OpType::SEND, wire, title,
-                          [&] { return transport_->send(stream_, wire, peer); });
+  auto end = run_or_abort(c10d::OpType::SEND, message, name,
+                          [&] { return transport_->send(stream_, message, peer); });
   if (!end) end = events_->record(stream_);
-  stats_->sent_bytes += wire.bytes();
+  stats_->sent_bytes += message.bytes();
   stats_->sent_messages += 1;
-  return finish(c10d::OpType::SEND, std::move(end), std::move(wire), title.label());
+  return finish(c10d::OpType::SEND, std::move(end), std::move(message), name.label());
 }
 
 Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                                      const Title& title) {
-  refuse_capture(title);
+                                      const MessageName& name) {
+  refuse_capture(name);
   retire();
-  wait_for_room(title);
+  wait_for_room(name);
   const auto claims = pool_->claim(tensors);
   const bool pooled =
       std::find(claims.begin(), claims.end(), ReceivePool::Claim::kForeign) == claims.end();
   // A tensor of the caller's may still be read by what is queued on the current stream.
   if (!pooled) wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
-  auto wire = WireTensors::for_receive(tensors, options_.device, title, pool_->block_finder());
-  const bool agreed = !options_.announce || agree(wire, peer, title);
+  auto message = MessageTensors::for_receive(tensors, options_.device, name, pool_->block_finder());
+  const bool agreed = !options_.announce || agree(message, peer, name);
   const bool broadcasts = comm_->has_stage();
-  const auto ends = run_or_abort(c10d::OpType::RECV, wire, title, [&] {
-    return transport_->receive(stream_, wire, claims, peer, broadcasts && agreed);
+  const auto ends = run_or_abort(c10d::OpType::RECV, message, name, [&] {
+    return transport_->receive(stream_, message, claims, peer, broadcasts && agreed);
   });
   if (!agreed) {
-    const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
-    finish(c10d::OpType::RECV, events_->record(stream_), std::move(wire), title.label());
-    throw_disagreement(title.text(), own);
+    const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
+    finish(c10d::OpType::RECV, events_->record(stream_), std::move(message), name.label());
+    throw_disagreement(name.text(), own);
   }
-  wire.unstage();
-  count_received(wire.bytes(), broadcasts);
+  message.unstage();
+  count_received(message.bytes(), broadcasts);
   // A pooled block is only ever written again after the end of this message: nothing has to
   // hold it until the device is done, so a host that runs far ahead takes no more memory than one
   // that does not.
-  if (pooled) wire.release();
+  if (pooled) message.release();
   const auto end = ends.data ? ends.data : events_->record(stream_);
   for (const auto& tensor : tensors) pool_->note_events(tensor, end, ends.reading);
   // Who has waited may write to the tensors, so nobody may still be reading them.
   auto over = ends.reading ? std::make_shared<BothEvents>(end, ends.reading) : end;
-  return finish(c10d::OpType::RECV, std::move(over), std::move(wire), title.label());
+  return finish(c10d::OpType::RECV, std::move(over), std::move(message), name.label());
 }
 
 // A host that enqueues into a full queue blocks in the driver, where nothing ends it and no other
 // thread may get in. Here it sees failures, and what it waits for: that the other end goes on.
-void StreamLane::wait_for_room(const Title& title) {
+void StreamLane::wait_for_room(const MessageName& name) {
   if (operations_ <= kMostOperations) return;
   const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
   while (pending_operations() > kMostOperations) {
@@ -148,7 +148,7 @@ void StreamLane::wait_for_room(const Title& title) {
     check_interrupt();
     if (std::chrono::steady_clock::now() >= deadline) {
       throw_lane_error(
-          title, ": earlier messages of this lane have more than ", kMostOperations,
+          name, ": earlier messages of this lane have more than ", kMostOperations,
           " operations in the queue of the device, which holds few more, and that for ",
           options_.timeout.count(), " ms: does the rank at the other end still take part?");
     }
@@ -168,15 +168,15 @@ int64_t StreamLane::pending_operations() {
 
 // Compares what this end expects with what the sender has, and in the stage what all expect. False:
 // sender and leader agree, but not the whole stage, so there must be no broadcast.
-bool StreamLane::agree(const WireTensors& wire, int peer, const Title& title) {
-  const auto own = Announcement::of(wire.tensors(), wire.bytes(), options_.chunk_bytes);
+bool StreamLane::agree(const MessageTensors& message, int peer, const MessageName& name) {
+  const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
   if (!comm_->is_leader()) {
-    stage_agreement().follow(title.text(), own);
+    stage_agreement().follow(name.text(), own);
     return true;
   }
   const auto theirs = exchange_announcements(own, peer, /*speak_first=*/false);
   const bool agreed = !comm_->has_stage() || stage_agreement().lead(own, theirs);
-  if (!own.matches(theirs)) throw_mismatch(title.text(), own, theirs, "the sender has");
+  if (!own.matches(theirs)) throw_mismatch(name.text(), own, theirs, "the sender has");
   return agreed;
 }
 
@@ -208,8 +208,8 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*comm_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> end, WireTensors wire,
-                              const std::string& label) {
+Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> end,
+                              MessageTensors message, const std::string& label) {
   auto work = c10::make_intrusive<StreamWork>(type, options_.device, end, failure_);
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
   {
@@ -217,7 +217,7 @@ Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> en
     const auto enqueued = transport_->enqueued();
     const auto own = type == c10d::OpType::SEND ? kOperationsOfSend : kOperationsOfReceive;
     const auto operations = enqueued - std::exchange(counted_, enqueued) + own;
-    in_flight_.push_back({std::move(end), std::move(wire), verb, label,
+    in_flight_.push_back({std::move(end), std::move(message), verb, label,
                           std::chrono::steady_clock::now(), operations});
     operations_ += operations;
   }

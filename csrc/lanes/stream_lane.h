@@ -38,16 +38,17 @@ class StreamLane final : public Lane {
   /// A message that the device may still be reading or writing.
   struct InFlight {
     std::shared_ptr<const Event> end;
-    WireTensors wire;
+    MessageTensors message;
     const char* verb;
     std::string label;
     std::chrono::steady_clock::time_point since;
     int64_t operations;  // that it took
   };
 
-  Work launch_send(const std::vector<at::Tensor>& tensors, int peer, const Title& title) override;
+  Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
+                   const MessageName& name) override;
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
-                      const Title& title) override;
+                      const MessageName& name) override;
 
   // None of these throws, whatever the device answers: what is behind them must be done all the
   // same.
@@ -57,19 +58,20 @@ class StreamLane final : public Lane {
   void attempt(const char* failed, const Step& step) noexcept;
 
   void wait_for_current_stream();
-  void refuse_capture(const Title& title) const;
+  void refuse_capture(const MessageName& name) const;
   /// Returns when the lane's stream has room for a message. Throws LaneError if that takes longer
   /// than the timeout.
-  void wait_for_room(const Title& title);
+  void wait_for_room(const MessageName& name);
   /// Of all messages that are not done.
   int64_t pending_operations();
-  bool agree(const WireTensors& wire, int peer, const Title& title);
+  bool agree(const MessageTensors& message, int peer, const MessageName& name);
   void count_received(int64_t bytes, bool broadcasts);
   Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
   StageAgreement stage_agreement();
   template <typename Step>
-  auto run_or_abort(c10d::OpType type, WireTensors& wire, const Title& title, const Step& step);
-  Work finish(c10d::OpType type, std::shared_ptr<const Event> end, WireTensors wire,
+  auto run_or_abort(c10d::OpType type, MessageTensors& message, const MessageName& name,
+                    const Step& step);
+  Work finish(c10d::OpType type, std::shared_ptr<const Event> end, MessageTensors message,
               const std::string& label);
   /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
   /// left.

@@ -6,7 +6,7 @@
 
 namespace ldt {
 
-at::Tensor borrowed_tensor(void* address, at::IntArrayRef sizes, at::ScalarType dtype,
+at::Tensor external_tensor(void* address, at::IntArrayRef sizes, at::ScalarType dtype,
                            c10::Device device, std::function<void(void*)> give_back) {
   const auto bytes = c10::multiply_integers(sizes) * c10::elementSize(dtype);
   auto memory = c10::InefficientStdFunctionContext::makeDataPtr(address, give_back, device);

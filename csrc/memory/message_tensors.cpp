@@ -68,7 +68,7 @@ void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tens
 
 }  // namespace
 
-bool travels(const at::Tensor& tensor) {
+bool is_sendable(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
          !tensor.is_nested() && !tensor.key_set().has(c10::DispatchKey::Python);
 }
@@ -89,18 +89,18 @@ std::string describe(const std::vector<at::Tensor>& tensors) {
   return tensors.empty() ? "no tensors" : text.str();
 }
 
-WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
-                         const Title& title) {
+MessageTensors::MessageTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
+                               const MessageName& name) {
   std::vector<int64_t> sizes;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const auto& tensor = tensors[i];
-    if (!travels(tensor)) {
-      throw_lane_error(title, ": tensor ", i, ", ", dtype_name(tensor.scalar_type()),
+    if (!is_sendable(tensor)) {
+      throw_lane_error(name, ": tensor ", i, ", ", dtype_name(tensor.scalar_type()),
                        ", cannot travel: expected a plain, dense, strided, unquantized tensor; "
                        "send its parts instead");
     }
     if (tensor.device() != device) {
-      throw_lane_error(title, ": tensor ", i, ": expected a tensor on ", device,
+      throw_lane_error(name, ": tensor ", i, ": expected a tensor on ", device,
                        ", the lane's device, got one on ", tensor.device(),
                        "; move it there first");
     }
@@ -111,45 +111,46 @@ WireTensors::WireTensors(const std::vector<at::Tensor>& tensors, c10::Device dev
   packing_ = Packing::of(sizes, device);
 }
 
-WireTensors WireTensors::for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                  const Title& title) {
-  WireTensors wire(tensors, device, title);
-  const bool packs = !wire.packing_.members.empty();
-  wire.add_transfers(packs ? new_block(wire.packing_, device) : at::Tensor(), false);
-  copy_all(wire.staged_, wire.originals_);
-  return wire;
+MessageTensors MessageTensors::for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
+                                        const MessageName& name) {
+  MessageTensors message(tensors, device, name);
+  const bool packs = !message.packing_.members.empty();
+  message.add_transfers(packs ? new_block(message.packing_, device) : at::Tensor(), false);
+  copy_all(message.staged_, message.originals_);
+  return message;
 }
 
-WireTensors WireTensors::for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                     const Title& title, const FindBlock& find_block) {
-  WireTensors wire(tensors, device, title);
-  for (size_t i = 0; i < wire.tensors_.size(); ++i) {
-    if (at::has_internal_overlap(wire.tensors_[i]) == at::MemOverlap::Yes) {
-      throw_lane_error(title, ": tensor ", i,
+MessageTensors MessageTensors::for_receive(const std::vector<at::Tensor>& tensors,
+                                           c10::Device device, const MessageName& name,
+                                           const FindBlock& find_block) {
+  MessageTensors message(tensors, device, name);
+  for (size_t i = 0; i < message.tensors_.size(); ++i) {
+    if (at::has_internal_overlap(message.tensors_[i]) == at::MemOverlap::Yes) {
+      throw_lane_error(name, ": tensor ", i,
                        " overlaps itself (an expanded tensor?) and cannot be received into; ",
                        "receive into a contiguous tensor");
     }
   }
-  if (wire.packing_.members.empty()) {
-    wire.add_transfers({}, false);
-    return wire;
+  if (message.packing_.members.empty()) {
+    message.add_transfers({}, false);
+    return message;
   }
-  const auto members = wire.members();
+  const auto members = message.members();
   const bool are_plain = std::all_of(members.begin(), members.end(), is_plain);
-  auto block = are_plain && find_block ? find_block(members, wire.packing_) : at::Tensor();
+  auto block = are_plain && find_block ? find_block(members, message.packing_) : at::Tensor();
   const bool is_in_place = block.defined();
-  wire.add_transfers(is_in_place ? block : new_block(wire.packing_, device), is_in_place);
-  return wire;
+  message.add_transfers(is_in_place ? block : new_block(message.packing_, device), is_in_place);
+  return message;
 }
 
-std::vector<at::Tensor> WireTensors::members() const {
+std::vector<at::Tensor> MessageTensors::members() const {
   std::vector<at::Tensor> members;
   for (const auto i : packing_.members) members.push_back(tensors_[i]);
   return members;
 }
 
 // The block goes where its first member would. `is_in_place`: the members lie in it.
-void WireTensors::add_transfers(const at::Tensor& block, bool is_in_place) {
+void MessageTensors::add_transfers(const at::Tensor& block, bool is_in_place) {
   size_t member = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {
     const auto& tensor = tensors_[i];
@@ -163,13 +164,13 @@ void WireTensors::add_transfers(const at::Tensor& block, bool is_in_place) {
   }
 }
 
-at::Tensor WireTensors::stage(const at::Tensor& tensor, at::Tensor memory) {
+at::Tensor MessageTensors::stage(const at::Tensor& tensor, at::Tensor memory) {
   originals_.push_back(tensor);
   staged_.push_back(memory);
   return memory;
 }
 
-std::vector<at::Tensor> WireTensors::pieces(int64_t chunk_bytes) const {
+std::vector<at::Tensor> MessageTensors::pieces(int64_t chunk_bytes) const {
   std::vector<at::Tensor> pieces;
   for (const auto& transfer : transfers_) {
     const auto total = static_cast<int64_t>(transfer.data.nbytes());
@@ -181,9 +182,9 @@ std::vector<at::Tensor> WireTensors::pieces(int64_t chunk_bytes) const {
   return pieces;
 }
 
-void WireTensors::unstage() { copy_all(originals_, staged_); }
+void MessageTensors::unstage() { copy_all(originals_, staged_); }
 
-void WireTensors::release() {
+void MessageTensors::release() {
   tensors_.clear();
   transfers_.clear();
   staged_.clear();

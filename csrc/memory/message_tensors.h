@@ -19,27 +19,27 @@ std::string dtype_name(at::ScalarType dtype);
 std::string describe(const std::vector<at::Tensor>& tensors);
 /// Whether the tensor's elements are bytes in memory of its own. A wrapper (a fake tensor, a
 /// DTensor, the result of a collective that is not waited for) has a null or foreign address.
-bool travels(const at::Tensor& tensor);
+bool is_sendable(const at::Tensor& tensor);
 
 /// The tensors of one message and the contiguous bytes that travel.
 ///
 /// Holds aliases without a Python object: dropping the last reference to a tensor that has one
 /// needs the GIL, and these are dropped by worker threads. Throws LaneError, beginning with
-/// `title`, for tensors that cannot travel.
-class WireTensors {
+/// `name`, for tensors that cannot travel.
+class MessageTensors {
  public:
   /// What Packing puts together is copied now, on the current stream, and so are non-contiguous
   /// tensors and conjugated or negated views; the copies live here.
-  static WireTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
-                              const Title& title);
+  static MessageTensors for_send(const std::vector<at::Tensor>& tensors, c10::Device device,
+                                 const MessageName& name);
   /// The memory, as bytes, in which `members` lie at the offsets of the packing; undefined if they
   /// do not lie so.
   using FindBlock =
       std::function<at::Tensor(const std::vector<at::Tensor>& members, const Packing& packing)>;
   /// Such targets get contiguous staging memory, unless `find_block` knows that of those that are
   /// packed; `unstage` copies it over.
-  static WireTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
-                                 const Title& title, const FindBlock& find_block = nullptr);
+  static MessageTensors for_receive(const std::vector<at::Tensor>& tensors, c10::Device device,
+                                    const MessageName& name, const FindBlock& find_block = nullptr);
 
   /// A contiguous tensor that travels: one of the message, or more in one block. `first` is the
   /// place in the message of the first that it has.
@@ -59,7 +59,8 @@ class WireTensors {
   int64_t bytes() const { return bytes_; }
 
  private:
-  WireTensors(const std::vector<at::Tensor>& tensors, c10::Device device, const Title& title);
+  MessageTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
+                 const MessageName& name);
 
   std::vector<at::Tensor> members() const;
   void add_transfers(const at::Tensor& block, bool is_in_place);

@@ -105,7 +105,7 @@ at::Tensor ReceivePool::tensor_of(const std::shared_ptr<Loan>& loan, int64_t off
     in_use_.emplace(address, loan);
     ++loan->tensors;
   }
-  return borrowed_tensor(address, sizes, dtype, device_,
+  return external_tensor(address, sizes, dtype, device_,
                          [pool = shared_from_this()](void* data) { pool->give_back(data); });
 }
 
@@ -202,7 +202,7 @@ std::shared_ptr<ReceivePool::Loan> ReceivePool::loan_of(const at::Tensor& tensor
   return found == in_use_.end() ? nullptr : found->second;
 }
 
-WireTensors::FindBlock ReceivePool::block_finder() const {
+MessageTensors::FindBlock ReceivePool::block_finder() const {
   return [this](const std::vector<at::Tensor>& members, const Packing& packing) {
     return find_block(members, packing);
   };

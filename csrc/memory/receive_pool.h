@@ -46,7 +46,7 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   std::vector<at::Tensor> buffers(const std::vector<std::vector<int64_t>>& sizes,
                                   const std::vector<at::ScalarType>& dtypes);
   /// Finds the block of tensors that were made together. For as long as the pool lives.
-  WireTensors::FindBlock block_finder() const;
+  MessageTensors::FindBlock block_finder() const;
   enum class Claim {
     kForeign,  // not of this pool, or received into before: the caller's queued work may be using
                // it

@@ -44,7 +44,7 @@ class Collector {
 
  private:
   void check(const NamedTensor& named) const {
-    if (!travels(*named.tensor)) {
+    if (!is_sendable(*named.tensor)) {
       fail("expected a plain, dense, strided tensor; convert it, or leave it out");
     }
     if (!is_like_the_last(named)) check_form(form_of(named));

@@ -12,9 +12,9 @@ constexpr int64_t kOperationsOfCall = 4;
 }  // namespace
 
 std::shared_ptr<const Event> C10dTransport::send(const c10::Stream& /*stream*/,
-                                                 const WireTensors& wire, int peer) {
+                                                 const MessageTensors& message, int peer) {
   std::vector<GroupComm::Work> transfers;
-  for (const auto& piece : wire.pieces(chunk_bytes_)) {
+  for (const auto& piece : message.pieces(chunk_bytes_)) {
     transfers.push_back(comm_->send(piece, peer, GroupComm::kPayload));
     enqueued_ += kOperationsOfCall;
   }
@@ -25,11 +25,11 @@ std::shared_ptr<const Event> C10dTransport::send(const c10::Stream& /*stream*/,
 // A backend starts a transfer when the current stream gets there. So the next receive is issued
 // before the lane's stream waits for the broadcast of the piece before it: the two run side by
 // side.
-ReceiveEvents C10dTransport::receive(const c10::Stream& /*stream*/, const WireTensors& wire,
+ReceiveEvents C10dTransport::receive(const c10::Stream& /*stream*/, const MessageTensors& message,
                                      const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                                      bool broadcasts) {
   std::vector<GroupComm::Work> broadcast;
-  for (const auto& piece : wire.pieces(chunk_bytes_)) {
+  for (const auto& piece : message.pieces(chunk_bytes_)) {
     if (comm_->is_leader()) comm_->receive(piece, peer, GroupComm::kPayload)->wait();
     if (broadcasts) broadcast.push_back(in_stage([&] { return comm_->broadcast(piece); }));
     enqueued_ += kOperationsOfCall * (broadcasts ? 2 : 1);

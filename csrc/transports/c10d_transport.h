@@ -13,9 +13,9 @@ class C10dTransport final : public Transport {
   C10dTransport(std::shared_ptr<GroupComm> comm, int64_t chunk_bytes)
       : comm_(std::move(comm)), chunk_bytes_(chunk_bytes) {}
 
-  std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+  std::shared_ptr<const Event> send(const c10::Stream& stream, const MessageTensors& message,
                                     int peer) override;
-  ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+  ReceiveEvents receive(const c10::Stream& stream, const MessageTensors& message,
                         const std::vector<ReceivePool::Claim>& claims, int peer,
                         bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }

@@ -19,9 +19,9 @@ Link& link_for(const std::map<int, std::shared_ptr<Link>>& links, int peer, cons
 }  // namespace
 
 std::shared_ptr<const Event> CopyEngineTransport::send(const c10::Stream& stream,
-                                                       const WireTensors& wire, int peer) {
+                                                       const MessageTensors& message, int peer) {
   auto& to = link_for(routes_.senders, peer, "to");
-  for (const auto& [data, first] : wire.transfers()) {
+  for (const auto& [data, first] : message.transfers()) {
     const auto bytes = static_cast<int64_t>(data.nbytes());
     to.begin(stream, {static_cast<const char*>(data.const_data_ptr()), bytes, bytes}, patience_);
     to.push(stream, bytes);
@@ -29,13 +29,13 @@ std::shared_ptr<const Event> CopyEngineTransport::send(const c10::Stream& stream
   return to.sent();
 }
 
-ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const WireTensors& wire,
+ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const MessageTensors& message,
                                            const std::vector<ReceivePool::Claim>& claims, int peer,
                                            bool broadcasts) {
   auto& from = routes_.from_stage ? *routes_.from_stage : link_for(routes_.receivers, peer, "from");
   auto* const to = broadcasts ? routes_.to_stage.get() : nullptr;
   bool by_itself = to == nullptr;
-  for (const auto& [data, first] : wire.transfers()) {
+  for (const auto& [data, first] : message.transfers()) {
     const PeerReceiver::Target target{
         static_cast<char*>(data.mutable_data_ptr()), static_cast<int64_t>(data.nbytes()),
         claims[first] != ReceivePool::Claim::kForeign, claims[first] == ReceivePool::Claim::kFree};

@@ -30,9 +30,9 @@ class CopyEngineTransport final : public Transport {
                       std::chrono::milliseconds patience)
       : routes_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), patience_(patience) {}
 
-  std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+  std::shared_ptr<const Event> send(const c10::Stream& stream, const MessageTensors& message,
                                     int peer) override;
-  ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+  ReceiveEvents receive(const c10::Stream& stream, const MessageTensors& message,
                         const std::vector<ReceivePool::Claim>& claims, int peer,
                         bool broadcasts) override;
   int64_t enqueued() const override;

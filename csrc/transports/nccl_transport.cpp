@@ -26,9 +26,9 @@ void NcclTransport::call(const char* what, const Call& call) {
   ++enqueued_;
 }
 
-std::shared_ptr<const Event> NcclTransport::send(const c10::Stream& stream, const WireTensors& wire,
-                                                 int peer) {
-  for (const auto& piece : wire.pieces(chunk_bytes_)) {
+std::shared_ptr<const Event> NcclTransport::send(const c10::Stream& stream,
+                                                 const MessageTensors& message, int peer) {
+  for (const auto& piece : message.pieces(chunk_bytes_)) {
     call("ncclSend", [&] {
       return nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
                         communicators_.point_to_point, native(stream));
@@ -37,14 +37,14 @@ std::shared_ptr<const Event> NcclTransport::send(const c10::Stream& stream, cons
   return nullptr;
 }
 
-ReceiveEvents NcclTransport::receive(const c10::Stream& stream, const WireTensors& wire,
+ReceiveEvents NcclTransport::receive(const c10::Stream& stream, const MessageTensors& message,
                                      const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                                      bool broadcasts) {
   if (!comm_->is_leader()) {
-    for (const auto& piece : wire.pieces(chunk_bytes_)) broadcast(piece, stream);
+    for (const auto& piece : message.pieces(chunk_bytes_)) broadcast(piece, stream);
     return {};
   }
-  for (const auto& piece : wire.pieces(chunk_bytes_)) {
+  for (const auto& piece : message.pieces(chunk_bytes_)) {
     call("ncclRecv", [&] {
       return nccl_.receive(piece.mutable_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
                            communicators_.point_to_point, native(stream));

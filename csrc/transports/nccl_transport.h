@@ -31,9 +31,9 @@ class NcclTransport final : public Transport {
   NcclTransport(std::shared_ptr<GroupComm> comm, Communicators communicators, c10::Device device,
                 int64_t chunk_bytes, const NcclLibrary& nccl);
 
-  std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
+  std::shared_ptr<const Event> send(const c10::Stream& stream, const MessageTensors& message,
                                     int peer) override;
-  ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+  ReceiveEvents receive(const c10::Stream& stream, const MessageTensors& message,
                         const std::vector<ReceivePool::Claim>& claims, int peer,
                         bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }

@@ -27,11 +27,11 @@ class Transport {
   virtual ~Transport() = default;
 
   /// Returns when the tensors may be overwritten; empty: in the order of the stream.
-  virtual std::shared_ptr<const Event> send(const c10::Stream& stream, const WireTensors& wire,
-                                            int peer) = 0;
+  virtual std::shared_ptr<const Event> send(const c10::Stream& stream,
+                                            const MessageTensors& message, int peer) = 0;
   /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
   /// the stage while it receives. `claims` has one for each tensor of the message.
-  virtual ReceiveEvents receive(const c10::Stream& stream, const WireTensors& wire,
+  virtual ReceiveEvents receive(const c10::Stream& stream, const MessageTensors& message,
                                 const std::vector<ReceivePool::Claim>& claims, int peer,
                                 bool broadcasts) = 0;
   /// How many operations it has enqueued so far, on any stream, or some more.

@@ -19,14 +19,14 @@ std::shared_ptr<HostContext> new_context() {
 }
 
 const std::string kLabel;
-const Title kTitle(kLabel, [] { return std::string("probe"); });
+const MessageName kName(kLabel, [] { return std::string("probe"); });
 
 /// Starts nothing by itself: the test does.
 class Probe final : public HostMessage {
  public:
   explicit Probe(std::shared_ptr<const HostContext> context)
       : HostMessage(std::move(context), c10d::OpType::SEND,
-                    WireTensors::for_send({at::ones({2})}, at::kCPU, kTitle), 0, kTitle.text()) {}
+                    MessageTensors::for_send({at::ones({2})}, at::kCPU, kName), 0, kName.text()) {}
   using HostMessage::started;
   using HostMessage::wait_for_transfer;
 

@@ -6,12 +6,12 @@
 
 using ldt::Announcement;
 using ldt::LaneError;
-using ldt::WireTensors;
+using ldt::MessageTensors;
 
 namespace {
 
 const std::string kLabel = "label";
-const ldt::Title kTitle(kLabel, [] { return std::string("title"); });
+const ldt::MessageName kName(kLabel, [] { return std::string("title"); });
 
 }  // namespace
 
@@ -24,7 +24,7 @@ TEST(descriptions_name_dtype_and_shape) {
 TEST(pieces_cover_the_bytes_in_order) {
   const auto large = at::arange(20000, at::kInt);
   const auto wire =
-      WireTensors::for_send({large, at::empty({0}), at::ones({3}, at::kByte)}, at::kCPU, kTitle);
+      MessageTensors::for_send({large, at::empty({0}), at::ones({3}, at::kByte)}, at::kCPU, kName);
   const auto pieces = wire.pieces(40000);
   EXPECT_EQ(pieces.size(), 3u);
   EXPECT_EQ(pieces[0].numel(), 40000);
@@ -38,7 +38,7 @@ TEST(pieces_cover_the_bytes_in_order) {
 TEST(small_tensors_are_packed_with_zeros_between) {
   const std::vector<at::Tensor> message{at::arange(3, at::kInt), at::ones({2}).t(),
                                         at::ones({1 << 20}), at::arange(4, at::kLong)};
-  const auto sent = WireTensors::for_send(message, at::kCPU, kTitle);
+  const auto sent = MessageTensors::for_send(message, at::kCPU, kName);
   EXPECT_EQ(sent.transfers().size(), 2u);
   EXPECT_EQ(sent.transfers()[1].first, 2u);
   const auto block = sent.transfers()[0].data;
@@ -47,7 +47,7 @@ TEST(small_tensors_are_packed_with_zeros_between) {
   std::vector<at::Tensor> targets;
   for (const auto& tensor : message) targets.push_back(at::zeros_like(tensor));
   targets[0] = at::zeros({3, 2}, at::kInt).t()[0];  // not contiguous
-  auto received = WireTensors::for_receive(targets, at::kCPU, kTitle);
+  auto received = MessageTensors::for_receive(targets, at::kCPU, kName);
   received.transfers()[0].data.copy_(block);
   received.unstage();
   for (const size_t i : {0, 1, 3}) EXPECT(at::equal(targets[i], message[i]));
@@ -65,18 +65,18 @@ TEST(the_number_of_transfers_is_bounded_on_devices) {
 }
 
 TEST(tensors_that_cannot_travel_are_refused) {
-  EXPECT_THROW(WireTensors::for_send({at::ones({2}).to_sparse()}, at::kCPU, kTitle), LaneError,
+  EXPECT_THROW(MessageTensors::for_send({at::ones({2}).to_sparse()}, at::kCPU, kName), LaneError,
                "title: tensor 0, float32, cannot travel");
-  EXPECT_THROW(WireTensors::for_receive({at::ones({1}).expand({4})}, at::kCPU, kTitle), LaneError,
+  EXPECT_THROW(MessageTensors::for_receive({at::ones({1}).expand({4})}, at::kCPU, kName), LaneError,
                "overlaps itself");
-  EXPECT_THROW(WireTensors::for_send({at::empty({2}, at::TensorOptions().device(at::kMeta))},
-                                     at::kCPU, kTitle),
+  EXPECT_THROW(MessageTensors::for_send({at::empty({2}, at::TensorOptions().device(at::kMeta))},
+                                        at::kCPU, kName),
                LaneError, "expected a tensor on cpu");
 }
 
 TEST(quantized_tensors_are_refused_by_dtype) {
-  EXPECT_THROW(WireTensors::for_send({at::quantize_per_tensor(at::ones({2}), 1.0, 0, at::kQUInt8)},
-                                     at::kCPU, kTitle),
+  EXPECT_THROW(MessageTensors::for_send(
+                   {at::quantize_per_tensor(at::ones({2}), 1.0, 0, at::kQUInt8)}, at::kCPU, kName),
                LaneError, "title: tensor 0, quint8, cannot travel");
 }
 
@@ -84,7 +84,7 @@ TEST(values_travel_and_not_the_bits_of_a_view) {
   const auto source = at::complex(at::ones({3}), at::arange(1, 4, at::kFloat));
   const std::vector<at::Tensor> views{source.conj(), source._neg_view(), source.conj().t()};
   for (const auto& view : views) {
-    const auto pieces = WireTensors::for_send({view}, at::kCPU, kTitle).pieces(1 << 10);
+    const auto pieces = MessageTensors::for_send({view}, at::kCPU, kName).pieces(1 << 10);
     EXPECT(at::equal(pieces[0].view(at::kComplexFloat), view.resolve_conj().resolve_neg()));
   }
 }
@@ -93,7 +93,7 @@ TEST(a_view_receives_values_and_not_bits) {
   const auto source = at::complex(at::ones({3}), at::arange(1, 4, at::kFloat));
   const auto plain = at::zeros_like(source);
   for (const auto& view : {plain.conj(), plain._neg_view()}) {
-    auto wire = WireTensors::for_receive({view}, at::kCPU, kTitle);
+    auto wire = MessageTensors::for_receive({view}, at::kCPU, kName);
     wire.pieces(1 << 10)[0].copy_(source.view(at::kByte));
     wire.unstage();
     EXPECT(at::equal(view.resolve_conj().resolve_neg(), source));
@@ -103,7 +103,7 @@ TEST(a_view_receives_values_and_not_bits) {
 TEST(sizes_beyond_32_bits_are_counted_right) {
   const int64_t count = (int64_t{5} << 30) + 3;  // a meta tensor has a size and no memory
   const auto large = at::empty({count}, at::TensorOptions().dtype(at::kShort).device(at::kMeta));
-  const auto wire = WireTensors::for_send({large, large}, at::kMeta, kTitle);
+  const auto wire = MessageTensors::for_send({large, large}, at::kMeta, kName);
   EXPECT_EQ(wire.bytes(), 4 * count);
   const auto pieces = wire.pieces(int64_t{3} << 30);
   EXPECT_EQ(pieces.size(), 8u);

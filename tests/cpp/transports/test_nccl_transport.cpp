@@ -125,9 +125,9 @@ TEST(a_call_that_stands_still_is_ended_by_the_abort) {
   const auto transport = carrier_of(comm);
   const auto stream = transport->stream(kDevice);
   const std::string label = "F0";
-  const Title title(label, [] { return "title"; });
-  const auto wire =
-      WireTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))}, kDevice, title);
+  const MessageName title(label, [] { return "title"; });
+  const auto wire = MessageTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))},
+                                             kDevice, title);
   std::thread sending([&] { transport->send(stream, wire, 1); });
   seen.await("send");
   transport->abort();
@@ -148,9 +148,9 @@ TEST(no_call_begins_after_that) {
   const auto transport = carrier_of(std::make_shared<AbortedTransport>());
   transport->shut();
   const std::string label;
-  const Title title(label, [] { return "title"; });
-  const auto wire =
-      WireTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))}, kDevice, title);
+  const MessageName title(label, [] { return "title"; });
+  const auto wire = MessageTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))},
+                                             kDevice, title);
   EXPECT_THROW(transport->send(transport->stream(kDevice), wire, 1), LaneError,
                "aborted or closed");
   EXPECT_EQ(later.text(), "");
