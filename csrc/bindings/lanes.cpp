@@ -62,10 +62,10 @@ class LiveLanes {
 // Those of this process. Never destroyed: lanes may outlive static destruction.
 LiveLanes& live_lanes() {
   static auto* lanes = new LiveLanes;
-  static Owner owner;
-  if (!owner.is_here()) {
+  static OwnerProcess owner;
+  if (!owner.is_current()) {
     lanes = new LiveLanes;
-    owner = Owner();
+    owner = OwnerProcess();
   }
   return *lanes;
 }
@@ -91,7 +91,7 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
 std::unique_ptr<Transport> make_transport(const TransportChoice& choice, const LaneOptions& options,
                                           const std::shared_ptr<GroupComm>& groups, int stage_size,
                                           int stage_root) {
-  if (const auto* routes = std::get_if<PeerRoutes>(&choice)) {
+  if (const auto* routes = std::get_if<IpcLinks>(&choice)) {
     return std::make_unique<CopyEngineTransport>(*routes, stage_size - 1, options.chunk_bytes,
                                                  options.timeout);
   }

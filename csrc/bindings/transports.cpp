@@ -20,27 +20,27 @@ void bind_transports(py::module_& module) {
 
   module.def("has_nccl", [] { return nccl_library() != nullptr; });
 
-  py::class_<PeerMemory, std::shared_ptr<PeerMemory>>(module, "PeerMemory")
+  py::class_<IpcPool, std::shared_ptr<IpcPool>>(module, "PeerMemory")
       .def(py::init([](c10::Device device) {
-             return std::make_shared<PeerMemory>(device, require_peer_device(device));
+             return std::make_shared<IpcPool>(device, require_copy_engine(device));
            }),
            py::arg("device"));
-  py::class_<PeerReceiver, std::shared_ptr<PeerReceiver>>(module, "PeerReceiver")
-      .def(py::init<std::shared_ptr<PeerMemory>>(), py::arg("memory"))
-      .def("offer", &PeerReceiver::offer);
-  py::class_<PeerSender, std::shared_ptr<PeerSender>>(module, "PeerSender")
-      .def(py::init<c10::Device, const std::string&, std::shared_ptr<PeerMemory>>(),
-           py::arg("device"), py::arg("offer"), py::arg("memory") = py::none());
-  py::class_<StreamApart, std::shared_ptr<StreamApart>>(module, "PeerStream")
+  py::class_<IpcReceiver, std::shared_ptr<IpcReceiver>>(module, "PeerReceiver")
+      .def(py::init<std::shared_ptr<IpcPool>>(), py::arg("memory"))
+      .def("offer", &IpcReceiver::offer);
+  py::class_<IpcSender, std::shared_ptr<IpcSender>>(module, "PeerSender")
+      .def(py::init<c10::Device, const std::string&, std::shared_ptr<IpcPool>>(), py::arg("device"),
+           py::arg("offer"), py::arg("memory") = py::none());
+  py::class_<IsolatedStream, std::shared_ptr<IsolatedStream>>(module, "PeerStream")
       .def(py::init<c10::Device>(), py::arg("device"));
-  py::class_<PeerRoutes>(module, "PeerRoutes")
-      .def(py::init([](std::shared_ptr<StreamApart> stream, std::shared_ptr<PeerMemory> memory,
-                       std::map<int, std::shared_ptr<PeerSender>> senders,
-                       std::map<int, std::shared_ptr<PeerReceiver>> receivers,
-                       std::shared_ptr<PeerReceiver> from_stage,
-                       std::shared_ptr<PeerSender> to_stage) {
-             return PeerRoutes{std::move(stream),    std::move(memory),     std::move(senders),
-                               std::move(receivers), std::move(from_stage), std::move(to_stage)};
+  py::class_<IpcLinks>(module, "PeerRoutes")
+      .def(py::init([](std::shared_ptr<IsolatedStream> stream, std::shared_ptr<IpcPool> memory,
+                       std::map<int, std::shared_ptr<IpcSender>> senders,
+                       std::map<int, std::shared_ptr<IpcReceiver>> receivers,
+                       std::shared_ptr<IpcReceiver> from_stage,
+                       std::shared_ptr<IpcSender> to_stage) {
+             return IpcLinks{std::move(stream),    std::move(memory),     std::move(senders),
+                             std::move(receivers), std::move(from_stage), std::move(to_stage)};
            }),
            py::kw_only(), py::arg("stream"), py::arg("memory").none(true), py::arg("senders"),
            py::arg("receivers"), py::arg("from_stage").none(true), py::arg("to_stage").none(true));

@@ -16,6 +16,6 @@ struct NcclCommunicators {
 };
 
 /// None: the process groups.
-using TransportChoice = std::variant<std::monostate, NcclCommunicators, PeerRoutes>;
+using TransportChoice = std::variant<std::monostate, NcclCommunicators, IpcLinks>;
 
 }  // namespace ldt

@@ -18,11 +18,11 @@ class CallGate {
     if (is_closed_) throw_lane_error("the lane was aborted or closed");
     return lock;
   }
-  /// No call goes in any more. Waits for one that is inside, at most `patience`; whether it has
+  /// No call goes in any more. Waits for one that is inside, at most `timeout`; whether it has
   /// left.
-  bool close(std::chrono::milliseconds patience) {
+  bool close(std::chrono::milliseconds timeout) {
     is_closed_ = true;
-    const std::unique_lock<std::timed_mutex> lock(mutex_, patience);
+    const std::unique_lock<std::timed_mutex> lock(mutex_, timeout);
     return lock.owns_lock();
   }
 

@@ -16,11 +16,11 @@ std::atomic<int> generation{0};
 
 }  // namespace
 
-Owner::Owner() : generation_(generation), pid_(getpid()) {}
+OwnerProcess::OwnerProcess() : generation_(generation), pid_(getpid()) {}
 
-bool Owner::is_here() const { return generation_ == generation; }
+bool OwnerProcess::is_current() const { return generation_ == generation; }
 
-void Owner::refuse(const std::string& what) const {
+void OwnerProcess::refuse(const std::string& what) const {
   throw_lane_error(what, ": it belongs to process ", pid_, ", this is process ", getpid(),
                    ", a forked child: use it where it was made");
 }

@@ -8,14 +8,14 @@
 
 namespace ldt {
 
-class Owner {
+class OwnerProcess {
  public:
-  Owner();
+  OwnerProcess();
   /// Whether this is still the process that made it.
-  bool is_here() const;
+  bool is_current() const;
   /// Throws LaneError in a forked child, in which nothing of `what` may be touched.
   void check(const std::string& what) const {
-    if (!is_here()) refuse(what);
+    if (!is_current()) refuse(what);
   }
 
  private:

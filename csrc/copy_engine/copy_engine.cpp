@@ -7,10 +7,10 @@
 
 namespace ldt {
 
-PeerDevice* peer_device(c10::DeviceType type) {
-  if (type == c10::DeviceType::CUDA) return cuda_peer_device();
-  const auto name = "ldt_peer_device_" + c10::DeviceTypeName(type, /*lower_case=*/true);
-  using Factory = PeerDevice* (*)();
+CopyEngine* find_copy_engine(c10::DeviceType type) {
+  if (type == c10::DeviceType::CUDA) return cuda_copy_engine();
+  const auto name = "ldt_copy_engine_" + c10::DeviceTypeName(type, /*lower_case=*/true);
+  using Factory = CopyEngine* (*)();
   const auto factory = reinterpret_cast<Factory>(dlsym(RTLD_DEFAULT, name.c_str()));
   return factory == nullptr ? nullptr : factory();
 }

@@ -11,9 +11,9 @@ namespace ldt {
 
 /// A copy engine and stream memory operations. Written down as an interface so that the protocol
 /// above it knows no vendor. All throw LaneError with the driver's own words.
-class PeerDevice {
+class CopyEngine {
  public:
-  virtual ~PeerDevice() = default;
+  virtual ~CopyEngine() = default;
 
   /// Why this device cannot do it; empty if it can.
   virtual std::string unavailable(c10::Device device) = 0;
@@ -29,8 +29,8 @@ class PeerDevice {
   virtual void* map(c10::Device device, const MemoryHandle& handle, size_t bytes) = 0;
   virtual void unmap(c10::Device device, void* address) noexcept = 0;
   /// Lets streams of `device` wait for and write to flags in these pages.
-  virtual void enlist(c10::Device device, void* pages, size_t bytes) = 0;
-  virtual void dismiss(c10::Device device, void* pages) noexcept = 0;
+  virtual void register_host(c10::Device device, void* pages, size_t bytes) = 0;
+  virtual void unregister_host(c10::Device device, void* pages) noexcept = 0;
 
   // Enqueued on `stream`, which is what makes them cheap: no host work when their turn comes, no
   // kernel.
@@ -47,8 +47,8 @@ class PeerDevice {
 };
 
 /// That of CUDA is built in. A library that is loaded may bring one for another type, in a function
-/// `extern "C" ldt::PeerDevice* ldt_peer_device_<type>()` with the type's name in small letters,
+/// `extern "C" ldt::CopyEngine* ldt_peer_device_<type>()` with the type's name in small letters,
 /// such as privateuseone. Null if there is none.
-PeerDevice* peer_device(c10::DeviceType type);
+CopyEngine* find_copy_engine(c10::DeviceType type);
 
 }  // namespace ldt

@@ -23,9 +23,9 @@ constexpr unsigned kRegisterPortable = 1;
 constexpr unsigned kRegisterMapped = 2;
 constexpr unsigned kGreaterOrEqual = 0;
 
-class CudaPeerDevice final : public PeerDevice {
+class CudaCopyEngine final : public CopyEngine {
  public:
-  explicit CudaPeerDevice(const CudaDriver& driver) : driver_(driver) {}
+  explicit CudaCopyEngine(const CudaDriver& driver) : driver_(driver) {}
 
   std::string unavailable(c10::Device device) override {
     int number = 0;
@@ -77,13 +77,13 @@ class CudaPeerDevice final : public PeerDevice {
     });
   }
 
-  void enlist(c10::Device device, void* pages, size_t bytes) override {
+  void register_host(c10::Device device, void* pages, size_t bytes) override {
     const auto context = in(device);
     driver_.check(driver_.register_host(pages, bytes, kRegisterPortable | kRegisterMapped),
                   "cuMemHostRegister");
   }
 
-  void dismiss(c10::Device device, void* pages) noexcept override {
+  void unregister_host(c10::Device device, void* pages) noexcept override {
     warn_of(device, [&] { driver_.check(driver_.unregister_host(pages), "cuMemHostUnregister"); });
   }
 
@@ -179,9 +179,9 @@ class CudaPeerDevice final : public PeerDevice {
 
 }  // namespace
 
-PeerDevice* cuda_peer_device() {
+CopyEngine* cuda_copy_engine() {
   static auto* const device =
-      cuda_driver() == nullptr ? nullptr : new CudaPeerDevice(*cuda_driver());
+      cuda_driver() == nullptr ? nullptr : new CudaCopyEngine(*cuda_driver());
   return device;
 }
 

@@ -7,6 +7,6 @@ namespace ldt {
 
 /// Null where no driver can be loaded. Needs no toolkit to build: the driver's functions are looked
 /// up by name.
-PeerDevice* cuda_peer_device();
+CopyEngine* cuda_copy_engine();
 
 }  // namespace ldt

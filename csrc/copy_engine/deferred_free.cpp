@@ -7,14 +7,14 @@
 namespace ldt {
 namespace {
 
-struct Leftover {
+struct DeferredFree {
   std::function<bool()> is_unused;
   std::shared_ptr<const void> what;
 };
 
-class Leftovers {
+class DeferredFrees {
  public:
-  void add(Leftover leftover) {
+  void add(DeferredFree leftover) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       kept_.push_back(std::move(leftover));
@@ -23,7 +23,7 @@ class Leftovers {
   }
 
   void sweep() {
-    std::list<Leftover> unused;  // freed after the lock: that may leave something else
+    std::list<DeferredFree> unused;  // freed after the lock: that may leave something else
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto one = kept_.begin(); one != kept_.end();) {
       const auto next = std::next(one);
@@ -35,7 +35,7 @@ class Leftovers {
  private:
   // A device that has failed answers with an error: then nobody knows, and destructors must not
   // throw.
-  static bool is_unused(const Leftover& leftover) {
+  static bool is_unused(const DeferredFree& leftover) {
     try {
       return leftover.is_unused();
     } catch (const std::exception&) {
@@ -44,20 +44,20 @@ class Leftovers {
   }
 
   std::mutex mutex_;
-  std::list<Leftover> kept_;
+  std::list<DeferredFree> kept_;
 };
 
-Leftovers& leftovers() {
-  static auto* const made = new Leftovers;
+DeferredFrees& deferred_frees() {
+  static auto* const made = new DeferredFrees;
   return *made;
 }
 
 }  // namespace
 
-void keep_until(std::function<bool()> is_unused, std::shared_ptr<const void> what) {
-  leftovers().add({std::move(is_unused), std::move(what)});
+void free_when(std::function<bool()> is_unused, std::shared_ptr<const void> what) {
+  deferred_frees().add({std::move(is_unused), std::move(what)});
 }
 
-void sweep_leftovers() { leftovers().sweep(); }
+void run_deferred_frees() { deferred_frees().sweep(); }
 
 }  // namespace ldt

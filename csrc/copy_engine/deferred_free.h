@@ -8,9 +8,9 @@ namespace ldt {
 
 /// Keeps `what` until `is_unused` says so. It is asked now and whenever something else is kept;
 /// what is left at exit goes with the process.
-void keep_until(std::function<bool()> is_unused, std::shared_ptr<const void> what);
+void free_when(std::function<bool()> is_unused, std::shared_ptr<const void> what);
 
 /// Frees what is no longer used: before more memory is asked for.
-void sweep_leftovers();
+void run_deferred_frees();
 
 }  // namespace ldt

@@ -12,19 +12,18 @@ namespace ldt {
 /// that comes late: what the host has seen there, all that is enqueued after that sees, too.
 class FlagEvent : public Event {
  public:
-  FlagEvent(PeerDevice& driver, std::shared_ptr<SharedLedger> ledger, const Flag& flag,
-            uint64_t count)
-      : driver_(driver), ledger_(std::move(ledger)), flag_(flag), count_(count) {}
+  FlagEvent(CopyEngine& engine, std::shared_ptr<SharedRing> ring, const Flag& flag, uint64_t count)
+      : engine_(engine), ring_(std::move(ring)), flag_(flag), count_(count) {}
   bool is_done() const override { return flag_.has_reached(count_); }
   void block(const c10::Stream& stream) const override {
     if (is_done()) return;
-    ledger_->note_use(stream);
-    driver_.wait_for(stream, flag_, count_);
+    ring_->note_user(stream);
+    engine_.wait_for(stream, flag_, count_);
   }
 
  protected:
-  PeerDevice& driver_;
-  const std::shared_ptr<SharedLedger> ledger_;  // has the flag
+  CopyEngine& engine_;
+  const std::shared_ptr<SharedRing> ring_;  // has the flag
   const Flag& flag_;
   const uint64_t count_;
 };
@@ -36,8 +35,8 @@ class LocalFlagEvent final : public FlagEvent {
   bool is_done() const override { return flag_.has_counted(count_); }
   void block(const c10::Stream& stream) const override {
     if (is_done()) return;
-    ledger_->note_use(stream);
-    driver_.wait_for_count(stream, flag_, count_);
+    ring_->note_user(stream);
+    engine_.wait_for_count(stream, flag_, count_);
   }
 };
 

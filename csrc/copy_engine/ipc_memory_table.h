@@ -12,27 +12,28 @@
 namespace ldt {
 
 /// This side's memory, as far as the other one may use it.
-class Exports {
+class ExportedMemory {
  public:
-  Exports(std::shared_ptr<PeerMemory> memory, std::shared_ptr<SharedLedger> ledger,
-          Ledger::Side side);
-  ~Exports();
+  ExportedMemory(std::shared_ptr<IpcPool> memory, std::shared_ptr<SharedRing> ring,
+                 MessageRing::Side side);
+  ~ExportedMemory();
 
   /// Fills in where `address` lies. False if the other side cannot get at it.
   bool locate(const void* address, Proposal& proposal);
 
  private:
-  std::shared_ptr<PeerMemory> memory_;
-  std::shared_ptr<SharedLedger> ledger_;
-  const Ledger::Side side_;
+  std::shared_ptr<IpcPool> memory_;
+  std::shared_ptr<SharedRing> ring_;
+  const MessageRing::Side side_;
   std::vector<size_t> listed_;  // blocks of memory_ in the order of the ledger's table
 };
 
 /// The other side's memory.
-class Imports {
+class ImportedMemory {
  public:
-  Imports(c10::Device device, std::shared_ptr<SharedLedger> ledger, Ledger::Side other_side);
-  ~Imports();
+  ImportedMemory(c10::Device device, std::shared_ptr<SharedRing> ring,
+                 MessageRing::Side other_side);
+  ~ImportedMemory();
 
   /// Where `bytes` lie that the other side has proposed. Maps the block on first use. Throws
   /// LaneError if the driver refuses, or if they are not within the block.
@@ -44,10 +45,10 @@ class Imports {
     ~Mapped();
 
     const c10::Device device;
-    PeerDevice& driver;
-    const std::shared_ptr<SharedLedger> ledger;
-    const Ledger::Side other_side;
-    std::array<char*, Ledger::kMaxBlocks> addresses;
+    CopyEngine& engine;
+    const std::shared_ptr<SharedRing> ring;
+    const MessageRing::Side other_side;
+    std::array<char*, MessageRing::kMaxBlocks> addresses;
   };
 
   const std::shared_ptr<Mapped> mapped_;

@@ -22,14 +22,14 @@ int64_t rounded(int64_t bytes) { return (bytes + kGranule - 1) / kGranule * kGra
 
 }  // namespace
 
-PeerMemory::PeerMemory(c10::Device device, PeerDevice& driver)
-    : device_(device), driver_(driver), blocks_(new Blocks{device, driver, {}}) {}
+IpcPool::IpcPool(c10::Device device, CopyEngine& engine)
+    : device_(device), engine_(engine), blocks_(new Blocks{device, engine, {}}) {}
 
-PeerMemory::Blocks::~Blocks() {
-  for (const auto& block : all) driver.free(device, block.memory.address);
+IpcPool::Blocks::~Blocks() {
+  for (const auto& block : all) engine.free(device, block.memory.address);
 }
 
-PeerMemory::~PeerMemory() {
+IpcPool::~IpcPool() {
   std::vector<std::shared_ptr<const Event>> ends;
   try {
     const auto events = std::make_shared<EventPool>(device_);
@@ -37,38 +37,38 @@ PeerMemory::~PeerMemory() {
   } catch (const std::exception&) {  // the device is gone, as at interpreter exit
     return;
   }
-  keep_until([ends = std::move(ends)] { return all_done(ends); }, blocks_);
+  free_when([ends = std::move(ends)] { return all_done(ends); }, blocks_);
 }
 
-at::Tensor PeerMemory::lend(int64_t bytes) {
+at::Tensor IpcPool::allocate(int64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   auto best = blocks_->all.end();
   for (auto block = blocks_->all.begin(); block != blocks_->all.end(); ++block) {
     const bool fits =
-        !block->is_lent && block->bytes >= bytes && block->bytes <= kMaxWaste * rounded(bytes);
+        !block->is_in_use && block->bytes >= bytes && block->bytes <= kMaxWaste * rounded(bytes);
     if (fits && (best == blocks_->all.end() || block->bytes < best->bytes)) best = block;
   }
   if (best == blocks_->all.end()) {
-    sweep_leftovers();
+    run_deferred_frees();
     const auto size = rounded(bytes);
     blocks_->all.push_back(
-        {driver_.allocate(device_, static_cast<size_t>(size)), size, false, std::nullopt});
+        {engine_.allocate(device_, static_cast<size_t>(size)), size, false, std::nullopt});
     best = std::prev(blocks_->all.end());
   }
-  best->is_lent = true;
+  best->is_in_use = true;
   best->stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   return external_tensor(best->memory.address, {bytes}, at::kByte, device_,
                          [self = shared_from_this()](void* data) { self->take_back(data); });
 }
 
-void PeerMemory::take_back(const void* address) noexcept {
+void IpcPool::take_back(const void* address) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& block : blocks_->all) {
-    if (block.memory.address == address) block.is_lent = false;
+    if (block.memory.address == address) block.is_in_use = false;
   }
 }
 
-std::optional<PeerMemory::Place> PeerMemory::place_of(const void* address) const {
+std::optional<IpcPool::Place> IpcPool::place_of(const void* address) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto* wanted = static_cast<const char*>(address);
   for (size_t number = 0; number < blocks_->all.size(); ++number) {
@@ -80,7 +80,7 @@ std::optional<PeerMemory::Place> PeerMemory::place_of(const void* address) const
   return std::nullopt;
 }
 
-Ledger::Block PeerMemory::exported(size_t block) const {
+MessageRing::Block IpcPool::exported(size_t block) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto& found = blocks_->all.at(block);
   return {static_cast<uint64_t>(found.bytes), found.memory.handle};

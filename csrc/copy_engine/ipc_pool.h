@@ -16,16 +16,16 @@ namespace ldt {
 /// Blocks that are exported once and then lent out again and again: what another process has mapped
 /// must not be freed. They are freed when the last owner has gone, which each end of a route and
 /// each tensor is, and what then was enqueued on the stream that was current when they were lent.
-class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
+class IpcPool : public std::enable_shared_from_this<IpcPool> {
  public:
-  PeerMemory(c10::Device device, PeerDevice& driver);
-  ~PeerMemory();
-  PeerMemory(const PeerMemory&) = delete;
-  PeerMemory& operator=(const PeerMemory&) = delete;
+  IpcPool(c10::Device device, CopyEngine& engine);
+  ~IpcPool();
+  IpcPool(const IpcPool&) = delete;
+  IpcPool& operator=(const IpcPool&) = delete;
 
   /// Bytes on the device, of a block that nobody has. Its last user's work may still be queued. The
   /// block comes back when the tensor dies.
-  at::Tensor lend(int64_t bytes);
+  at::Tensor allocate(int64_t bytes);
 
   struct Place {
     size_t block = 0;  // a number that stays
@@ -34,15 +34,15 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   /// Where `address` lies; empty if it is not memory of this object.
   std::optional<Place> place_of(const void* address) const;
   /// For the other process.
-  Ledger::Block exported(size_t block) const;
+  MessageRing::Block exported(size_t block) const;
 
   c10::Device device() const { return device_; }
 
  private:
   struct Block {
-    PeerDevice::Memory memory;
+    CopyEngine::Memory memory;
     int64_t bytes = 0;
-    bool is_lent = false;
+    bool is_in_use = false;
     std::optional<c10::Stream> stream;  // that was current when it was lent
   };
 
@@ -50,14 +50,14 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     ~Blocks();
 
     const c10::Device device;
-    PeerDevice& driver;
+    CopyEngine& engine;
     std::vector<Block> all;
   };
 
   void take_back(const void* address) noexcept;
 
   const c10::Device device_;
-  PeerDevice& driver_;
+  CopyEngine& engine_;
   mutable std::mutex mutex_;
   const std::shared_ptr<Blocks> blocks_;
 };

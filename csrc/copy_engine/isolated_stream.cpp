@@ -18,8 +18,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kCandidates = 32;       // as many as torch's pools have
-constexpr milliseconds kPatience{5};  // many times what an idle stream takes
+constexpr int kCandidates = 32;          // as many as torch's pools have
+constexpr milliseconds kIdleTimeout{5};  // many times what an idle stream takes
 constexpr milliseconds kLongestWork{30000};
 
 std::mutex& mutex() {
@@ -33,8 +33,8 @@ std::vector<c10::Stream>& taken() {
   return *made;
 }
 
-bool ends_within(const std::shared_ptr<const Event>& end, milliseconds patience) {
-  const auto deadline = std::chrono::steady_clock::now() + patience;
+bool ends_within(const std::shared_ptr<const Event>& end, milliseconds timeout) {
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (!end->is_done()) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -50,39 +50,39 @@ std::vector<c10::Stream> others_than_lanes(c10::Device device) {
 }
 
 // Whether a wait on `candidate` holds up none of `others`, which are idle.
-bool is_apart(const c10::Stream& candidate, const std::vector<c10::Stream>& others,
-              PeerDevice& driver, Ledger& ledger, EventPool& events, uint64_t count) {
-  driver.wait_for(candidate, ledger.arrived, count);
+bool is_isolated(const c10::Stream& candidate, const std::vector<c10::Stream>& others,
+                 CopyEngine& engine, MessageRing& ring, EventPool& events, uint64_t count) {
+  engine.wait_for(candidate, ring.arrived, count);
   const bool apart = std::all_of(others.begin(), others.end(), [&](const c10::Stream& other) {
-    return ends_within(events.record(other), kPatience);
+    return ends_within(events.record(other), kIdleTimeout);
   });
-  ledger.arrived.count.store(static_cast<uint32_t>(count));
+  ring.arrived.count.store(static_cast<uint32_t>(count));
   return apart;
 }
 
 // Of the streams that others use, those that are idle: what a busy one shares cannot be told.
 std::vector<c10::Stream> idle_of(std::vector<c10::Stream> streams, EventPool& events,
-                                 milliseconds patience) {
+                                 milliseconds timeout) {
   streams.erase(std::remove_if(streams.begin(), streams.end(),
                                [&](const c10::Stream& stream) {
-                                 return !ends_within(events.record(stream), patience);
+                                 return !ends_within(events.record(stream), timeout);
                                }),
                 streams.end());
   return streams;
 }
 
-c10::Stream choose(c10::Device device, PeerDevice& driver, const std::vector<c10::Stream>& lanes) {
+c10::Stream choose(c10::Device device, CopyEngine& engine, const std::vector<c10::Stream>& lanes) {
   const auto events = std::make_shared<EventPool>(device);
   auto others = idle_of(others_than_lanes(device), *events, kLongestWork);
-  const auto idle_lanes = idle_of(lanes, *events, kPatience);
+  const auto idle_lanes = idle_of(lanes, *events, kIdleTimeout);
   others.insert(others.end(), idle_lanes.begin(), idle_lanes.end());
-  SharedLedger ledger(device);
+  SharedRing ring(device);
   for (uint64_t count = 1; count <= kCandidates; ++count) {
     const auto candidate = new_lane_stream(device);
     // That of another lane may be busy for long: nothing is enqueued on it.
     if (std::find(lanes.begin(), lanes.end(), candidate) != lanes.end()) continue;
-    ledger.note_use(candidate);
-    if (is_apart(candidate, others, driver, *ledger, *events, count)) return candidate;
+    ring.note_user(candidate);
+    if (is_isolated(candidate, others, engine, *ring, *events, count)) return candidate;
   }
   throw_lane_error("every stream of ", device, " shares a queue with one of ", others.size(),
                    " others that are in use, and a transfer that waits there would hold up what it "
@@ -91,16 +91,16 @@ c10::Stream choose(c10::Device device, PeerDevice& driver, const std::vector<c10
 
 }  // namespace
 
-StreamApart::StreamApart(c10::Device device) : stream_(c10::Stream::DEFAULT, device) {
+IsolatedStream::IsolatedStream(c10::Device device) : stream_(c10::Stream::DEFAULT, device) {
   const std::lock_guard<std::mutex> lock(mutex());
   std::vector<c10::Stream> lanes;
   std::copy_if(taken().begin(), taken().end(), std::back_inserter(lanes),
                [&](const c10::Stream& stream) { return stream.device() == device; });
-  stream_ = choose(device, require_peer_device(device), lanes);
+  stream_ = choose(device, require_copy_engine(device), lanes);
   taken().push_back(stream_);
 }
 
-StreamApart::~StreamApart() {
+IsolatedStream::~IsolatedStream() {
   const std::lock_guard<std::mutex> lock(mutex());
   taken().erase(std::find(taken().begin(), taken().end(), stream_));
 }

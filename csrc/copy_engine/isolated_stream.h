@@ -16,14 +16,14 @@ namespace ldt {
 /// waits for in the end, nothing goes on for ever. Which streams share a queue, no driver tells, so
 /// it is tried: with the current stream, the device's default one and those of other lanes. Warns
 /// where every stream holds up one of these.
-class StreamApart {
+class IsolatedStream {
  public:
   /// Waits, at most half a minute, until the streams that it looks at have nothing to do. Throws
   /// LaneError where every stream would hold up one of these.
-  explicit StreamApart(c10::Device device);
-  ~StreamApart();
-  StreamApart(const StreamApart&) = delete;
-  StreamApart& operator=(const StreamApart&) = delete;
+  explicit IsolatedStream(c10::Device device);
+  ~IsolatedStream();
+  IsolatedStream(const IsolatedStream&) = delete;
+  IsolatedStream& operator=(const IsolatedStream&) = delete;
 
   const c10::Stream& stream() const { return stream_; }
 

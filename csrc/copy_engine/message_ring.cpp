@@ -11,40 +11,42 @@ constexpr uint64_t state_of(uint64_t number, Phase phase) {
   return number << 2 | static_cast<uint64_t>(phase);
 }
 
-constexpr Phase first_is(Ledger::Side side) {
-  return side == Ledger::Side::kReceiver ? Phase::kReceiverFirst : Phase::kSenderFirst;
+constexpr Phase first_is(MessageRing::Side side) {
+  return side == MessageRing::Side::kReceiver ? Phase::kReceiverFirst : Phase::kSenderFirst;
 }
 
-constexpr Ledger::Side other(Ledger::Side side) {
-  return side == Ledger::Side::kReceiver ? Ledger::Side::kSender : Ledger::Side::kReceiver;
+constexpr MessageRing::Side other(MessageRing::Side side) {
+  return side == MessageRing::Side::kReceiver ? MessageRing::Side::kSender
+                                              : MessageRing::Side::kReceiver;
 }
 
-Ledger::Course course_of(Ledger::Side first, const Proposal& decided) {
-  if (!decided.has_memory) return Ledger::Course::kBounced;
-  return first == Ledger::Side::kReceiver ? Ledger::Course::kPosted : Ledger::Course::kOffered;
+MessageRing::Protocol protocol_of(MessageRing::Side first, const Proposal& decided) {
+  if (!decided.has_memory) return MessageRing::Protocol::kBounced;
+  return first == MessageRing::Side::kReceiver ? MessageRing::Protocol::kPosted
+                                               : MessageRing::Protocol::kOffered;
 }
 
 }  // namespace
 
-Ledger::Ledger() {
+MessageRing::MessageRing() {
   for (uint64_t number = 0; number < kEntries; ++number) {
     entries_[number].state.store(state_of(number, Phase::kOpen));
   }
 }
 
-Ledger::Outcome Ledger::meet(uint64_t number, Side side, const Proposal& mine) {
+MessageRing::Outcome MessageRing::match(uint64_t number, Side side, const Proposal& mine) {
   auto& entry = entries_[number % kEntries];
   auto open = state_of(number, Phase::kOpen);
   if (entry.state.load() == open) {
     entry.proposals[static_cast<size_t>(side)] = mine;
     if (entry.state.compare_exchange_strong(open, state_of(number, first_is(side)))) {
-      return {course_of(side, mine), mine, 0};
+      return {protocol_of(side, mine), mine, 0};
     }
   }
   if (entry.state.load() != state_of(number, first_is(other(side)))) return {};
   const auto theirs = entry.proposals[static_cast<size_t>(other(side))];
   entry.state.store(state_of(number + kEntries, Phase::kOpen));
-  return {course_of(other(side), theirs), theirs, theirs.bytes};
+  return {protocol_of(other(side), theirs), theirs, theirs.bytes};
 }
 
 }  // namespace ldt

@@ -28,7 +28,7 @@ struct alignas(128) Flag {
   bool has_counted(uint64_t wanted) const {
     return static_cast<int32_t>(count.load() - static_cast<uint32_t>(wanted)) >= 0;
   }
-  bool is_disturbed() const { return upper.load() >= kReleased; }
+  bool is_overridden() const { return upper.load() >= kReleased; }
   /// All waits end, for good.
   void release() { upper.store(kReleased); }
   /// No wait ends any more, unless the flag was or will be released.
@@ -52,13 +52,14 @@ struct Proposal {
   bool has_memory = false;
   uint32_t block = 0;
   uint64_t offset = 0;
-  uint64_t ready = 0;  // the receiver's memory is free when Ledger::ready has this count; 0: it is
+  uint64_t ready =
+      0;  // the receiver's memory is free when MessageRing::ready has this count; 0: it is
 };
 
 /// Lies in pages that both processes map. Of the two ends, who comes first to a message decides for
 /// both how its bytes move, so no end ever waits for the other's host, and each knows, when it
 /// enqueues its part, what the other does.
-class Ledger {
+class MessageRing {
  public:
   static constexpr uint64_t kEntries = 1024;  // how far one host may run ahead of the other
   static constexpr uint32_t kMaxBlocks = 256;
@@ -66,7 +67,7 @@ class Ledger {
   static constexpr int64_t kBounceSlotBytes = int64_t{8} << 20;
 
   enum class Side : uint8_t { kReceiver, kSender };
-  enum class Course : uint8_t {
+  enum class Protocol : uint8_t {
     kPosted,   // the receiver came first: the sender writes into its memory
     kOffered,  // the sender came first: the receiver reads from its memory
     kBounced,  // who came first had no memory: through a few slots of the receiver's, which copies
@@ -74,16 +75,16 @@ class Ledger {
     kTooFar,   // nothing is decided: the other end has still to get to message `number - kEntries`
   };
   struct Outcome {
-    Course course = Course::kTooFar;
+    Protocol protocol = Protocol::kTooFar;
     Proposal decided;             // of the end that came first
     uint64_t bytes_of_other = 0;  // 0: it has not come yet
   };
 
-  Ledger();
+  MessageRing();
 
   /// Decides on message `number`. Each end calls it once for each, in their order, from one thread
   /// at a time; again after kTooFar.
-  Outcome meet(uint64_t number, Side side, const Proposal& mine);
+  Outcome match(uint64_t number, Side side, const Proposal& mine);
 
   struct Block {
     uint64_t bytes = 0;
@@ -94,7 +95,7 @@ class Ledger {
   /// the bounce slots.
   Blocks& blocks_of(Side side) { return blocks_[static_cast<size_t>(side)]; }
   /// Whether an end has failed: it holds up or has released waits.
-  bool is_disturbed() const { return arrived.is_disturbed() || freed.is_disturbed(); }
+  bool is_overridden() const { return arrived.is_overridden() || freed.is_overridden(); }
   /// Whether the other side has mapped blocks of `side`, which must then not be freed.
   std::atomic<bool>& is_mapped(Side side) { return is_mapped_[static_cast<size_t>(side)]; }
 

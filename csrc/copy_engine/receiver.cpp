@@ -14,20 +14,20 @@ uint64_t grains_in(int64_t bytes, uint64_t grain) {
 
 }  // namespace
 
-PeerReceiver::PeerReceiver(std::shared_ptr<PeerMemory> memory)
-    : driver_(require_peer_device(memory->device())),
-      ledger_(std::make_shared<SharedLedger>(memory->device())),
-      exports_(memory, ledger_, Ledger::Side::kReceiver),
-      imports_(memory->device(), ledger_, Ledger::Side::kSender),
-      bounce_(memory->lend(Ledger::kBounceSlots * Ledger::kBounceSlotBytes)) {
+IpcReceiver::IpcReceiver(std::shared_ptr<IpcPool> memory)
+    : engine_(require_copy_engine(memory->device())),
+      ring_(std::make_shared<SharedRing>(memory->device())),
+      exports_(memory, ring_, MessageRing::Side::kReceiver),
+      imports_(memory->device(), ring_, MessageRing::Side::kSender),
+      bounce_(memory->allocate(MessageRing::kBounceSlots * MessageRing::kBounceSlotBytes)) {
   Proposal first;
   exports_.locate(bounce_.const_data_ptr(), first);
 }
 
-std::string PeerReceiver::offer() const { return c10::str(host_id(), " ", ledger_->ticket()); }
+std::string IpcReceiver::offer() const { return c10::str(host_id(), " ", ring_->ticket()); }
 
-void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_t grain,
-                         std::chrono::milliseconds patience) {
+void IpcReceiver::begin(const c10::Stream& stream, const Target& target, int64_t grain,
+                        std::chrono::milliseconds timeout) {
   Proposal mine;
   mine.bytes = static_cast<uint64_t>(target.bytes);
   mine.grain = static_cast<uint64_t>(grain);
@@ -35,77 +35,77 @@ void PeerReceiver::begin(const c10::Stream& stream, const Target& target, int64_
     mine.ready = readied_ + 1;
   }
   ++enqueued_;  // what tells, or waits, that the target is free
-  ledger_->note_use(stream);
-  const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kReceiver, mine, patience);
+  ring_->note_user(stream);
+  const auto outcome = match_message(*ring_, number_, MessageRing::Side::kReceiver, mine, timeout);
   ++number_;
-  course_ = outcome.course;
+  protocol_ = outcome.protocol;
   decided_ = outcome.decided;
-  if (course_ == Ledger::Course::kBounced) {
-    decided_.grain = Ledger::kBounceSlotBytes;
+  if (protocol_ == MessageRing::Protocol::kBounced) {
+    decided_.grain = MessageRing::kBounceSlotBytes;
     ++bounced_;
   }
   target_ = target;
   asked_ = done_ = 0;
   arrived_before_ = arrived_;
   arrived_ += grains_in(target.bytes, decided_.grain);
-  if (course_ == Ledger::Course::kPosted && mine.ready != 0) {
-    driver_.write(stream, (*ledger_)->ready, ++readied_);
+  if (protocol_ == MessageRing::Protocol::kPosted && mine.ready != 0) {
+    engine_.write(stream, (*ring_)->ready, ++readied_);
   }
 }
 
-void PeerReceiver::await(const c10::Stream& stream, int64_t bytes) {
+void IpcReceiver::await(const c10::Stream& stream, int64_t bytes) {
   asked_ = std::min(asked_ + bytes, target_.bytes);
   if (asked_ <= done_) return;
-  switch (course_) {
-    case Ledger::Course::kPosted: return await_posted(stream, asked_);
-    case Ledger::Course::kOffered: return take_offered(stream, asked_);
+  switch (protocol_) {
+    case MessageRing::Protocol::kPosted: return await_posted(stream, asked_);
+    case MessageRing::Protocol::kOffered: return take_offered(stream, asked_);
     default: return await_bounced(stream, asked_);
   }
 }
 
-void PeerReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
+void IpcReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
   const auto grains = grains_in(wanted, decided_.grain);
   ++enqueued_;
-  driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
+  engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + grains);
   done_ = std::min(target_.bytes, static_cast<int64_t>(grains * decided_.grain));
 }
 
-void PeerReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
+void IpcReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
   const auto* source = imports_.address_of(decided_.block, decided_.offset, decided_.bytes);
   while (done_ < wanted) {
     enqueued_ += kOperationsOfPiece;
     const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
     const auto grains = grains_in(done_ + bytes, decided_.grain);
-    driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
-    driver_.copy(stream, target_.address + done_, source + done_, static_cast<size_t>(bytes));
+    engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + grains);
+    engine_.copy(stream, target_.address + done_, source + done_, static_cast<size_t>(bytes));
     done_ += bytes;
   }
-  if (done_ == target_.bytes) driver_.write(stream, (*ledger_)->taken, ++taken_);
+  if (done_ == target_.bytes) engine_.write(stream, (*ring_)->taken, ++taken_);
 }
 
-void PeerReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
+void IpcReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
   const auto* slots = static_cast<const char*>(bounce_.const_data_ptr());
   while (done_ < wanted) {
     enqueued_ += kOperationsOfPiece;
-    const auto bytes = std::min(Ledger::kBounceSlotBytes, target_.bytes - done_);
-    const auto slot = static_cast<int64_t>(freed_ % Ledger::kBounceSlots);
+    const auto bytes = std::min(MessageRing::kBounceSlotBytes, target_.bytes - done_);
+    const auto slot = static_cast<int64_t>(freed_ % MessageRing::kBounceSlots);
     const auto grains = grains_in(done_ + bytes, decided_.grain);
-    driver_.wait_for(stream, (*ledger_)->arrived, arrived_before_ + grains);
-    driver_.copy(stream, target_.address + done_, slots + slot * Ledger::kBounceSlotBytes,
+    engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + grains);
+    engine_.copy(stream, target_.address + done_, slots + slot * MessageRing::kBounceSlotBytes,
                  static_cast<size_t>(bytes));
-    driver_.write(stream, (*ledger_)->freed, ++freed_);
+    engine_.write(stream, (*ring_)->freed, ++freed_);
     done_ += bytes;
   }
 }
 
-std::shared_ptr<const Event> PeerReceiver::end() const {
-  return std::make_shared<FlagEvent>(driver_, ledger_, (*ledger_)->arrived, arrived_);
+std::shared_ptr<const Event> IpcReceiver::end() const {
+  return std::make_shared<FlagEvent>(engine_, ring_, (*ring_)->arrived, arrived_);
 }
 
-void PeerReceiver::hold() {
-  for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->hold();
+void IpcReceiver::hold() {
+  for (auto* flag : {&(*ring_)->freed, &(*ring_)->ready, &(*ring_)->taken}) flag->hold();
 }
 
-void PeerReceiver::release() { (*ledger_)->arrived.release(); }
+void IpcReceiver::release() { (*ring_)->arrived.release(); }
 
 }  // namespace ldt

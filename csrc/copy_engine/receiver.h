@@ -10,13 +10,13 @@ namespace ldt {
 
 /// Messages, each of one tensor, come in the order of begin(). What has to be enqueued is on the
 /// stream that is given.
-class PeerReceiver {
+class IpcReceiver {
  public:
   /// The bounce slots are of `memory`, and so are targets that the sender may write to. Throws
   /// LaneError if this device cannot.
-  explicit PeerReceiver(std::shared_ptr<PeerMemory> memory);
+  explicit IpcReceiver(std::shared_ptr<IpcPool> memory);
 
-  /// For the PeerSender of the other end: text of one line.
+  /// For the IpcSender of the other end: text of one line.
   std::string offer() const;
 
   struct Target {
@@ -27,11 +27,11 @@ class PeerReceiver {
   };
   /// The next message. Pieces of `grain` bytes can be awaited one by one.
   void begin(const c10::Stream& stream, const Target& target, int64_t grain,
-             std::chrono::milliseconds patience);
+             std::chrono::milliseconds timeout);
   /// What is enqueued on `stream` after this finds the next `bytes` of the message in its target.
   void await(const c10::Stream& stream, int64_t bytes);
   /// Whether the whole message comes into its target with nothing enqueued here, until end().
-  bool comes_by_itself() const { return course_ == Ledger::Course::kPosted; }
+  bool comes_by_itself() const { return protocol_ == MessageRing::Protocol::kPosted; }
   /// How many messages so far came through the bounce slots.
   int64_t bounced() const { return bounced_.load(); }
   /// When it is there.
@@ -50,22 +50,22 @@ class PeerReceiver {
   void take_offered(const c10::Stream& stream, int64_t wanted);
   void await_bounced(const c10::Stream& stream, int64_t wanted);
 
-  PeerDevice& driver_;
-  std::shared_ptr<SharedLedger> ledger_;
-  Exports exports_;
-  Imports imports_;
+  CopyEngine& engine_;
+  std::shared_ptr<SharedRing> ring_;
+  ExportedMemory exports_;
+  ImportedMemory imports_;
   at::Tensor bounce_;  // the slots
 
   std::atomic<int64_t> bounced_{0};
   int64_t enqueued_ = 0;
   uint64_t number_ = 0;   // of the next message
-  uint64_t arrived_ = 0;  // counts of Ledger::arrived up to the end of this message
+  uint64_t arrived_ = 0;  // counts of MessageRing::arrived up to the end of this message
   uint64_t freed_ = 0;
   uint64_t readied_ = 0;
   uint64_t taken_ = 0;
 
   // The message that has begun.
-  Ledger::Course course_ = Ledger::Course::kBounced;
+  MessageRing::Protocol protocol_ = MessageRing::Protocol::kBounced;
   Target target_;
   Proposal decided_;
   int64_t asked_ = 0;            // bytes that were awaited

@@ -17,80 +17,79 @@ std::string ticket_of(const std::string& offer) {
 
 }  // namespace
 
-PeerSender::PeerSender(c10::Device device, const std::string& offer,
-                       std::shared_ptr<PeerMemory> memory)
-    : driver_(require_peer_device(device)),
-      ledger_(std::make_shared<SharedLedger>(device, ticket_of(offer))),
-      imports_(device, ledger_, Ledger::Side::kReceiver) {
-  if (memory) exports_.emplace(std::move(memory), ledger_, Ledger::Side::kSender);
+IpcSender::IpcSender(c10::Device device, const std::string& offer, std::shared_ptr<IpcPool> memory)
+    : engine_(require_copy_engine(device)),
+      ring_(std::make_shared<SharedRing>(device, ticket_of(offer))),
+      imports_(device, ring_, MessageRing::Side::kReceiver) {
+  if (memory) exports_.emplace(std::move(memory), ring_, MessageRing::Side::kSender);
   imports_.address_of(0, 0, 0);  // the bounce slots: this is where a refusal must show
 }
 
-void PeerSender::begin(const c10::Stream& stream, const Source& source,
-                       std::chrono::milliseconds patience) {
+void IpcSender::begin(const c10::Stream& stream, const Source& source,
+                      std::chrono::milliseconds timeout) {
   Proposal mine;
   mine.bytes = static_cast<uint64_t>(source.bytes);
   mine.grain = static_cast<uint64_t>(source.grain);
   if (source.may_offer && exports_) exports_->locate(source.address, mine);
   ++enqueued_;  // what tells, or waits, that the target is free
-  ledger_->note_use(stream);
-  const auto outcome = meet_in(*ledger_, number_, Ledger::Side::kSender, mine, patience);
+  ring_->note_user(stream);
+  const auto outcome = match_message(*ring_, number_, MessageRing::Side::kSender, mine, timeout);
   ++number_;
-  course_ = outcome.course;
+  protocol_ = outcome.protocol;
   source_ = source;
   done_ = 0;
-  const bool is_bounced = course_ == Ledger::Course::kBounced;
-  grain_ = is_bounced ? Ledger::kBounceSlotBytes : static_cast<int64_t>(outcome.decided.grain);
-  if (course_ == Ledger::Course::kPosted) {
+  const bool is_bounced = protocol_ == MessageRing::Protocol::kBounced;
+  grain_ = is_bounced ? MessageRing::kBounceSlotBytes : static_cast<int64_t>(outcome.decided.grain);
+  if (protocol_ == MessageRing::Protocol::kPosted) {
     target_ = imports_.address_of(outcome.decided.block, outcome.decided.offset, mine.bytes);
     if (outcome.decided.ready != 0) {
-      driver_.wait_for(stream, (*ledger_)->ready, outcome.decided.ready);
+      engine_.wait_for(stream, (*ring_)->ready, outcome.decided.ready);
     }
   }
-  if (course_ == Ledger::Course::kOffered) ++offered_;
+  if (protocol_ == MessageRing::Protocol::kOffered) ++offered_;
 }
 
-void PeerSender::push(const c10::Stream& stream, int64_t bytes) {
+void IpcSender::push(const c10::Stream& stream, int64_t bytes) {
   // The flag is written behind each whole grain, and behind the end of the message.
   const auto until = std::min(done_ + bytes, source_.bytes);
   while (done_ < until) {
     enqueued_ += kOperationsOfPiece;
     const auto piece = std::min(until - done_, grain_ - done_ % grain_);
-    if (course_ != Ledger::Course::kOffered) copy(stream, piece);
+    if (protocol_ != MessageRing::Protocol::kOffered) copy(stream, piece);
     done_ += piece;
     if (done_ % grain_ != 0 && done_ != source_.bytes) continue;
-    driver_.write(stream, (*ledger_)->arrived, ++arrived_);
-    if (course_ == Ledger::Course::kBounced) ++bounced_;
+    engine_.write(stream, (*ring_)->arrived, ++arrived_);
+    if (protocol_ == MessageRing::Protocol::kBounced) ++bounced_;
   }
 }
 
-void PeerSender::copy(const c10::Stream& stream, int64_t bytes) {
+void IpcSender::copy(const c10::Stream& stream, int64_t bytes) {
   auto* target = target_ + done_;
-  if (course_ == Ledger::Course::kBounced) {
+  if (protocol_ == MessageRing::Protocol::kBounced) {
     const auto filled = done_ % grain_;
-    if (filled == 0 && bounced_ >= Ledger::kBounceSlots) {
-      driver_.wait_for(stream, (*ledger_)->freed, bounced_ - Ledger::kBounceSlots + 1);
+    if (filled == 0 && bounced_ >= MessageRing::kBounceSlots) {
+      engine_.wait_for(stream, (*ring_)->freed, bounced_ - MessageRing::kBounceSlots + 1);
     }
-    const auto slot = static_cast<int64_t>(bounced_ % Ledger::kBounceSlots);
+    const auto slot = static_cast<int64_t>(bounced_ % MessageRing::kBounceSlots);
     target = imports_.address_of(0, static_cast<uint64_t>(slot * grain_ + filled),
                                  static_cast<uint64_t>(bytes));
   }
-  driver_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));
+  engine_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));
 }
 
-std::shared_ptr<const Event> PeerSender::sent() const {
-  return std::make_shared<LocalFlagEvent>(driver_, ledger_, (*ledger_)->arrived, arrived_);
+std::shared_ptr<const Event> IpcSender::sent() const {
+  return std::make_shared<LocalFlagEvent>(engine_, ring_, (*ring_)->arrived, arrived_);
 }
 
-std::shared_ptr<const Event> PeerSender::taken() const {
+std::shared_ptr<const Event> IpcSender::taken() const {
   if (offered_ == 0) return nullptr;
-  return std::make_shared<FlagEvent>(driver_, ledger_, (*ledger_)->taken, offered_);
+  return std::make_shared<FlagEvent>(engine_, ring_, (*ring_)->taken, offered_);
 }
 
-void PeerSender::hold() { (*ledger_)->arrived.hold(); }
+void IpcSender::hold() { (*ring_)->arrived.hold(); }
 
-void PeerSender::release() {
-  for (auto* flag : {&(*ledger_)->freed, &(*ledger_)->ready, &(*ledger_)->taken}) flag->release();
+void IpcSender::release() {
+  for (auto* flag : {&(*ring_)->freed, &(*ring_)->ready, &(*ring_)->taken}) flag->release();
 }
 
 }  // namespace ldt

@@ -11,12 +11,12 @@ namespace ldt {
 
 /// Messages, each of one tensor, go in the order of begin(). What has to be enqueued is on the
 /// stream that is given.
-class PeerSender {
+class IpcSender {
  public:
-  /// `offer` is that of the PeerReceiver. Sources in `memory`, if there is one, need not be copied
+  /// `offer` is that of the IpcReceiver. Sources in `memory`, if there is one, need not be copied
   /// to the other end: it may read them. Throws LaneError, saying why, if the other end's memory
   /// cannot be used.
-  PeerSender(c10::Device device, const std::string& offer, std::shared_ptr<PeerMemory> memory);
+  IpcSender(c10::Device device, const std::string& offer, std::shared_ptr<IpcPool> memory);
 
   struct Source {
     const char* address = nullptr;
@@ -25,7 +25,7 @@ class PeerSender {
     bool may_offer = false;  // until taken(), nothing writes to it that does not wait for that
   };
   /// The next message.
-  void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds patience);
+  void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds timeout);
   /// The next `bytes` of the message are there for what is on `stream` now, and may go.
   void push(const c10::Stream& stream, int64_t bytes);
   /// When all that was pushed so far has been copied.
@@ -44,19 +44,19 @@ class PeerSender {
  private:
   void copy(const c10::Stream& stream, int64_t bytes);
 
-  PeerDevice& driver_;
-  std::shared_ptr<SharedLedger> ledger_;
-  std::optional<Exports> exports_;
-  Imports imports_;
+  CopyEngine& engine_;
+  std::shared_ptr<SharedRing> ring_;
+  std::optional<ExportedMemory> exports_;
+  ImportedMemory imports_;
 
   int64_t enqueued_ = 0;
   uint64_t number_ = 0;   // of the next message
-  uint64_t arrived_ = 0;  // what Ledger::arrived was set to
+  uint64_t arrived_ = 0;  // what MessageRing::arrived was set to
   uint64_t bounced_ = 0;  // slots that were filled
   uint64_t offered_ = 0;  // messages that the other end reads
 
   // The message that has begun.
-  Ledger::Course course_ = Ledger::Course::kBounced;
+  MessageRing::Protocol protocol_ = MessageRing::Protocol::kBounced;
   Source source_;
   int64_t grain_ = 0;
   char* target_ = nullptr;  // where it was posted

@@ -28,7 +28,7 @@ struct stat status_of(int file) {
 
 }  // namespace
 
-SharedPages::SharedPages(size_t bytes) : bytes_(bytes) {
+SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
   file_ = memfd_create("ldt", MFD_CLOEXEC);
   if (file_ < 0) refuse("memfd_create");
   if (ftruncate(file_, static_cast<off_t>(bytes)) != 0) {
@@ -39,7 +39,7 @@ SharedPages::SharedPages(size_t bytes) : bytes_(bytes) {
   ticket_ = c10::str(getpid(), " ", file_, " ", bytes, " ", status_of(file_).st_ino);
 }
 
-SharedPages::SharedPages(const std::string& ticket) : ticket_(ticket) {
+SharedMemory::SharedMemory(const std::string& ticket) : ticket_(ticket) {
   int process = 0;
   int number = 0;
   ino_t id = 0;
@@ -63,7 +63,7 @@ SharedPages::SharedPages(const std::string& ticket) : ticket_(ticket) {
   close(file);
 }
 
-void SharedPages::map(int file) {
+void SharedMemory::map(int file) {
   data_ = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
   if (data_ == MAP_FAILED) {
     const int error = errno;
@@ -73,7 +73,7 @@ void SharedPages::map(int file) {
   }
 }
 
-SharedPages::~SharedPages() {
+SharedMemory::~SharedMemory() {
   munmap(data_, bytes_);
   if (file_ >= 0) close(file_);
 }

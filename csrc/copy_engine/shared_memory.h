@@ -8,15 +8,15 @@ namespace ldt {
 
 /// Made by one process and opened by others through what `ticket` says. Nothing of it has a name in
 /// the file system, so nothing is left behind, however the processes end.
-class SharedPages {
+class SharedMemory {
  public:
   /// Zeroed. Throws LaneError if the system refuses.
-  explicit SharedPages(size_t bytes);
+  explicit SharedMemory(size_t bytes);
   /// The pages of another process. Throws LaneError, saying what was refused.
-  explicit SharedPages(const std::string& ticket);
-  ~SharedPages();
-  SharedPages(const SharedPages&) = delete;
-  SharedPages& operator=(const SharedPages&) = delete;
+  explicit SharedMemory(const std::string& ticket);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
 
   /// Text for a process of the same user on the same host that can see this one.
   const std::string& ticket() const { return ticket_; }

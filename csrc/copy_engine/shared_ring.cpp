@@ -11,51 +11,51 @@
 
 namespace ldt {
 
-PeerDevice& require_peer_device(c10::Device device) {
-  auto* driver = peer_device(device.type());
-  if (driver == nullptr) {
+CopyEngine& require_copy_engine(c10::Device device) {
+  auto* engine = find_copy_engine(device.type());
+  if (engine == nullptr) {
     throw_lane_error("there is no copy engine for devices of type ",
                      c10::DeviceTypeName(device.type(), true));
   }
-  const auto reason = driver->unavailable(device);
+  const auto reason = engine->unavailable(device);
   if (!reason.empty()) throw_lane_error("the copy engine cannot be used: ", reason);
-  return *driver;
+  return *engine;
 }
 
-SharedLedger::SharedLedger(c10::Device device)
-    : pages_(std::make_shared<Pages>(device, sizeof(Ledger))),
-      ledger_(new (pages_->shared.data()) Ledger) {
-  enlist();
+SharedRing::SharedRing(c10::Device device)
+    : pages_(std::make_shared<Pages>(device, sizeof(MessageRing))),
+      ring_(new (pages_->shared.data()) MessageRing) {
+  register_host();
 }
 
-SharedLedger::SharedLedger(c10::Device device, const std::string& ticket)
+SharedRing::SharedRing(c10::Device device, const std::string& ticket)
     : pages_(std::make_shared<Pages>(device, ticket)),
-      ledger_(static_cast<Ledger*>(pages_->shared.data())) {
-  if (pages_->shared.bytes() != sizeof(Ledger)) {
-    throw_lane_error("expected a ledger of ", sizeof(Ledger), " bytes from the other end, got ",
-                     pages_->shared.bytes(),
+      ring_(static_cast<MessageRing*>(pages_->shared.data())) {
+  if (pages_->shared.bytes() != sizeof(MessageRing)) {
+    throw_lane_error("expected a ledger of ", sizeof(MessageRing),
+                     " bytes from the other end, got ", pages_->shared.bytes(),
                      ": do all ranks run the same version of this package?");
   }
-  enlist();
+  register_host();
 }
 
-void SharedLedger::enlist() {
+void SharedRing::register_host() {
   auto& shared = pages_->shared;
-  require_peer_device(pages_->device).enlist(pages_->device, shared.data(), shared.bytes());
-  pages_->is_enlisted = true;
+  require_copy_engine(pages_->device).register_host(pages_->device, shared.data(), shared.bytes());
+  pages_->is_registered = true;
 }
 
-SharedLedger::Pages::~Pages() {
-  auto* driver = is_enlisted ? peer_device(device.type()) : nullptr;
-  if (driver != nullptr) driver->dismiss(device, shared.data());
+SharedRing::Pages::~Pages() {
+  auto* engine = is_registered ? find_copy_engine(device.type()) : nullptr;
+  if (engine != nullptr) engine->unregister_host(device, shared.data());
 }
 
-void SharedLedger::note_use(const c10::Stream& stream) {
+void SharedRing::note_user(const c10::Stream& stream) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (std::find(users_.begin(), users_.end(), stream) == users_.end()) users_.push_back(stream);
 }
 
-std::function<bool()> SharedLedger::enqueued_is_done() {
+std::function<bool()> SharedRing::enqueued_is_done() {
   const auto events = std::make_shared<EventPool>(pages_->device);
   std::vector<std::shared_ptr<const Event>> ends;
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -65,26 +65,26 @@ std::function<bool()> SharedLedger::enqueued_is_done() {
   return [ends = std::move(ends)] { return all_done(ends); };
 }
 
-SharedLedger::~SharedLedger() {
+SharedRing::~SharedRing() {
   try {
-    keep_until(enqueued_is_done(), pages_);
+    free_when(enqueued_is_done(), pages_);
   } catch (const std::exception&) {  // the device is gone, as at interpreter exit
   }
 }
 
-Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Side side,
-                        const Proposal& mine, std::chrono::milliseconds patience) {
-  auto outcome = ledger->meet(number, side, mine);
+MessageRing::Outcome match_message(const SharedRing& ring, uint64_t number, MessageRing::Side side,
+                                   const Proposal& mine, std::chrono::milliseconds timeout) {
+  auto outcome = ring->match(number, side, mine);
   const auto start = std::chrono::steady_clock::now();
-  while (outcome.course == Ledger::Course::kTooFar) {
-    if (std::chrono::steady_clock::now() - start >= patience) {
-      throw_lane_error("the other end has been more than ", Ledger::kEntries,
-                       " tensors behind for ", patience.count(), " ms: does it still take part?");
+  while (outcome.protocol == MessageRing::Protocol::kTooFar) {
+    if (std::chrono::steady_clock::now() - start >= timeout) {
+      throw_lane_error("the other end has been more than ", MessageRing::kEntries,
+                       " tensors behind for ", timeout.count(), " ms: does it still take part?");
     }
-    if (ledger->is_disturbed()) throw_lane_error("one of the two ends has failed");
+    if (ring->is_overridden()) throw_lane_error("one of the two ends has failed");
     check_interrupt();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    outcome = ledger->meet(number, side, mine);
+    outcome = ring->match(number, side, mine);
   }
   if (outcome.bytes_of_other != 0 && outcome.bytes_of_other != mine.bytes) {
     throw_lane_error("the two ends differ: here a tensor of ", mine.bytes, " bytes, there one of ",

@@ -1,5 +1,5 @@
 // What both ends of a route have: the ledger in shared pages, a device that knows them, and
-// patience.
+// timeout.
 #pragma once
 
 #include <chrono>
@@ -19,25 +19,25 @@ namespace ldt {
 constexpr int64_t kOperationsOfPiece = 3;
 
 /// The peer device of `device`. Throws LaneError saying why there is none.
-PeerDevice& require_peer_device(c10::Device device);
+CopyEngine& require_copy_engine(c10::Device device);
 
 /// A ledger in this process's address space. The pages stay until no stream waits for a flag in
 /// them: who has waited for a message may be far behind the lane that is closed.
-class SharedLedger {
+class SharedRing {
  public:
   /// A new one.
-  explicit SharedLedger(c10::Device device);
+  explicit SharedRing(c10::Device device);
   /// That of the other end.
-  SharedLedger(c10::Device device, const std::string& ticket);
-  ~SharedLedger();
-  SharedLedger(const SharedLedger&) = delete;
-  SharedLedger& operator=(const SharedLedger&) = delete;
+  SharedRing(c10::Device device, const std::string& ticket);
+  ~SharedRing();
+  SharedRing(const SharedRing&) = delete;
+  SharedRing& operator=(const SharedRing&) = delete;
 
-  Ledger& operator*() const { return *ledger_; }
-  Ledger* operator->() const { return ledger_; }
+  MessageRing& operator*() const { return *ring_; }
+  MessageRing* operator->() const { return ring_; }
   const std::string& ticket() const { return pages_->shared.ticket(); }
   /// Something that is enqueued on `stream` waits for a flag or writes one.
-  void note_use(const c10::Stream& stream);
+  void note_user(const c10::Stream& stream);
   /// Whether what such streams have now is done, whenever it is asked.
   std::function<bool()> enqueued_is_done();
 
@@ -48,22 +48,22 @@ class SharedLedger {
     ~Pages();
 
     const c10::Device device;
-    SharedPages shared;
-    bool is_enlisted = false;
+    SharedMemory shared;
+    bool is_registered = false;
   };
 
-  void enlist();
+  void register_host();
 
   const std::shared_ptr<Pages> pages_;
-  Ledger* ledger_;
+  MessageRing* ring_;
   std::mutex mutex_;
   std::vector<c10::Stream> users_;
 };
 
-/// Decides on message `number` (Ledger::meet), when the other end is no longer a whole ledger
-/// behind. Throws LaneError if that takes longer than `patience`, or if the two ends have different
+/// Decides on message `number` (MessageRing::meet), when the other end is no longer a whole ledger
+/// behind. Throws LaneError if that takes longer than `timeout`, or if the two ends have different
 /// bytes.
-Ledger::Outcome meet_in(const SharedLedger& ledger, uint64_t number, Ledger::Side side,
-                        const Proposal& mine, std::chrono::milliseconds patience);
+MessageRing::Outcome match_message(const SharedRing& ring, uint64_t number, MessageRing::Side side,
+                                   const Proposal& mine, std::chrono::milliseconds timeout);
 
 }  // namespace ldt

@@ -5,7 +5,7 @@
 
 namespace ldt {
 
-void ChainWorker::push(std::shared_ptr<HostMessage> message) {
+void MessageWorker::push(std::shared_ptr<HostMessage> message) {
   std::lock_guard<std::mutex> lock(queue_->mutex);
   queue_->pending.push_back(std::move(message));
   if (!thread_.joinable()) {
@@ -14,7 +14,7 @@ void ChainWorker::push(std::shared_ptr<HostMessage> message) {
   queue_->changed.notify_all();
 }
 
-void ChainWorker::run(const std::shared_ptr<Queue>& queue) {
+void MessageWorker::run(const std::shared_ptr<Queue>& queue) {
   std::unique_lock<std::mutex> lock(queue->mutex);
   while (true) {
     queue->changed.wait(lock, [&] { return queue->stopping || !queue->pending.empty(); });
@@ -31,19 +31,19 @@ void ChainWorker::run(const std::shared_ptr<Queue>& queue) {
   }
 }
 
-bool ChainWorker::drain(std::chrono::steady_clock::time_point deadline) {
+bool MessageWorker::drain(std::chrono::steady_clock::time_point deadline) {
   std::unique_lock<std::mutex> lock(queue_->mutex);
   return queue_->changed.wait_until(lock, deadline, [this] { return queue_->pending.empty(); });
 }
 
-void ChainWorker::abort() {
+void MessageWorker::abort() {
   std::lock_guard<std::mutex> lock(queue_->mutex);
   for (const auto& message : queue_->pending) {
     message->abort();
   }
 }
 
-void ChainWorker::stop() {
+void MessageWorker::stop() {
   {
     std::lock_guard<std::mutex> lock(queue_->mutex);
     queue_->stopping = true;
@@ -69,7 +69,7 @@ HostLane::HostLane(LaneOptions options, std::shared_ptr<GroupComm> comm)
 
 HostLane::~HostLane() { close(std::chrono::milliseconds(0)); }
 
-Lane::Work HostLane::launch(ChainWorker& worker, std::shared_ptr<HostMessage> message) {
+Lane::Work HostLane::launch(MessageWorker& worker, std::shared_ptr<HostMessage> message) {
   message->post();
   Work work = message->work();
   worker.push(std::move(message));

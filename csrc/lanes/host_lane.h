@@ -11,13 +11,13 @@ namespace ldt {
 
 /// One thread, first in first out. Starts with its first message, so a direction that a lane never
 /// uses costs nothing.
-class ChainWorker {
+class MessageWorker {
  public:
-  ~ChainWorker() { stop(); }
+  ~MessageWorker() { stop(); }
   void push(std::shared_ptr<HostMessage> message);
   /// Whether everything pushed was finished by the deadline.
   bool drain(std::chrono::steady_clock::time_point deadline);
-  /// ReceiveEvents the waits of everything pending; the lane's failure has been set.
+  /// Ends the waits of everything pending; the lane's failure has been set.
   void abort();
   /// Finishes what is pending, then joins. Call abort() before, if that could take long. From the
   /// thread itself (a future's callback may drop the lane) it does not wait.
@@ -54,11 +54,11 @@ class HostLane final : public Lane {
                    const MessageName& name) override;
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
                       const MessageName& name) override;
-  Work launch(ChainWorker& worker, std::shared_ptr<HostMessage> message);
+  Work launch(MessageWorker& worker, std::shared_ptr<HostMessage> message);
 
   std::shared_ptr<const HostContext> context_;
-  ChainWorker outgoing_;
-  ChainWorker incoming_;
+  MessageWorker outgoing_;
+  MessageWorker incoming_;
 };
 
 }  // namespace ldt

@@ -69,7 +69,7 @@ std::string HostMessage::failure_text(const std::exception_ptr& error, double se
   try {
     std::rethrow_exception(error);
   } catch (const StageError&) {
-    culprit = ": the broadcast inside the stage";  // the peer that the name names is innocent
+    culprit = ": the broadcast inside the stage";  // the named peer is innocent
   } catch (...) {
   }
   return c10::str(name_, " (", tensors_.bytes(), " bytes)", culprit, " failed after ", seconds,

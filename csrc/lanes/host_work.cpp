@@ -27,7 +27,7 @@ HostWork::HostWork(c10d::OpType type, std::string name, std::shared_ptr<LaneStat
 
 bool HostWork::wait(std::chrono::milliseconds timeout) {
   using Clock = std::chrono::steady_clock;
-  owner_.check(name_);
+  process_.check(name_);
   const auto deadline = timeout == kNoTimeout ? Clock::time_point::max()
                                               : Clock::now() + checked_timeout(timeout, name_);
   std::unique_lock<std::mutex> lock(mutex_);

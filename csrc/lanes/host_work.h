@@ -31,7 +31,7 @@ class HostWork final : public c10d::Work {
   void complete(std::exception_ptr error);
 
  private:
-  const Owner owner_;
+  const OwnerProcess process_;
   std::string name_;
   std::shared_ptr<LaneStats> stats_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;  // made when first asked for; guarded by mutex_

@@ -70,9 +70,9 @@ class Lane {
   /// something else looks after that.
   virtual std::string overdue() { return {}; }
 
-  bool is_of_this_process() const { return owner_.is_here(); }
+  bool is_of_this_process() const { return process_.is_current(); }
   /// Throws LaneError in a process that was forked from the lane's.
-  void check_process() const { owner_.check(options_.name); }
+  void check_process() const { process_.check(options_.name); }
 
   const LaneOptions& options() const { return options_; }
   const LaneStats& stats() const { return *stats_; }
@@ -93,7 +93,7 @@ class Lane {
   std::shared_ptr<ReceivePool> pool_;
 
  private:
-  const Owner owner_;
+  const OwnerProcess process_;
 
   std::string describe_message(const char* verb, int peer, const std::vector<at::Tensor>& tensors,
                                const std::string& label) const;

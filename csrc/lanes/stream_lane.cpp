@@ -16,7 +16,7 @@
 namespace ldt {
 namespace {
 
-constexpr std::chrono::milliseconds kAbortPatience{2000};
+constexpr std::chrono::milliseconds kAbortTimeout{2000};
 
 // A queue of CUDA holds about 1024 operations, and a message of 16 transfers, the most that one
 // has, takes some 64 of them.
@@ -33,7 +33,7 @@ StreamLane::StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
                        std::unique_ptr<Transport> transport)
     : Lane(std::move(options), std::move(comm)),
       transport_(std::move(transport)),
-      driver_(peer_device(options_.device.type())),
+      engine_(find_copy_engine(options_.device.type())),
       stream_(transport_->stream(options_.device)),
       events_(std::make_shared<EventPool>(options_.device)) {
   pool_ = std::make_shared<ReceivePool>(options_.device, stream_, transport_->allocator());
@@ -57,7 +57,7 @@ void StreamLane::wait_for_current_stream() {
 // messages at launch, and asks its events what is done.
 void StreamLane::refuse_capture(const MessageName& name) const {
   const c10::impl::VirtualGuardImpl backend(options_.device.type());
-  if (!driver_ || !driver_->is_capturing(backend.getStream(options_.device))) return;
+  if (!engine_ || !engine_->is_capturing(backend.getStream(options_.device))) return;
   throw_lane_error(
       name,
       ": the current stream is being captured into a graph, and messages of a lane cannot "
@@ -294,7 +294,7 @@ void StreamLane::shutdown_transport() noexcept {
 void StreamLane::close(std::chrono::milliseconds timeout) {
   if (!drain(checked_timeout(timeout, c10::str("lane ", options_.name)))) {
     abort(c10::str("lane ", options_.name, ": closed with messages still in flight"));
-    if (!drain(kAbortPatience)) {
+    if (!drain(kAbortTimeout)) {
       // The device may still use these tensors, and nothing is left to wait for: never free them.
       std::lock_guard<std::mutex> lock(mutex_);
       new std::deque<InFlight>(std::move(in_flight_));

@@ -80,7 +80,7 @@ class StreamLane final : public Lane {
   bool drain(std::chrono::milliseconds timeout) noexcept;
 
   const std::unique_ptr<Transport> transport_;
-  PeerDevice* const driver_;  // null: the device has none
+  CopyEngine* const engine_;  // null: the device has none
   const c10::Stream stream_;
   const std::shared_ptr<EventPool> events_;
   std::mutex mutex_;

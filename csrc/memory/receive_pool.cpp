@@ -47,7 +47,7 @@ ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream, 
       events_(std::make_shared<EventPool>(device)) {}
 
 ReceivePool::~ReceivePool() {
-  if (!owner_.is_here()) return;  // the device is the parent's
+  if (!process_.is_current()) return;  // the device is the parent's
   try {
     for (const auto& block : idle_) order_before_free(block);
   } catch (...) {  // the device is gone, as at interpreter exit
@@ -142,7 +142,7 @@ ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
 }
 
 void ReceivePool::give_back(void* address) noexcept {
-  if (!owner_.is_here()) return;
+  if (!process_.is_current()) return;
   std::shared_ptr<Loan> loan;  // freed after the lock
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = in_use_.find(address);

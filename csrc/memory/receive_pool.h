@@ -94,7 +94,7 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   void make_room(size_t blocks);
   void order_before_free(const Block& block);
 
-  const Owner owner_;
+  const OwnerProcess process_;
   const c10::Device device_;
   const std::optional<c10::Stream> stream_;
   const Allocate allocate_;

@@ -26,7 +26,7 @@ class GroupComm {
   /// The largest value over the stage's ranks, in place; one int32.
   virtual Work maximum(const at::Tensor& value) = 0;
 
-  /// ReceiveEvents what is under way on a device, as far as the backend can. The transport is of no
+  /// Ends what is under way on a device, as far as the backend can. The transport is of no
   /// use after.
   virtual void abort() = 0;
 

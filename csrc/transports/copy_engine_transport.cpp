@@ -20,10 +20,10 @@ Link& link_for(const std::map<int, std::shared_ptr<Link>>& links, int peer, cons
 
 std::shared_ptr<const Event> CopyEngineTransport::send(const c10::Stream& stream,
                                                        const MessageTensors& message, int peer) {
-  auto& to = link_for(routes_.senders, peer, "to");
+  auto& to = link_for(links_.senders, peer, "to");
   for (const auto& [data, first] : message.transfers()) {
     const auto bytes = static_cast<int64_t>(data.nbytes());
-    to.begin(stream, {static_cast<const char*>(data.const_data_ptr()), bytes, bytes}, patience_);
+    to.begin(stream, {static_cast<const char*>(data.const_data_ptr()), bytes, bytes}, timeout_);
     to.push(stream, bytes);
   }
   return to.sent();
@@ -32,18 +32,18 @@ std::shared_ptr<const Event> CopyEngineTransport::send(const c10::Stream& stream
 ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const MessageTensors& message,
                                            const std::vector<ReceivePool::Claim>& claims, int peer,
                                            bool broadcasts) {
-  auto& from = routes_.from_stage ? *routes_.from_stage : link_for(routes_.receivers, peer, "from");
-  auto* const to = broadcasts ? routes_.to_stage.get() : nullptr;
+  auto& from = links_.from_stage ? *links_.from_stage : link_for(links_.receivers, peer, "from");
+  auto* const to = broadcasts ? links_.to_stage.get() : nullptr;
   bool by_itself = to == nullptr;
   for (const auto& [data, first] : message.transfers()) {
-    const PeerReceiver::Target target{
+    const IpcReceiver::Target target{
         static_cast<char*>(data.mutable_data_ptr()), static_cast<int64_t>(data.nbytes()),
         claims[first] != ReceivePool::Claim::kForeign, claims[first] == ReceivePool::Claim::kFree};
     if (to != nullptr) {
       pass_on(stream, target, from, *to);
       continue;
     }
-    from.begin(stream, target, target.bytes, patience_);
+    from.begin(stream, target, target.bytes, timeout_);
     if (!from.comes_by_itself()) from.await(stream, target.bytes);
     by_itself = by_itself && from.comes_by_itself();
   }
@@ -52,12 +52,12 @@ ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const Mess
   return {nullptr, to == nullptr ? nullptr : to->taken()};
 }
 
-void CopyEngineTransport::pass_on(const c10::Stream& stream, const PeerReceiver::Target& target,
-                                  PeerReceiver& from, PeerSender& to) {
+void CopyEngineTransport::pass_on(const c10::Stream& stream, const IpcReceiver::Target& target,
+                                  IpcReceiver& from, IpcSender& to) {
   const auto piece = piece_bytes(target.bytes, hops_, chunk_bytes_);
-  from.begin(stream, target, piece, patience_);
+  from.begin(stream, target, piece, timeout_);
   // A block of the pool is not written to again before the end that receive() returns.
-  to.begin(stream, {target.address, target.bytes, piece, target.may_post}, patience_);
+  to.begin(stream, {target.address, target.bytes, piece, target.may_post}, timeout_);
   for (int64_t done = 0; done < target.bytes; done += piece) {
     from.await(stream, piece);
     to.push(stream, piece);
@@ -65,8 +65,8 @@ void CopyEngineTransport::pass_on(const c10::Stream& stream, const PeerReceiver:
 }
 
 int64_t CopyEngineTransport::bounced() const {
-  int64_t count = routes_.from_stage ? routes_.from_stage->bounced() : 0;
-  for (const auto& [peer, end] : routes_.receivers) count += end->bounced();
+  int64_t count = links_.from_stage ? links_.from_stage->bounced() : 0;
+  for (const auto& [peer, end] : links_.receivers) count += end->bounced();
   return count;
 }
 
@@ -84,15 +84,15 @@ void CopyEngineTransport::abort() {
 
 template <typename Step>
 void CopyEngineTransport::for_each_link(const Step& step) const {
-  for (const auto& [peer, end] : routes_.senders) step(*end);
-  for (const auto& [peer, end] : routes_.receivers) step(*end);
-  if (routes_.from_stage) step(*routes_.from_stage);
-  if (routes_.to_stage) step(*routes_.to_stage);
+  for (const auto& [peer, end] : links_.senders) step(*end);
+  for (const auto& [peer, end] : links_.receivers) step(*end);
+  if (links_.from_stage) step(*links_.from_stage);
+  if (links_.to_stage) step(*links_.to_stage);
 }
 
 ReceivePool::Allocate CopyEngineTransport::allocator() {
-  if (!routes_.memory) return nullptr;
-  return [memory = routes_.memory](int64_t bytes) { return memory->lend(bytes); };
+  if (!links_.memory) return nullptr;
+  return [memory = links_.memory](int64_t bytes) { return memory->allocate(bytes); };
 }
 
 }  // namespace ldt

@@ -12,23 +12,23 @@ namespace ldt {
 
 /// The ends of routes that a lane has on this rank. Inside a stage, a message is passed on along a
 /// chain of its ranks, piece by piece, while it comes in.
-struct PeerRoutes {
-  std::shared_ptr<StreamApart> stream;                     // that the lane works on
-  std::shared_ptr<PeerMemory> memory;                      // of the receive pool; null on senders
-  std::map<int, std::shared_ptr<PeerSender>> senders;      // by peer
-  std::map<int, std::shared_ptr<PeerReceiver>> receivers;  // by peer
-  std::shared_ptr<PeerReceiver> from_stage;                // on a member
-  std::shared_ptr<PeerSender> to_stage;                    // null on the last of the chain
+struct IpcLinks {
+  std::shared_ptr<IsolatedStream> stream;                 // that the lane works on
+  std::shared_ptr<IpcPool> memory;                        // of the receive pool; null on senders
+  std::map<int, std::shared_ptr<IpcSender>> senders;      // by peer
+  std::map<int, std::shared_ptr<IpcReceiver>> receivers;  // by peer
+  std::shared_ptr<IpcReceiver> from_stage;                // on a member
+  std::shared_ptr<IpcSender> to_stage;                    // null on the last of the chain
 };
 
 class CopyEngineTransport final : public Transport {
  public:
   /// `hops`: how often a message is passed on in the stage. `chunk_bytes`: the largest piece that
-  /// is passed on at once. `patience`: how long another rank's host may be behind by a whole
+  /// is passed on at once. `timeout`: how long another rank's host may be behind by a whole
   /// ledger.
-  CopyEngineTransport(PeerRoutes routes, int hops, int64_t chunk_bytes,
-                      std::chrono::milliseconds patience)
-      : routes_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), patience_(patience) {}
+  CopyEngineTransport(IpcLinks routes, int hops, int64_t chunk_bytes,
+                      std::chrono::milliseconds timeout)
+      : links_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), timeout_(timeout) {}
 
   std::shared_ptr<const Event> send(const c10::Stream& stream, const MessageTensors& message,
                                     int peer) override;
@@ -38,20 +38,20 @@ class CopyEngineTransport final : public Transport {
   int64_t enqueued() const override;
   void abort() override;
   int64_t bounced() const override;
-  c10::Stream stream(c10::Device /*device*/) override { return routes_.stream->stream(); }
+  c10::Stream stream(c10::Device /*device*/) override { return links_.stream->stream(); }
   ReceivePool::Allocate allocator() override;
   bool has_own_timeout() const override { return false; }
 
  private:
-  void pass_on(const c10::Stream& stream, const PeerReceiver::Target& target, PeerReceiver& from,
-               PeerSender& to);
+  void pass_on(const c10::Stream& stream, const IpcReceiver::Target& target, IpcReceiver& from,
+               IpcSender& to);
   template <typename Step>
   void for_each_link(const Step& step) const;
 
-  const PeerRoutes routes_;
+  const IpcLinks links_;
   const int hops_;
   const int64_t chunk_bytes_;
-  const std::chrono::milliseconds patience_;
+  const std::chrono::milliseconds timeout_;
 };
 
 }  // namespace ldt

@@ -37,12 +37,12 @@ class NcclTransport final : public Transport {
                         const std::vector<ReceivePool::Claim>& claims, int peer,
                         bool broadcasts) override;
   int64_t enqueued() const override { return enqueued_; }
-  void shutdown() override { gate_.close(kCallPatience); }
+  void shutdown() override { gate_.close(kCallTimeout); }
   void abort() override;
   bool has_own_timeout() const override { return false; }
 
  private:
-  static constexpr std::chrono::milliseconds kCallPatience{2000};
+  static constexpr std::chrono::milliseconds kCallTimeout{2000};
 
   template <typename Call>
   void call(const char* what, const Call& call);

@@ -39,7 +39,7 @@ class Transport {
   /// Begins no call any more that the end of a communicator would disturb. Waits for one that is
   /// under way, but not for ever.
   virtual void shutdown() {}
-  /// ReceiveEvents what is under way, as far as that can be. Of no use after.
+  /// Ends what is under way, as far as that can be. Of no use after.
   virtual void abort() = 0;
   /// The stream that the lane is to use.
   virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }

@@ -17,12 +17,12 @@
 namespace ldt::test_device {
 namespace {
 
-class ThreadPeerDevice final : public PeerDevice {
+class ThreadCopyEngine final : public CopyEngine {
  public:
   std::string unavailable(c10::Device /*device*/) override { return refusal_; }
 
   Memory allocate(c10::Device /*device*/, size_t bytes) override {
-    auto pages = std::make_shared<SharedPages>(bytes);
+    auto pages = std::make_shared<SharedMemory>(bytes);
     std::memset(pages->data(), kPoison, bytes);
     Memory memory;
     memory.address = pages->data();
@@ -36,15 +36,15 @@ class ThreadPeerDevice final : public PeerDevice {
   void free(c10::Device /*device*/, void* address) noexcept override { drop(address); }
 
   void* map(c10::Device /*device*/, const MemoryHandle& handle, size_t /*bytes*/) override {
-    auto pages = std::make_shared<SharedPages>(reinterpret_cast<const char*>(handle.data()));
+    auto pages = std::make_shared<SharedMemory>(reinterpret_cast<const char*>(handle.data()));
     auto* address = pages->data();
     keep(std::move(pages));
     return address;
   }
 
   void unmap(c10::Device /*device*/, void* address) noexcept override { drop(address); }
-  void enlist(c10::Device /*device*/, void* /*pages*/, size_t /*bytes*/) override {}
-  void dismiss(c10::Device /*device*/, void* /*pages*/) noexcept override {}
+  void register_host(c10::Device /*device*/, void* /*pages*/, size_t /*bytes*/) override {}
+  void unregister_host(c10::Device /*device*/, void* /*pages*/) noexcept override {}
 
   void copy(const c10::Stream& stream, void* target, const void* source, size_t bytes) override {
     enqueue(stream, [=] { std::memcpy(target, source, bytes); });
@@ -76,7 +76,7 @@ class ThreadPeerDevice final : public PeerDevice {
     while (!condition()) std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
 
-  void keep(std::shared_ptr<SharedPages> pages) {
+  void keep(std::shared_ptr<SharedMemory> pages) {
     const std::lock_guard<std::mutex> lock(mutex_);
     auto* const address = pages->data();
     pages_[address] = std::move(pages);
@@ -89,21 +89,21 @@ class ThreadPeerDevice final : public PeerDevice {
 
   std::string refusal_;
   std::mutex mutex_;
-  std::map<void*, std::shared_ptr<SharedPages>> pages_;
+  std::map<void*, std::shared_ptr<SharedMemory>> pages_;
 };
 
-ThreadPeerDevice& thread_peer_device() {
-  static auto* const made = new ThreadPeerDevice;
+ThreadCopyEngine& thread_copy_engine() {
+  static auto* const made = new ThreadCopyEngine;
   return *made;
 }
 
 }  // namespace
 
-void refuse_peers(const std::string& why) { thread_peer_device().refuse(why); }
+void refuse_peers(const std::string& why) { thread_copy_engine().refuse(why); }
 
 }  // namespace ldt::test_device
 
 // What csrc/peers looks for, by the name that the tests give the device.
-extern "C" LDT_TEST_EXPORT ldt::PeerDevice* ldt_peer_device_npu() {
-  return &ldt::test_device::thread_peer_device();
+extern "C" LDT_TEST_EXPORT ldt::CopyEngine* ldt_copy_engine_npu() {
+  return &ldt::test_device::thread_copy_engine();
 }

@@ -16,7 +16,7 @@
 
 namespace ldt::testing {
 
-/// ReceiveEvents when both sides are there; its wait returns false after an abort, as gloo's does.
+/// Ends when both sides are there; its wait returns false after an abort, as gloo's does.
 class MemoryWork final : public c10d::Work {
  public:
   MemoryWork() : future_(c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get())) {}
