@@ -1,4 +1,4 @@
-// One function per group of bindings; each adds its part to the module.
+// One function per group of bindings, which adds it to the module.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,4 @@
-// C++ exceptions as Python exceptions, and Ctrl-C the other way.
+// Translates C++ exceptions to Python, and Ctrl-C to C++.
 #include "bindings/bindings.h"
 #include "common/error.h"
 #include "common/interrupt.h"
@@ -11,7 +11,7 @@ void bind_errors(pybind11::module_& module) {
   static pybind11::object lane_error =
       pybind11::reinterpret_steal<pybind11::object>(PyErr_NewExceptionWithDoc(
           "ldt._C.LaneError",
-          "A lane or a work of it failed; the text says which, with both sides' figures.",
+          "A lane or one of its works failed; the text says which, and what both ends have.",
           base.ptr(), nullptr));
   module.attr("LaneError") = lane_error;
   static pybind11::object metadata_error =
@@ -28,7 +28,7 @@ void bind_errors(pybind11::module_& module) {
 }
 
 void bind_interrupt() {
-  // A signal's Python handler runs in the main thread only, and only when that thread asks.
+  // Python runs signal handlers in the main thread only, and only when that thread asks.
   set_interrupt_check([] {
     pybind11::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw pybind11::error_already_set();

@@ -1,82 +1,18 @@
-// ldt._C.Lane: arguments in Python's types, the GIL released wherever a lane's threads may need it.
+// ldt._C.Lane: converts arguments, and releases the GIL wherever a lane's threads may need it.
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
 #include "bindings/timeout.h"
-#include "bindings/transports.h"
-#include "common/owner_process.h"
-#include "lanes/lane.h"
-#include "process_group/c10d_group_comm.h"
-#include "transports/nccl_transport.h"
+#include "common/torch_private.h"
+#include "lanes/lane_factory.h"
+#include "lanes/lane_registry.h"
 
 namespace py = pybind11;
 
 namespace ldt {
 namespace {
 
-// Measured with benchmarks/recv_broadcast.py; see docs/performance.md.
-constexpr int64_t kHostChunkBytes = int64_t{4} << 20;
-constexpr int64_t kStreamChunkBytes = int64_t{16} << 20;
-
-// Every lane that is alive, so that the interpreter can stop their threads before it goes.
-class LiveLanes {
- public:
-  void add(const std::shared_ptr<Lane>& lane) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    lanes_.erase(std::remove_if(lanes_.begin(), lanes_.end(),
-                                [](const auto& weak) { return weak.expired(); }),
-                 lanes_.end());
-    lanes_.push_back(lane);
-  }
-  void abort(const std::string& reason) {
-    std::vector<std::shared_ptr<Lane>> alive;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      for (const auto& weak : lanes_) {
-        if (auto lane = weak.lock()) alive.push_back(std::move(lane));
-      }
-    }
-    for (const auto& lane : alive) {
-      attempt([&] { lane->abort(reason); });
-    }
-    for (const auto& lane : alive) {
-      attempt([&] { lane->close(std::chrono::milliseconds(0)); });
-    }
-  }
-
- private:
-  // What one of them throws is no reason to leave out the others.
-  template <typename Step>
-  static void attempt(const Step& step) noexcept {
-    try {
-      step();
-    } catch (...) {
-      TORCH_WARN("a lane could not be stopped: ", text_of(std::current_exception()));
-    }
-  }
-
-  std::mutex mutex_;
-  std::vector<std::weak_ptr<Lane>> lanes_;
-};
-
-// Those of this process. Never destroyed: lanes may outlive static destruction.
-LiveLanes& live_lanes() {
-  static auto* lanes = new LiveLanes;
-  static OwnerProcess owner;
-  if (!owner.is_current()) {
-    lanes = new LiveLanes;
-    owner = OwnerProcess();
-  }
-  return *lanes;
-}
-
-C10dGroupComm::Group share(c10d::ProcessGroup* group) {
-  if (group == nullptr) return {};
-  return C10dGroupComm::Group::unsafe_reclaim_from_nonowning(group);
-}
-
-// Which global ranks the group's own ranks are; empty for a group that torch.distributed has no
-// record of.
+// The global ranks of the group's ranks; empty for a group that torch.distributed does not know.
 std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
   if (group == nullptr) return {};
   const auto ranks_of = py::module_::import("torch.distributed").attr("get_process_group_ranks");
@@ -88,54 +24,31 @@ std::vector<int> global_ranks_of(c10d::ProcessGroup* group) {
   }
 }
 
-std::unique_ptr<Transport> make_transport(const TransportChoice& choice, const LaneOptions& options,
-                                          const std::shared_ptr<GroupComm>& groups, int stage_size,
-                                          int stage_root) {
-  if (const auto* routes = std::get_if<IpcLinks>(&choice)) {
-    return std::make_unique<CopyEngineTransport>(*routes, stage_size - 1, options.chunk_bytes,
-                                                 options.timeout);
+// The last owner may be Python's garbage collector, and the destructor joins threads. In a forked
+// child those threads do not exist: there the lane is left as it is, for good.
+void destroy(std::shared_ptr<Lane> lane) {
+  if (!lane->is_of_this_process()) {
+    new std::shared_ptr<Lane>(std::move(lane));
+  } else if (PyGILState_Check()) {
+    py::gil_scoped_release no_gil;
+    lane.reset();
+  } else {
+    lane.reset();
   }
-  if (const auto* numbers = std::get_if<NcclCommunicators>(&choice)) {
-    const auto pointer = [](const std::optional<int64_t>& number) {
-      return reinterpret_cast<void*>(number.value_or(0));
-    };
-    const NcclTransport::Communicators communicators{pointer(numbers->point_to_point),
-                                                     pointer(numbers->stage), stage_root};
-    return std::make_unique<NcclTransport>(groups, communicators, options.device,
-                                           options.chunk_bytes, require_nccl());
-  }
-  return nullptr;
 }
 
 std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage,
                                int stage_root, c10::Device device,
                                std::optional<int64_t> chunk_bytes, Timeout timeout,
                                std::optional<bool> announce, const TransportChoice& transport) {
-  auto comm = std::make_shared<C10dGroupComm>(share(p2p), share(stage), stage_root);
-  LaneOptions options;
-  options.timeout = checked_timeout(timeout.seconds, c10::str("lane ", name));
-  options.name = std::move(name);
-  options.global_ranks = global_ranks_of(p2p);
-  options.device = device.is_cpu() ? c10::Device(at::kCPU) : device;  // "cpu:0" is the CPU
-  options.chunk_bytes = chunk_bytes.value_or(device.is_cpu() ? kHostChunkBytes : kStreamChunkBytes);
-  options.announce = announce.value_or(device.is_cpu());
-  const int stage_size = stage == nullptr ? 1 : stage->getSize();
-  auto chosen = make_transport(transport, options, comm, stage_size, stage_root);
-  auto made = make_lane(std::move(options), std::move(comm), std::move(chosen));
-  // The last owner may be Python's garbage collector, and the destructor joins threads.
+  const auto milliseconds = checked_timeout(timeout.seconds, c10::str("lane ", name));
+  auto made = make_lane({std::move(name), torch_private::share(p2p), torch_private::share(stage),
+                         stage_root, global_ranks_of(p2p), device, chunk_bytes, milliseconds,
+                         announce, transport});
   Lane* raw = made.get();
-  std::shared_ptr<Lane> lane(raw, [made = std::move(made)](Lane*) mutable {
-    if (!made->is_of_this_process()) {
-      new std::shared_ptr<Lane>(
-          std::move(made));  // left as it is, for ever: its threads are not here
-    } else if (PyGILState_Check()) {
-      py::gil_scoped_release no_gil;
-      made.reset();
-    } else {
-      made.reset();
-    }
-  });
-  live_lanes().add(lane);
+  std::shared_ptr<Lane> lane(raw,
+                             [made = std::move(made)](Lane*) mutable { destroy(std::move(made)); });
+  LaneRegistry::get().add(lane);
   return lane;
 }
 
@@ -205,8 +118,8 @@ void bind_lanes(py::module_& module) {
                              [](const Lane& lane) { return lane.options().chunk_bytes; });
 
   module.def(
-      "abort_all", [](const std::string& reason) { live_lanes().abort(reason); }, py::arg("reason"),
-      py::call_guard<py::gil_scoped_release>());
+      "abort_all", [](const std::string& reason) { LaneRegistry::get().abort_all(reason); },
+      py::arg("reason"), py::call_guard<py::gil_scoped_release>());
   py::module_::import("atexit").attr("register")(module.attr("abort_all"),
                                                  "the process is exiting");
 }

@@ -1,10 +1,11 @@
 // ldt._C's unpack_message: from messages to Python's values. ldt/runtime/step/metadata.py gives them
 // their types.
-#include <torch/csrc/autograd/python_variable.h>
-
 #include "bindings/bindings.h"
 #include "bindings/metadata_names.h"
-#include "metadata/tensors.h"
+#include "bindings/torch_python.h"
+#include "metadata/device/device_scan.h"
+#include "metadata/torch_types.h"
+#include "metadata/unpack.h"
 
 namespace py = pybind11;
 
@@ -49,7 +50,7 @@ py::object new_microbatch(const py::type& type, const MetadataNames& names, int6
 
 // Moved, since another reference to a tensor that Python has takes the GIL once more.
 void set_tensor(const py::dict& tensors, const py::str& name, at::Tensor&& tensor) {
-  const auto value = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(tensor)));
+  const auto value = torch_private::to_python(std::move(tensor));
   if (!value || PyDict_SetItem(tensors.ptr(), name.ptr(), value.ptr()) != 0) {
     throw py::error_already_set();
   }

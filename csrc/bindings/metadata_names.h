@@ -1,5 +1,4 @@
-// Names of Python's metadata objects as the very objects that Python has for them: look-ups then
-// compare addresses.
+// The attribute names of Python's metadata objects, interned, so that look-ups compare addresses.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -19,7 +18,7 @@ struct MetadataNames {
   std::vector<pybind11::str> of_tensors;
 
   static const MetadataNames& get() {
-    // Never deleted: nothing of Python may be let go of after its end.
+    // Never deleted: Python objects must not be released after the interpreter's end.
     static const auto* const made = new MetadataNames;
     return *made;
   }

@@ -1,13 +1,13 @@
 // ldt._C's pack_step and pack_called_off: from Python's values to messages.
-#include <torch/csrc/autograd/python_variable.h>
-
 #include <map>
 #include <unordered_map>
 
 #include "bindings/bindings.h"
 #include "bindings/metadata_names.h"
+#include "bindings/torch_python.h"
 #include "metadata/format/error.h"
-#include "metadata/tensors.h"
+#include "metadata/pack.h"
+#include "metadata/torch_types.h"
 
 namespace py = pybind11;
 
@@ -105,13 +105,13 @@ class MicrobatchReader {
   }
 
   void read_tensor(int64_t microbatch, py::handle name, py::handle tensor) {
-    if (!THPVariable_Check(tensor.ptr())) {
+    if (!torch_private::is_tensor(tensor)) {
       metadata::fail("microbatch ", microbatch, ": expected a tensor as '",
                      py::str(name).cast<std::string>(), "', got ",
                      py::str(py::type::of(tensor)).cast<std::string>(),
                      "; only tensors are metadata");
     }
-    tensors.push_back({number_of_name(microbatch, name), &THPVariable_Unpack(tensor.ptr())});
+    tensors.push_back({number_of_name(microbatch, name), &torch_private::tensor_of(tensor)});
     alive_.push_back(py::reinterpret_borrow<py::object>(tensor));
   }
 

@@ -1,4 +1,4 @@
-// The table of contents of ldt._C: what the extension offers to Python.
+// The table of contents of ldt._C.
 #include "bindings/bindings.h"
 
 PYBIND11_MODULE(_C, module) {

@@ -1,4 +1,4 @@
-// What the runtime asks of tensors between messages.
+// Who else uses a tensor's memory.
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"

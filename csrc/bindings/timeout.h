@@ -1,4 +1,4 @@
-// Timeouts from Python: a timedelta, or seconds as a number.
+// Timeouts from Python: a timedelta or a number of seconds.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,8 +9,8 @@
 
 namespace ldt {
 
-/// A timeout argument before it is checked. pybind11's own conversion to milliseconds overflows for
-/// infinity and for times that a timedelta can hold.
+/// An unchecked timeout argument. pybind11's own conversion to milliseconds overflows for infinity
+/// and for large timedeltas.
 struct Timeout {
   double seconds = 0;
 };

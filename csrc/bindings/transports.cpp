@@ -1,11 +1,9 @@
-// ldt._C's carriers: what connects a lane's payload to NCCL's communicators or to other processes'
-// memory.
+// What a lane's payload moves by: NCCL's communicators, or IPC links to other processes.
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bindings/transports.h"
-#include "transports/copy_engine_transport.h"
-#include "transports/nccl_transport.h"
+#include "transports/nccl_library.h"
+#include "transports/transport_choice.h"
 
 namespace py = pybind11;
 

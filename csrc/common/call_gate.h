@@ -1,4 +1,4 @@
-// Between the thread that makes calls and another one that ends what they use.
+// Keeps calls and the teardown of what they use apart.
 #pragma once
 
 #include <atomic>
@@ -9,17 +9,16 @@
 
 namespace ldt {
 
-/// Calls go in one at a time, until the gate is shut for good.
+/// Admits one call at a time until it is closed for good.
 class CallGate {
  public:
-  /// Held while a call runs. Throws LaneError once the gate is shut.
+  /// Hold the lock while a call runs. Throws LaneError once the gate is closed.
   std::unique_lock<std::timed_mutex> enter() {
     std::unique_lock<std::timed_mutex> lock(mutex_);
     if (is_closed_) throw_lane_error("the lane was aborted or closed");
     return lock;
   }
-  /// No call goes in any more. Waits for one that is inside, at most `timeout`; whether it has
-  /// left.
+  /// Admits no further call. Waits up to `timeout` for the one that runs; returns whether it ended.
   bool close(std::chrono::milliseconds timeout) {
     is_closed_ = true;
     const std::unique_lock<std::timed_mutex> lock(mutex_, timeout);

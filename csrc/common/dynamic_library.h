@@ -1,12 +1,12 @@
-// Functions of libraries that are there or not.
+// Looks up functions of libraries that may be absent.
 #pragma once
 
 #include <dlfcn.h>
 
 namespace ldt {
 
-/// Whether the library (a handle of dlopen) has the function. Its type is not checked: the caller
-/// knows it.
+/// Returns whether the library (a handle of dlopen) has the function. The caller vouches for its
+/// type.
 template <typename Function>
 bool look_up(void* library, const char* name, Function& function) {
   function = reinterpret_cast<Function>(dlsym(library, name));

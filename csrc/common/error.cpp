@@ -1,4 +1,4 @@
-// Reading the text of any exception.
+// The message of any exception.
 #include "common/error.h"
 
 namespace ldt {

@@ -1,4 +1,4 @@
-// The one exception type of lanes and works, and how it is thrown.
+// The exception type of lanes and works, and how to throw it.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -6,13 +6,13 @@
 
 namespace ldt {
 
-/// A lane or a work failed. Bound to Python as `ldt._C.LaneError`, a
+/// A lane or a work failed. Python sees it as `ldt._C.LaneError`, a
 /// `torch.distributed.DistBackendError`.
 class LaneError : public c10::DistBackendError {
   using DistBackendError::DistBackendError;
 };
 
-/// It failed inside the receiving stage, and not between the stage's leader and the sender.
+/// The failure is inside the receiving stage, not between its leader and the sender.
 class StageError : public LaneError {
   using LaneError::LaneError;
 };
@@ -23,10 +23,10 @@ template <typename... Args>
   throw LaneError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, c10::str(args...));
 }
 
-/// The plain text of an exception, without the C++ backtrace that c10 may append.
+/// The message of an exception, without the C++ backtrace that c10 may append.
 std::string text_of(const std::exception_ptr& error);
 
-/// Runs `step`, a call to the stage's group. What the backend throws becomes a StageError.
+/// Runs `step`, a call into the stage's group, and turns what the backend throws into a StageError.
 template <typename Step>
 auto in_stage(const Step& step) {
   try {

@@ -1,4 +1,4 @@
-// The end of something that is enqueued on a device.
+// A point in the work of a device that streams and the host can wait for.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -9,20 +9,21 @@
 
 namespace ldt {
 
-/// Streams can wait for it, and the host can ask. Any number of times, from any thread.
+/// Like c10::Event, but read-only: waited for and queried any number of times, from any thread.
 class Event {
  public:
   virtual ~Event() = default;
   virtual bool is_done() const = 0;
-  /// What is enqueued on `stream` after this happens after the end.
+  /// Makes everything enqueued on `stream` from now on wait for the event.
   virtual void block(const c10::Stream& stream) const = 0;
 };
 
-inline bool all_done(const std::vector<std::shared_ptr<const Event>>& ends) {
-  return std::all_of(ends.begin(), ends.end(), [](const auto& end) { return end->is_done(); });
+inline bool all_done(const std::vector<std::shared_ptr<const Event>>& events) {
+  return std::all_of(events.begin(), events.end(),
+                     [](const auto& event) { return event->is_done(); });
 }
 
-/// The later one of two.
+/// Done when both are.
 class BothEvents final : public Event {
  public:
   BothEvents(std::shared_ptr<const Event> one, std::shared_ptr<const Event> other)

@@ -1,4 +1,4 @@
-// Reused stream events: creating one costs microseconds, a lane needs one or two per message.
+// Reuses stream events: creating one takes microseconds, and a message needs one or two.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -12,12 +12,12 @@
 
 namespace ldt {
 
-/// Hands out events of one device. An event comes back by itself when its last owner lets go.
+/// Pools the events of one device. An event returns to the pool when its last owner drops it.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   explicit EventPool(c10::Device device) : device_(device) {}
 
-  /// The end of what is on `stream` now.
+  /// Records the current end of `stream`.
   std::shared_ptr<const Event> record(const c10::Stream& stream);
 
  private:

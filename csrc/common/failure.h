@@ -1,4 +1,4 @@
-// Why a lane can no longer be used: the first failure wins, everyone sees it.
+// Why a lane is unusable. The first failure wins, and every thread sees it.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@ namespace ldt {
 
 class Failure {
  public:
-  /// Keeps `text` if nothing failed before. Returns whether it did.
+  /// Records `text` unless an earlier failure is recorded. Returns whether it was recorded.
   bool set(const std::string& text) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (happened_) return false;

@@ -1,4 +1,4 @@
-// The process-wide interrupt check.
+// The process-wide check.
 #include "common/interrupt.h"
 
 #include <atomic>

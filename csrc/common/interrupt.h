@@ -1,12 +1,12 @@
-// Lets a long host-side wait notice Ctrl-C without knowing Python.
+// Lets long host-side waits react to Ctrl-C without depending on Python.
 #pragma once
 
 namespace ldt {
 
-/// Called from waiting threads every few tenths of a second; may throw to end the wait.
+/// Waiting threads call it a few times a second. It may throw to end the wait.
 using InterruptCheck = void (*)();
 
-/// Installs the check (the bindings do, once); nullptr removes it.
+/// The bindings install the check, once; nullptr removes it.
 void set_interrupt_check(InterruptCheck check);
 
 /// Runs the installed check, if any.

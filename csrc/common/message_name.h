@@ -1,4 +1,4 @@
-// How an error text begins: made only if there is an error.
+// The name of a message in error texts, formatted only when an error needs it.
 #pragma once
 
 #include <functional>
@@ -7,12 +7,12 @@
 
 namespace ldt {
 
-/// Names a message, such as "lane F0: send to rank 1 of float32[4]". Describing one takes longer
-/// than launching it on a device, so this holds what can do it, for as long as the launch.
+/// Names a message, as in "lane F0: send to rank 1 of float32[4]". Formatting takes longer than the
+/// launch itself on a device, so it is deferred. Valid during the launch only.
 class MessageName {
  public:
   using Describe = std::function<std::string()>;
-  /// `label` is what the caller calls the message.
+  /// `label` is the caller's name for the message.
   MessageName(const std::string& label, Describe describe)
       : label_(label), describe_(std::move(describe)) {}
   const std::string& label() const { return label_; }

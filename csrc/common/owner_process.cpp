@@ -1,4 +1,4 @@
-// Forks are counted in the child: the generation of a process is how many led to it.
+// Each fork increments the generation in the child.
 #include "common/owner_process.h"
 
 #include <pthread.h>

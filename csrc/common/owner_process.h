@@ -1,5 +1,5 @@
-// Which process made an object. A forked child has none of its threads, locks that they held at the
-// fork for ever, and connections that are its parent's.
+// Detects use in a forked child. A child has none of its parent's threads, may inherit locked
+// locks, and shares the parent's connections.
 #pragma once
 
 #include <sys/types.h>
@@ -8,12 +8,13 @@
 
 namespace ldt {
 
+/// Remembers the process that constructed it.
 class OwnerProcess {
  public:
   OwnerProcess();
-  /// Whether this is still the process that made it.
+  /// Whether the caller runs in that process.
   bool is_current() const;
-  /// Throws LaneError in a forked child, in which nothing of `what` may be touched.
+  /// Throws LaneError in a forked child, where `what` must not be touched.
   void check(const std::string& what) const {
     if (!is_current()) refuse(what);
   }
@@ -21,7 +22,7 @@ class OwnerProcess {
  private:
   [[noreturn]] void refuse(const std::string& what) const;
 
-  int generation_;  // cheaper to ask for than the number of the process
+  int generation_;  // cheaper than getpid()
   pid_t pid_;
 };
 

@@ -1,4 +1,4 @@
-// What a lane counts. Written by the lane's threads, read by anyone.
+// A lane's counters. The lane's threads write them; any thread may read them.
 #pragma once
 
 #include <atomic>
@@ -13,10 +13,10 @@ struct LaneStats {
   std::atomic<int64_t> received_bytes{0};
   std::atomic<int64_t> received_messages{0};
   std::atomic<int64_t> broadcast_bytes{0};
-  std::atomic<int64_t> wait_nanoseconds{0};  // the host, blocked in wait()
+  std::atomic<int64_t> wait_nanoseconds{0};  // host time blocked in wait()
 };
 
-/// Adds the time from its construction to its destruction to a counter.
+/// Adds its lifetime to a counter.
 class ScopedTimer {
  public:
   explicit ScopedTimer(std::atomic<int64_t>& nanoseconds)

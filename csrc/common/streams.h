@@ -1,21 +1,30 @@
-// Streams that lanes work on.
+// Streams of any device, by c10's device-independent guard.
 #pragma once
 
 #include <c10/core/Stream.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "common/torch_private.h"
 
 namespace ldt {
 
-/// High priority: a transfer that is ready should not queue behind the kernels it is meant to hide
-/// behind.
+inline c10::Stream current_stream(c10::Device device) {
+  return torch_private::DeviceGuard(device.type()).getStream(device);
+}
+
+inline c10::Stream default_stream(c10::Device device) {
+  return torch_private::DeviceGuard(device.type()).getDefaultStream(device);
+}
+
+/// A high-priority stream of torch's pool: a transfer that is ready must not queue behind the
+/// kernels that it is meant to overlap with.
 inline c10::Stream new_lane_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type())
+  return torch_private::DeviceGuard(device.type())
       .getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
-/// What the backend's own functions take.
-inline void* native(const c10::Stream& stream) {
-  return c10::impl::VirtualGuardImpl(stream.device_type()).getStreamNativeHandle(stream);
+/// The backend's own handle, such as a cudaStream_t.
+inline void* native_handle(const c10::Stream& stream) {
+  return torch_private::DeviceGuard(stream.device_type()).getStreamNativeHandle(stream);
 }
 
 }  // namespace ldt

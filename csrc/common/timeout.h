@@ -1,4 +1,4 @@
-// Times that people give: refused where they make no sense, cut where no clock could count them.
+// Checks timeouts that callers pass, and caps those that would overflow a clock.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +10,11 @@
 
 namespace ldt {
 
-/// As good as forever, and still a time that may be added to any clock's now: those count
-/// nanoseconds in 63 bits, which is 292 years.
+/// 100 years. Clocks count nanoseconds in 63 bits (292 years), so adding it to now() is safe.
 constexpr std::chrono::milliseconds kLongestTimeout = std::chrono::hours(24 * 365 * 100);
 
-/// At most kLongestTimeout. Throws LaneError for a negative one; `what` begins its text.
+/// Caps `timeout` at kLongestTimeout. Throws LaneError for a negative one; the text begins with
+/// `what`.
 inline std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeout,
                                                  const std::string& what) {
   if (timeout.count() < 0) {
@@ -23,8 +23,7 @@ inline std::chrono::milliseconds checked_timeout(std::chrono::milliseconds timeo
   return std::min(timeout, kLongestTimeout);
 }
 
-/// The same for seconds as a number, which may be infinite: NaN is refused, too. A time above 0
-/// stays above 0.
+/// The same for seconds. Infinity is allowed, NaN throws, and a positive time stays positive.
 inline std::chrono::milliseconds checked_timeout(double seconds, const std::string& what) {
   if (std::isnan(seconds) || seconds < 0) {
     throw_lane_error(what, ": timeout: expected a time of 0 or more, got ", seconds, " s");

@@ -1,4 +1,4 @@
-// What a device must be able to do so that one process writes into another one's memory of it.
+// What a device must offer so that one process can write to another's device memory.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -9,13 +9,13 @@
 
 namespace ldt {
 
-/// A copy engine and stream memory operations. Written down as an interface so that the protocol
-/// above it knows no vendor. All throw LaneError with the driver's own words.
+/// A copy engine and stream memory operations, behind an interface so that the protocol on top is
+/// independent of the vendor. Every member throws LaneError with the driver's message.
 class CopyEngine {
  public:
   virtual ~CopyEngine() = default;
 
-  /// Why this device cannot do it; empty if it can.
+  /// Why this device cannot be used; empty if it can.
   virtual std::string unavailable(c10::Device device) = 0;
 
   struct Memory {
@@ -25,30 +25,31 @@ class CopyEngine {
   /// Memory that other processes on this host may map.
   virtual Memory allocate(c10::Device device, size_t bytes) = 0;
   virtual void free(c10::Device device, void* address) noexcept = 0;
-  /// Another process's memory, for copies that `device` does.
+  /// Maps another process's memory for copies by `device`.
   virtual void* map(c10::Device device, const MemoryHandle& handle, size_t bytes) = 0;
   virtual void unmap(c10::Device device, void* address) noexcept = 0;
   /// Lets streams of `device` wait for and write to flags in these pages.
   virtual void register_host(c10::Device device, void* pages, size_t bytes) = 0;
   virtual void unregister_host(c10::Device device, void* pages) noexcept = 0;
 
-  // Enqueued on `stream`, which is what makes them cheap: no host work when their turn comes, no
-  // kernel.
+  // Enqueued on `stream`: they run without the host and without a kernel.
   virtual void copy(const c10::Stream& stream, void* target, const void* source, size_t bytes) = 0;
-  /// Goes on when the flag's word, as a signed number, is `count` or more.
+  /// Waits until the flag's word, as a signed number, is `count` or more.
   virtual void wait_for(const c10::Stream& stream, const Flag& flag, uint64_t count) = 0;
-  /// Goes on when the flag's count is `count` or more.
+  /// Waits until the flag's count is `count` or more.
   virtual void wait_for_count(const c10::Stream& stream, const Flag& flag, uint64_t count) = 0;
-  /// Sets the flag's count, after everything before on the stream is visible to all devices.
+  /// Sets the flag's count once all earlier work of the stream is visible to every device.
   virtual void write(const c10::Stream& stream, Flag& flag, uint64_t count) = 0;
 
-  /// Whether what is enqueued is being captured into a graph instead of being run.
+  /// Whether a graph capture is under way on `stream`.
   virtual bool is_capturing(const c10::Stream& stream) = 0;
 };
 
-/// That of CUDA is built in. A library that is loaded may bring one for another type, in a function
-/// `extern "C" ldt::CopyEngine* ldt_peer_device_<type>()` with the type's name in small letters,
-/// such as privateuseone. Null if there is none.
+/// The copy engine of a device type; null if there is none. CUDA's is built in. A loaded library
+/// may provide another type's with a function `extern "C" ldt::CopyEngine*
+/// ldt_copy_engine_<type>()`, where <type> is the lower-case name, such as privateuseone.
 CopyEngine* find_copy_engine(c10::DeviceType type);
+/// The copy engine of `device`. Throws LaneError that says why there is none or why it is unusable.
+CopyEngine& require_copy_engine(c10::Device device);
 
 }  // namespace ldt

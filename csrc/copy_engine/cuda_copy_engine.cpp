@@ -1,4 +1,4 @@
-// Peer memory by CUDA IPC, order by stream memory operations on host pages that both processes pin.
+// Shares memory by CUDA IPC and orders streams by memory operations on host pages that both pin.
 #include "copy_engine/cuda_copy_engine.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace ldt {
 namespace {
 
-// Of cuda.h.
+// Values of cuda.h.
 constexpr std::pair<int, const char*> kNeeded[] = {
     {122, "64 bit stream memory operations"},
     {91, "addresses of pinned host memory that are those of the host"},
@@ -59,7 +59,7 @@ class CudaCopyEngine final : public CopyEngine {
   }
 
   void free(c10::Device device, void* address) noexcept override {
-    warn_of(device, [&] { driver_.check(driver_.free(to_address(address)), "cuMemFree"); });
+    warn_on_error(device, [&] { driver_.check(driver_.free(to_address(address)), "cuMemFree"); });
   }
 
   void* map(c10::Device device, const MemoryHandle& handle, size_t /*bytes*/) override {
@@ -72,7 +72,7 @@ class CudaCopyEngine final : public CopyEngine {
   }
 
   void unmap(c10::Device device, void* address) noexcept override {
-    warn_of(device, [&] {
+    warn_on_error(device, [&] {
       driver_.check(driver_.close_ipc_handle(to_address(address)), "cuIpcCloseMemHandle");
     });
   }
@@ -84,24 +84,27 @@ class CudaCopyEngine final : public CopyEngine {
   }
 
   void unregister_host(c10::Device device, void* pages) noexcept override {
-    warn_of(device, [&] { driver_.check(driver_.unregister_host(pages), "cuMemHostUnregister"); });
+    warn_on_error(device,
+                  [&] { driver_.check(driver_.unregister_host(pages), "cuMemHostUnregister"); });
   }
 
   void copy(const c10::Stream& stream, void* target, const void* source, size_t bytes) override {
     const auto context = in(stream.device());
-    driver_.check(driver_.copy(to_address(target), to_address(source), bytes, native(stream)),
-                  "cuMemcpyAsync");
+    driver_.check(
+        driver_.copy(to_address(target), to_address(source), bytes, native_handle(stream)),
+        "cuMemcpyAsync");
   }
 
   void wait_for(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
     const auto context = in(stream.device());
-    driver_.check(driver_.wait_value64(native(stream), to_address(&flag), count, kGreaterOrEqual),
-                  "cuStreamWaitValue64");
+    driver_.check(
+        driver_.wait_value64(native_handle(stream), to_address(&flag), count, kGreaterOrEqual),
+        "cuStreamWaitValue64");
   }
 
   void wait_for_count(const c10::Stream& stream, const Flag& flag, uint64_t count) override {
     const auto context = in(stream.device());
-    driver_.check(driver_.wait_value32(native(stream), to_address(&flag),
+    driver_.check(driver_.wait_value32(native_handle(stream), to_address(&flag),
                                        static_cast<uint32_t>(count), kGreaterOrEqual),
                   "cuStreamWaitValue32");
   }
@@ -109,19 +112,19 @@ class CudaCopyEngine final : public CopyEngine {
   void write(const c10::Stream& stream, Flag& flag, uint64_t count) override {
     const auto context = in(stream.device());
     const auto low = static_cast<uint32_t>(count);
-    // The lower half alone, so that a released flag stays released; once in 2^32 the upper half,
-    // too.
-    const auto result = low != 0
-                            ? driver_.write_value32(native(stream), to_address(&flag), low, 0)
-                            : driver_.write_value64(native(stream), to_address(&flag), count, 0);
+    // Writes the lower half only, so that a released flag stays released; every 2^32 counts it has
+    // to write both.
+    const auto result =
+        low != 0 ? driver_.write_value32(native_handle(stream), to_address(&flag), low, 0)
+                 : driver_.write_value64(native_handle(stream), to_address(&flag), count, 0);
     driver_.check(result, "cuStreamWriteValue");
   }
 
   bool is_capturing(const c10::Stream& stream) override {
-    // Of the default stream, which cannot be captured, the driver would ask all others.
-    if (native(stream) == nullptr) return false;
+    // The default stream cannot be captured; asking about it would sync with all others.
+    if (native_handle(stream) == nullptr) return false;
     int status = 0;
-    driver_.check(driver_.is_capturing(native(stream), &status), "cuStreamIsCapturing");
+    driver_.check(driver_.is_capturing(native_handle(stream), &status), "cuStreamIsCapturing");
     return status != 0;
   }
 
@@ -130,8 +133,8 @@ class CudaCopyEngine final : public CopyEngine {
     return reinterpret_cast<CudaDriver::Address>(pointer);
   }
 
-  // The driver works in the thread's context, which in a thread that did nothing with CUDA yet is
-  // none. torch uses the primary one; another device's, if that was current, comes back at the end.
+  // The driver works in the current thread's context, and a fresh thread has none. Makes torch's,
+  // the primary context, current, and restores the previous one at the end.
   class InContext {
    public:
     InContext(const CudaDriver& driver, CudaDriver::Context context) : driver_(driver) {
@@ -163,12 +166,12 @@ class CudaCopyEngine final : public CopyEngine {
   }
 
   template <typename Step>
-  void warn_of(c10::Device device, const Step& step) noexcept {
+  void warn_on_error(c10::Device device, const Step& step) noexcept {
     try {
       const auto context = in(device);
       step();
     } catch (const std::exception& error) {  // as at interpreter exit, when the driver has left
-      TORCH_WARN("peer memory of ", device, ": ", error.what());
+      TORCH_WARN("IPC memory of ", device, ": ", error.what());
     }
   }
 

@@ -1,4 +1,4 @@
-// Looking up the driver's functions.
+// Looks up the driver's functions.
 #include "copy_engine/cuda_driver.h"
 
 #include "common/dynamic_library.h"

@@ -7,8 +7,8 @@
 
 namespace ldt {
 
-/// Signatures are those of cuda.h, of the versions that its macros name (`_v2`). The driver keeps
-/// them for good, so they need no header.
+/// Signatures are those of cuda.h, in the versions that its macros name (`_v2`). The driver never
+/// changes them, so no header is needed.
 struct CudaDriver {
   using Result = int;  // CUresult; 0 is success
   using Address = unsigned long long;
@@ -43,7 +43,7 @@ struct CudaDriver {
   std::string text_of(Result result) const;
 };
 
-/// Null where there is no driver, or one without these functions.
+/// Null without a driver, or with one that lacks these functions.
 const CudaDriver* cuda_driver();
 
 }  // namespace ldt

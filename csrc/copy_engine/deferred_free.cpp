@@ -1,4 +1,4 @@
-// One list for all.
+// One list per process.
 #include "copy_engine/deferred_free.h"
 
 #include <list>
@@ -14,16 +14,16 @@ struct DeferredFree {
 
 class DeferredFrees {
  public:
-  void add(DeferredFree leftover) {
+  void add(DeferredFree entry) {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      kept_.push_back(std::move(leftover));
+      kept_.push_back(std::move(entry));
     }
     sweep();
   }
 
   void sweep() {
-    std::list<DeferredFree> unused;  // freed after the lock: that may leave something else
+    std::list<DeferredFree> unused;  // freed after the lock: its destructor may defer more
     const std::lock_guard<std::mutex> lock(mutex_);
     for (auto one = kept_.begin(); one != kept_.end();) {
       const auto next = std::next(one);
@@ -33,11 +33,11 @@ class DeferredFrees {
   }
 
  private:
-  // A device that has failed answers with an error: then nobody knows, and destructors must not
-  // throw.
-  static bool is_unused(const DeferredFree& leftover) {
+  // A failed device answers with an error. Whether the memory is in use is then unknown, and
+  // destructors must not throw.
+  static bool is_unused(const DeferredFree& entry) {
     try {
-      return leftover.is_unused();
+      return entry.is_unused();
     } catch (const std::exception&) {
       return false;
     }

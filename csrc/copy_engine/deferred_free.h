@@ -1,4 +1,4 @@
-// What outlives its owner, as devices or other processes still use it.
+// Frees memory once devices and other processes no longer use it.
 #pragma once
 
 #include <functional>
@@ -6,11 +6,11 @@
 
 namespace ldt {
 
-/// Keeps `what` until `is_unused` says so. It is asked now and whenever something else is kept;
-/// what is left at exit goes with the process.
+/// Drops `what` once `is_unused` returns true. Asks now and on every later call; what is left at
+/// exit ends with the process.
 void free_when(std::function<bool()> is_unused, std::shared_ptr<const void> what);
 
-/// Frees what is no longer used: before more memory is asked for.
+/// Drops what is unused by now. Call it before allocating more memory.
 void run_deferred_frees();
 
 }  // namespace ldt

@@ -1,4 +1,4 @@
-// An end that another process's device tells by a flag.
+// Events that a device of another process signals by a flag.
 #pragma once
 
 #include <memory>
@@ -8,8 +8,8 @@
 
 namespace ldt {
 
-/// Reached when the flag has `count`. Costs nothing until a stream waits for it, and nothing if
-/// that comes late: what the host has seen there, all that is enqueued after that sees, too.
+/// Done when the flag reaches `count`. Enqueues nothing until a stream waits for it, and nothing if
+/// the host already sees the count: work enqueued after that sees it, too.
 class FlagEvent : public Event {
  public:
   FlagEvent(CopyEngine& engine, std::shared_ptr<SharedRing> ring, const Flag& flag, uint64_t count)
@@ -23,12 +23,12 @@ class FlagEvent : public Event {
 
  protected:
   CopyEngine& engine_;
-  const std::shared_ptr<SharedRing> ring_;  // has the flag
+  const std::shared_ptr<SharedRing> ring_;  // owns the flag
   const Flag& flag_;
   const uint64_t count_;
 };
 
-/// The same for the end whose own device writes the flag.
+/// The same on the end whose own device writes the flag: no failure holds it up.
 class LocalFlagEvent final : public FlagEvent {
  public:
   using FlagEvent::FlagEvent;

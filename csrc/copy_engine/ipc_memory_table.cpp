@@ -1,4 +1,4 @@
-// Exporting and mapping, block by block, when one is first used.
+// Exports and maps blocks on first use.
 #include "copy_engine/ipc_memory_table.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Tables of memory in a ledger: written by the side that exports it, read by the side that maps it.
+// The memory that each end exports to the other, listed in the message ring.
 #pragma once
 
 #include <array>
@@ -11,36 +11,36 @@
 
 namespace ldt {
 
-/// This side's memory, as far as the other one may use it.
+/// This end's memory, as far as the other end may use it.
 class ExportedMemory {
  public:
   ExportedMemory(std::shared_ptr<IpcPool> memory, std::shared_ptr<SharedRing> ring,
                  MessageRing::Side side);
   ~ExportedMemory();
 
-  /// Fills in where `address` lies. False if the other side cannot get at it.
+  /// Sets where `address` lies in the proposal. False if the other end has no access to it.
   bool locate(const void* address, Proposal& proposal);
 
  private:
   std::shared_ptr<IpcPool> memory_;
   std::shared_ptr<SharedRing> ring_;
   const MessageRing::Side side_;
-  std::vector<size_t> listed_;  // blocks of memory_ in the order of the ledger's table
+  std::vector<size_t> listed_;  // blocks of memory_ in the order of the ring's table
 };
 
-/// The other side's memory.
+/// The other end's memory.
 class ImportedMemory {
  public:
   ImportedMemory(c10::Device device, std::shared_ptr<SharedRing> ring,
                  MessageRing::Side other_side);
   ~ImportedMemory();
 
-  /// Where `bytes` lie that the other side has proposed. Maps the block on first use. Throws
-  /// LaneError if the driver refuses, or if they are not within the block.
+  /// The address of `bytes` that the other end proposed. Maps the block on first use. Throws
+  /// LaneError if the driver refuses or if they exceed the block.
   char* address_of(uint32_t block, uint64_t offset, uint64_t bytes);
 
  private:
-  // Stays until nothing that is enqueued copies from or to it.
+  // Stays mapped until no enqueued copy uses it.
   struct Mapped {
     ~Mapped();
 

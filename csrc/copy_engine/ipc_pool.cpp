@@ -1,24 +1,23 @@
-// Lending blocks and finding them again.
+// Allocates blocks and finds them by address.
 #include "copy_engine/ipc_pool.h"
-
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 
+#include "common/streams.h"
 #include "copy_engine/deferred_free.h"
 #include "memory/external_tensor.h"
 
 namespace ldt {
 namespace {
 
-// What the driver maps at least. Blocks are whole multiples, so one serves messages of about its
-// size.
-constexpr int64_t kGranule = int64_t{2} << 20;
+// The driver's mapping granularity. Blocks are multiples of it, so each serves messages of about
+// its size.
+constexpr int64_t kGranularity = int64_t{2} << 20;
 
 // A block serves a smaller message only if it wastes at most half of itself.
 constexpr int64_t kMaxWaste = 2;
 
-int64_t rounded(int64_t bytes) { return (bytes + kGranule - 1) / kGranule * kGranule; }
+int64_t rounded(int64_t bytes) { return (bytes + kGranularity - 1) / kGranularity * kGranularity; }
 
 }  // namespace
 
@@ -30,14 +29,14 @@ IpcPool::Blocks::~Blocks() {
 }
 
 IpcPool::~IpcPool() {
-  std::vector<std::shared_ptr<const Event>> ends;
+  std::vector<std::shared_ptr<const Event>> last_uses;
   try {
     const auto events = std::make_shared<EventPool>(device_);
-    for (const auto& block : blocks_->all) ends.push_back(events->record(*block.stream));
+    for (const auto& block : blocks_->all) last_uses.push_back(events->record(*block.stream));
   } catch (const std::exception&) {  // the device is gone, as at interpreter exit
     return;
   }
-  free_when([ends = std::move(ends)] { return all_done(ends); }, blocks_);
+  free_when([last_uses = std::move(last_uses)] { return all_done(last_uses); }, blocks_);
 }
 
 at::Tensor IpcPool::allocate(int64_t bytes) {
@@ -56,7 +55,7 @@ at::Tensor IpcPool::allocate(int64_t bytes) {
     best = std::prev(blocks_->all.end());
   }
   best->is_in_use = true;
-  best->stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  best->stream = current_stream(device_);
   return external_tensor(best->memory.address, {bytes}, at::kByte, device_,
                          [self = shared_from_this()](void* data) { self->take_back(data); });
 }

@@ -1,4 +1,4 @@
-// Memory that lanes receive into and other processes write to.
+// Pools device memory that other processes on the host can map.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,9 +13,9 @@
 
 namespace ldt {
 
-/// Blocks that are exported once and then lent out again and again: what another process has mapped
-/// must not be freed. They are freed when the last owner has gone, which each end of a route and
-/// each tensor is, and what then was enqueued on the stream that was current when they were lent.
+/// Allocates from blocks that are exported once and then reused, because memory that another
+/// process has mapped must not be freed. Blocks are freed when their last owner is gone (the ends
+/// of IPC links and the tensors own them) and the streams they were allocated on have finished.
 class IpcPool : public std::enable_shared_from_this<IpcPool> {
  public:
   IpcPool(c10::Device device, CopyEngine& engine);
@@ -23,17 +23,17 @@ class IpcPool : public std::enable_shared_from_this<IpcPool> {
   IpcPool(const IpcPool&) = delete;
   IpcPool& operator=(const IpcPool&) = delete;
 
-  /// Bytes on the device, of a block that nobody has. Its last user's work may still be queued. The
-  /// block comes back when the tensor dies.
+  /// Bytes of an unused block. Work of its last user may still be enqueued. The block returns when
+  /// the tensor dies.
   at::Tensor allocate(int64_t bytes);
 
   struct Place {
-    size_t block = 0;  // a number that stays
+    size_t block = 0;  // stable index
     int64_t offset = 0;
   };
-  /// Where `address` lies; empty if it is not memory of this object.
+  /// Where `address` lies; empty if it is not memory of this pool.
   std::optional<Place> place_of(const void* address) const;
-  /// For the other process.
+  /// What another process needs to map the block.
   MessageRing::Block exported(size_t block) const;
 
   c10::Device device() const { return device_; }
@@ -43,7 +43,7 @@ class IpcPool : public std::enable_shared_from_this<IpcPool> {
     CopyEngine::Memory memory;
     int64_t bytes = 0;
     bool is_in_use = false;
-    std::optional<c10::Stream> stream;  // that was current when it was lent
+    std::optional<c10::Stream> stream;  // current at allocation
   };
 
   struct Blocks {

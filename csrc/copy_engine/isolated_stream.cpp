@@ -1,7 +1,5 @@
-// Trying streams, one after the other: one waits, the others are given something to do.
+// Probes stream after stream: one waits for a flag while the others record events.
 #include "copy_engine/isolated_stream.h"
-
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <chrono>
@@ -18,8 +16,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr int kCandidates = 32;          // as many as torch's pools have
-constexpr milliseconds kIdleTimeout{5};  // many times what an idle stream takes
+constexpr int kCandidates = 32;          // the size of torch's stream pools
+constexpr milliseconds kIdleTimeout{5};  // many times what an idle stream needs
 constexpr milliseconds kLongestWork{30000};
 
 std::mutex& mutex() {
@@ -27,15 +25,15 @@ std::mutex& mutex() {
   return *made;
 }
 
-// Those of all lanes of this process.
+// The streams of all lanes of this process.
 std::vector<c10::Stream>& taken() {
   static auto* const made = new std::vector<c10::Stream>;
   return *made;
 }
 
-bool ends_within(const std::shared_ptr<const Event>& end, milliseconds timeout) {
+bool is_done_within(const std::shared_ptr<const Event>& event, milliseconds timeout) {
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  while (!end->is_done()) {
+  while (!event->is_done()) {
     if (std::chrono::steady_clock::now() > deadline) return false;
     std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
@@ -43,29 +41,28 @@ bool ends_within(const std::shared_ptr<const Event>& end, milliseconds timeout) 
 }
 
 std::vector<c10::Stream> others_than_lanes(c10::Device device) {
-  const c10::impl::VirtualGuardImpl backend(device.type());
-  const auto current = backend.getStream(device);
-  const auto usual = backend.getDefaultStream(device);
+  const auto current = current_stream(device);
+  const auto usual = default_stream(device);
   return current == usual ? std::vector{usual} : std::vector{usual, current};
 }
 
-// Whether a wait on `candidate` holds up none of `others`, which are idle.
+// Whether a wait on `candidate` blocks none of `others`, which are idle.
 bool is_isolated(const c10::Stream& candidate, const std::vector<c10::Stream>& others,
                  CopyEngine& engine, MessageRing& ring, EventPool& events, uint64_t count) {
   engine.wait_for(candidate, ring.arrived, count);
   const bool apart = std::all_of(others.begin(), others.end(), [&](const c10::Stream& other) {
-    return ends_within(events.record(other), kIdleTimeout);
+    return is_done_within(events.record(other), kIdleTimeout);
   });
   ring.arrived.count.store(static_cast<uint32_t>(count));
   return apart;
 }
 
-// Of the streams that others use, those that are idle: what a busy one shares cannot be told.
+// Those that are idle: which queue a busy stream uses cannot be probed.
 std::vector<c10::Stream> idle_of(std::vector<c10::Stream> streams, EventPool& events,
                                  milliseconds timeout) {
   streams.erase(std::remove_if(streams.begin(), streams.end(),
                                [&](const c10::Stream& stream) {
-                                 return !ends_within(events.record(stream), timeout);
+                                 return !is_done_within(events.record(stream), timeout);
                                }),
                 streams.end());
   return streams;
@@ -79,14 +76,15 @@ c10::Stream choose(c10::Device device, CopyEngine& engine, const std::vector<c10
   SharedRing ring(device);
   for (uint64_t count = 1; count <= kCandidates; ++count) {
     const auto candidate = new_lane_stream(device);
-    // That of another lane may be busy for long: nothing is enqueued on it.
+    // Another lane's stream may be busy for long: enqueue nothing on it.
     if (std::find(lanes.begin(), lanes.end(), candidate) != lanes.end()) continue;
     ring.note_user(candidate);
     if (is_isolated(candidate, others, engine, *ring, *events, count)) return candidate;
   }
-  throw_lane_error("every stream of ", device, " shares a queue with one of ", others.size(),
-                   " others that are in use, and a transfer that waits there would hold up what it "
-                   "waits for: start the processes with CUDA_DEVICE_MAX_CONNECTIONS=32");
+  throw_lane_error(
+      "every stream of ", device, " shares a hardware queue with one of ", others.size(),
+      " streams in use, and a transfer that waits there would block what it waits for: "
+      "start the processes with CUDA_DEVICE_MAX_CONNECTIONS=32");
 }
 
 }  // namespace

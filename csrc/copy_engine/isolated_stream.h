@@ -1,4 +1,4 @@
-// Streams whose waits hold up nothing else.
+// Streams that share no hardware queue with other streams in use.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -9,17 +9,17 @@
 
 namespace ldt {
 
-/// A stream that is a lane's own while this lives.
+/// A stream that belongs to one lane while this object lives.
 ///
-/// A device has fewer queues than streams (CUDA: 8, or CUDA_DEVICE_MAX_CONNECTIONS), and a stream
-/// that waits for a flag holds up all that share its queue. If those are to compute what the flag
-/// waits for in the end, nothing goes on for ever. Which streams share a queue, no driver tells, so
-/// it is tried: with the current stream, the device's default one and those of other lanes. Warns
-/// where every stream holds up one of these.
+/// A device has fewer hardware queues than streams (CUDA: 8, or CUDA_DEVICE_MAX_CONNECTIONS). A
+/// stream that waits for a flag blocks every stream that shares its queue, and if one of those must
+/// compute what the flag depends on, both deadlock. Drivers do not tell which streams share a
+/// queue, so the constructor probes: against the current stream, the default stream and those of
+/// other lanes.
 class IsolatedStream {
  public:
-  /// Waits, at most half a minute, until the streams that it looks at have nothing to do. Throws
-  /// LaneError where every stream would hold up one of these.
+  /// Waits up to 30 s for the probed streams to become idle. Throws LaneError if every stream
+  /// shares a queue with one of them.
   explicit IsolatedStream(c10::Device device);
   ~IsolatedStream();
   IsolatedStream(const IsolatedStream&) = delete;

@@ -1,5 +1,5 @@
-// Each entry goes around: open for a message, taken by the end that comes first, opened by the
-// other one for the message that is kEntries later.
+// Each entry cycles: it is open for a message, the first end takes it, and the second end opens it
+// for the message kEntries later.
 #include "copy_engine/message_ring.h"
 
 namespace ldt {

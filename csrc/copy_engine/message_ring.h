@@ -1,4 +1,4 @@
-// Where the two ends of a route write down, message by message, where its bytes go.
+// Agrees, message by message, on how the bytes move between two processes.
 #pragma once
 
 #include <array>
@@ -8,30 +8,30 @@
 
 namespace ldt {
 
-/// What a process needs to map memory of a device that another one exported: opaque bytes.
+/// An IPC handle of device memory: opaque bytes, with which another process maps it.
 using MemoryHandle = std::array<unsigned char, 64>;
 
-/// What devices wait for and write: a word whose lower half is a count, set by the device of the
-/// other end. Waits are for the whole word, as a signed number, so whoever sets the upper half
-/// decides over them all, whatever count is written after that. The end that writes the count may
-/// also wait for it: for the lower half alone, which no failure holds up.
+/// A word that devices wait for and write. The lower half is a count that the other end's device
+/// writes. Waits compare the whole word as a signed number, so setting the upper half overrides all
+/// of them, whatever count is written later. The end that writes the count may wait for it, too:
+/// for the lower half only, which a failure does not hold up.
 struct alignas(128) Flag {
   std::atomic<uint32_t> count{0};
   std::atomic<uint32_t> upper{0};
 
-  /// What a device waits for, as the host sees it.
+  /// What a device waits for, seen from the host.
   bool has_reached(uint64_t wanted) const {
     const auto word = uint64_t{upper.load()} << 32 | count.load();
     return static_cast<int64_t>(word - wanted) >= 0;
   }
-  /// The count alone, whatever was done to the upper half. Counts go around after 2^32.
+  /// The count only, whatever the upper half is. Counts wrap around at 2^32.
   bool has_counted(uint64_t wanted) const {
     return static_cast<int32_t>(count.load() - static_cast<uint32_t>(wanted)) >= 0;
   }
   bool is_overridden() const { return upper.load() >= kReleased; }
-  /// All waits end, for good.
+  /// Ends all waits, now and later.
   void release() { upper.store(kReleased); }
-  /// No wait ends any more, unless the flag was or will be released.
+  /// Blocks all waits until the flag is released; does nothing once it was.
   void hold() {
     uint32_t now = upper.load();
     while (now != kReleased && !upper.compare_exchange_weak(now, kHeld)) {
@@ -39,51 +39,49 @@ struct alignas(128) Flag {
   }
 
  private:
-  // Far from where differences to a count would wrap around.
+  // Far from values at which a difference to a count would wrap around.
   static constexpr uint32_t kReleased = uint32_t{1} << 30;
   static constexpr uint32_t kHeld = uint32_t{3} << 30;
 };
 static_assert(std::endian::native == std::endian::little && sizeof(Flag) == 128);
 
-/// What one end has for a message. With memory: `offset` into a block that it has exported.
+/// What one end offers for a message. With memory: `offset` in a block that it exported.
 struct Proposal {
   uint64_t bytes = 0;
-  uint64_t grain = 0;  // `arrived` counts once for so many bytes, and once for the rest
+  uint64_t piece_bytes = 0;  // `arrived` counts one per piece, the last of which may be shorter
   bool has_memory = false;
   uint32_t block = 0;
   uint64_t offset = 0;
-  uint64_t ready =
-      0;  // the receiver's memory is free when MessageRing::ready has this count; 0: it is
+  uint64_t ready = 0;  // the receiver's memory is free at this count of MessageRing::ready
 };
 
-/// Lies in pages that both processes map. Of the two ends, who comes first to a message decides for
-/// both how its bytes move, so no end ever waits for the other's host, and each knows, when it
-/// enqueues its part, what the other does.
+/// Lives in pages that both processes map. The end that reaches a message first decides for both
+/// how its bytes move. So no end ever waits for the other's host, and each knows what the other
+/// does when it enqueues its part.
 class MessageRing {
  public:
-  static constexpr uint64_t kEntries = 1024;  // how far one host may run ahead of the other
+  static constexpr uint64_t kEntries = 1024;  // messages that one host may run ahead of the other
   static constexpr uint32_t kMaxBlocks = 256;
   static constexpr uint64_t kBounceSlots = 2;
   static constexpr int64_t kBounceSlotBytes = int64_t{8} << 20;
 
   enum class Side : uint8_t { kReceiver, kSender };
   enum class Protocol : uint8_t {
-    kPosted,   // the receiver came first: the sender writes into its memory
+    kPosted,   // the receiver came first: the sender writes to its memory
     kOffered,  // the sender came first: the receiver reads from its memory
-    kBounced,  // who came first had no memory: through a few slots of the receiver's, which copies
-               // from there
-    kTooFar,   // nothing is decided: the other end has still to get to message `number - kEntries`
+    kBounced,  // the first end had no exported memory: by way of the receiver's bounce slots
+    kTooFar,   // undecided: the other end has not reached message `number - kEntries` yet
   };
   struct Outcome {
     Protocol protocol = Protocol::kTooFar;
-    Proposal decided;             // of the end that came first
-    uint64_t bytes_of_other = 0;  // 0: it has not come yet
+    Proposal decided;             // by the end that came first
+    uint64_t bytes_of_other = 0;  // 0: it has not reached the message yet
   };
 
   MessageRing();
 
-  /// Decides on message `number`. Each end calls it once for each, in their order, from one thread
-  /// at a time; again after kTooFar.
+  /// Matches message `number` with the other end's. Each end calls it once per message, in order,
+  /// from one thread at a time, and again after kTooFar.
   Outcome match(uint64_t number, Side side, const Proposal& mine);
 
   struct Block {
@@ -91,18 +89,18 @@ class MessageRing {
     MemoryHandle handle{};
   };
   using Blocks = std::array<Block, kMaxBlocks>;
-  /// Exported by each side; an entry is written before it is proposed. The receiver's first one has
-  /// the bounce slots.
+  /// The memory that each side exports; an entry is written before it is proposed. The receiver's
+  /// first block has the bounce slots.
   Blocks& blocks_of(Side side) { return blocks_[static_cast<size_t>(side)]; }
-  /// Whether an end has failed: it holds up or has released waits.
-  bool is_overridden() const { return arrived.is_overridden() || freed.is_overridden(); }
-  /// Whether the other side has mapped blocks of `side`, which must then not be freed.
+  /// Whether an end has failed and overrides waits.
+  bool has_failed() const { return arrived.is_overridden() || freed.is_overridden(); }
+  /// Whether the other side has mapped blocks of `side`. These must not be freed.
   std::atomic<bool>& is_mapped(Side side) { return is_mapped_[static_cast<size_t>(side)]; }
 
-  Flag arrived;  // grains that are there: written by the sender's device
-  Flag freed;    // bounce slots that were copied from: written by the receiver's
-  Flag ready;    // postings whose memory became free: written by the receiver's
-  Flag taken;    // offers that were copied: written by the receiver's
+  Flag arrived;  // pieces that have arrived; the sender's device writes it
+  Flag freed;    // bounce slots that are free again; the receiver's device writes it
+  Flag ready;    // posted receives whose memory is free; the receiver's device writes it
+  Flag taken;    // offered messages that were read; the receiver's device writes it
 
  private:
   struct Entry {

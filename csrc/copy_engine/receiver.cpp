@@ -1,4 +1,4 @@
-// Memory to write to, memory to read from, or the bounce slots.
+// Posts memory, reads from the sender's, or copies from the bounce slots.
 #include "copy_engine/receiver.h"
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 namespace ldt {
 namespace {
 
-uint64_t grains_in(int64_t bytes, uint64_t grain) {
-  return (static_cast<uint64_t>(bytes) + grain - 1) / grain;
+uint64_t pieces_in(int64_t bytes, uint64_t piece_bytes) {
+  return (static_cast<uint64_t>(bytes) + piece_bytes - 1) / piece_bytes;
 }
 
 }  // namespace
@@ -24,30 +24,30 @@ IpcReceiver::IpcReceiver(std::shared_ptr<IpcPool> memory)
   exports_.locate(bounce_.const_data_ptr(), first);
 }
 
-std::string IpcReceiver::offer() const { return c10::str(host_id(), " ", ring_->ticket()); }
+std::string IpcReceiver::offer() const { return c10::str(host_id(), " ", ring_->handle()); }
 
-void IpcReceiver::begin(const c10::Stream& stream, const Target& target, int64_t grain,
+void IpcReceiver::begin(const c10::Stream& stream, const Target& target, int64_t piece_bytes,
                         std::chrono::milliseconds timeout) {
   Proposal mine;
   mine.bytes = static_cast<uint64_t>(target.bytes);
-  mine.grain = static_cast<uint64_t>(grain);
+  mine.piece_bytes = static_cast<uint64_t>(piece_bytes);
   if (target.may_post && exports_.locate(target.address, mine) && !target.is_free) {
     mine.ready = readied_ + 1;
   }
-  ++enqueued_;  // what tells, or waits, that the target is free
+  ++enqueued_;  // signals, or waits, that the target is free
   ring_->note_user(stream);
   const auto outcome = match_message(*ring_, number_, MessageRing::Side::kReceiver, mine, timeout);
   ++number_;
   protocol_ = outcome.protocol;
   decided_ = outcome.decided;
   if (protocol_ == MessageRing::Protocol::kBounced) {
-    decided_.grain = MessageRing::kBounceSlotBytes;
+    decided_.piece_bytes = MessageRing::kBounceSlotBytes;
     ++bounced_;
   }
   target_ = target;
   asked_ = done_ = 0;
   arrived_before_ = arrived_;
-  arrived_ += grains_in(target.bytes, decided_.grain);
+  arrived_ += pieces_in(target.bytes, decided_.piece_bytes);
   if (protocol_ == MessageRing::Protocol::kPosted && mine.ready != 0) {
     engine_.write(stream, (*ring_)->ready, ++readied_);
   }
@@ -58,25 +58,25 @@ void IpcReceiver::await(const c10::Stream& stream, int64_t bytes) {
   if (asked_ <= done_) return;
   switch (protocol_) {
     case MessageRing::Protocol::kPosted: return await_posted(stream, asked_);
-    case MessageRing::Protocol::kOffered: return take_offered(stream, asked_);
+    case MessageRing::Protocol::kOffered: return copy_offered(stream, asked_);
     default: return await_bounced(stream, asked_);
   }
 }
 
 void IpcReceiver::await_posted(const c10::Stream& stream, int64_t wanted) {
-  const auto grains = grains_in(wanted, decided_.grain);
+  const auto pieces = pieces_in(wanted, decided_.piece_bytes);
   ++enqueued_;
-  engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + grains);
-  done_ = std::min(target_.bytes, static_cast<int64_t>(grains * decided_.grain));
+  engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + pieces);
+  done_ = std::min(target_.bytes, static_cast<int64_t>(pieces * decided_.piece_bytes));
 }
 
-void IpcReceiver::take_offered(const c10::Stream& stream, int64_t wanted) {
+void IpcReceiver::copy_offered(const c10::Stream& stream, int64_t wanted) {
   const auto* source = imports_.address_of(decided_.block, decided_.offset, decided_.bytes);
   while (done_ < wanted) {
     enqueued_ += kOperationsOfPiece;
-    const auto bytes = std::min(static_cast<int64_t>(decided_.grain), target_.bytes - done_);
-    const auto grains = grains_in(done_ + bytes, decided_.grain);
-    engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + grains);
+    const auto bytes = std::min(static_cast<int64_t>(decided_.piece_bytes), target_.bytes - done_);
+    const auto pieces = pieces_in(done_ + bytes, decided_.piece_bytes);
+    engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + pieces);
     engine_.copy(stream, target_.address + done_, source + done_, static_cast<size_t>(bytes));
     done_ += bytes;
   }
@@ -89,8 +89,8 @@ void IpcReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
     enqueued_ += kOperationsOfPiece;
     const auto bytes = std::min(MessageRing::kBounceSlotBytes, target_.bytes - done_);
     const auto slot = static_cast<int64_t>(freed_ % MessageRing::kBounceSlots);
-    const auto grains = grains_in(done_ + bytes, decided_.grain);
-    engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + grains);
+    const auto pieces = pieces_in(done_ + bytes, decided_.piece_bytes);
+    engine_.wait_for(stream, (*ring_)->arrived, arrived_before_ + pieces);
     engine_.copy(stream, target_.address + done_, slots + slot * MessageRing::kBounceSlotBytes,
                  static_cast<size_t>(bytes));
     engine_.write(stream, (*ring_)->freed, ++freed_);
@@ -98,7 +98,7 @@ void IpcReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
   }
 }
 
-std::shared_ptr<const Event> IpcReceiver::end() const {
+std::shared_ptr<const Event> IpcReceiver::arrived() const {
   return std::make_shared<FlagEvent>(engine_, ring_, (*ring_)->arrived, arrived_);
 }
 

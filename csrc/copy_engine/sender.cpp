@@ -1,4 +1,4 @@
-// Writing to where the receiver posted memory or to the bounce slots, or letting it read.
+// Writes to memory that the receiver posted or to the bounce slots, or lets the receiver read.
 #include "copy_engine/sender.h"
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 namespace ldt {
 namespace {
 
-std::string ticket_of(const std::string& offer) {
+std::string handle_of(const std::string& offer) {
   const auto space = offer.find(' ');
   if (space == std::string::npos) throw_lane_error("not the offer of a receiver: '", offer, "'");
   if (offer.substr(0, space) != host_id()) throw_lane_error("it is on another host");
@@ -19,19 +19,19 @@ std::string ticket_of(const std::string& offer) {
 
 IpcSender::IpcSender(c10::Device device, const std::string& offer, std::shared_ptr<IpcPool> memory)
     : engine_(require_copy_engine(device)),
-      ring_(std::make_shared<SharedRing>(device, ticket_of(offer))),
+      ring_(std::make_shared<SharedRing>(device, handle_of(offer))),
       imports_(device, ring_, MessageRing::Side::kReceiver) {
   if (memory) exports_.emplace(std::move(memory), ring_, MessageRing::Side::kSender);
-  imports_.address_of(0, 0, 0);  // the bounce slots: this is where a refusal must show
+  imports_.address_of(0, 0, 0);  // maps the bounce slots now: a refusal must show here
 }
 
 void IpcSender::begin(const c10::Stream& stream, const Source& source,
                       std::chrono::milliseconds timeout) {
   Proposal mine;
   mine.bytes = static_cast<uint64_t>(source.bytes);
-  mine.grain = static_cast<uint64_t>(source.grain);
+  mine.piece_bytes = static_cast<uint64_t>(source.piece_bytes);
   if (source.may_offer && exports_) exports_->locate(source.address, mine);
-  ++enqueued_;  // what tells, or waits, that the target is free
+  ++enqueued_;  // signals, or waits, that the target is free
   ring_->note_user(stream);
   const auto outcome = match_message(*ring_, number_, MessageRing::Side::kSender, mine, timeout);
   ++number_;
@@ -39,7 +39,8 @@ void IpcSender::begin(const c10::Stream& stream, const Source& source,
   source_ = source;
   done_ = 0;
   const bool is_bounced = protocol_ == MessageRing::Protocol::kBounced;
-  grain_ = is_bounced ? MessageRing::kBounceSlotBytes : static_cast<int64_t>(outcome.decided.grain);
+  piece_bytes_ = is_bounced ? MessageRing::kBounceSlotBytes
+                            : static_cast<int64_t>(outcome.decided.piece_bytes);
   if (protocol_ == MessageRing::Protocol::kPosted) {
     target_ = imports_.address_of(outcome.decided.block, outcome.decided.offset, mine.bytes);
     if (outcome.decided.ready != 0) {
@@ -50,14 +51,14 @@ void IpcSender::begin(const c10::Stream& stream, const Source& source,
 }
 
 void IpcSender::push(const c10::Stream& stream, int64_t bytes) {
-  // The flag is written behind each whole grain, and behind the end of the message.
+  // Writes the flag after each whole piece and at the end of the message.
   const auto until = std::min(done_ + bytes, source_.bytes);
   while (done_ < until) {
     enqueued_ += kOperationsOfPiece;
-    const auto piece = std::min(until - done_, grain_ - done_ % grain_);
-    if (protocol_ != MessageRing::Protocol::kOffered) copy(stream, piece);
-    done_ += piece;
-    if (done_ % grain_ != 0 && done_ != source_.bytes) continue;
+    const auto part = std::min(until - done_, piece_bytes_ - done_ % piece_bytes_);
+    if (protocol_ != MessageRing::Protocol::kOffered) copy(stream, part);
+    done_ += part;
+    if (done_ % piece_bytes_ != 0 && done_ != source_.bytes) continue;
     engine_.write(stream, (*ring_)->arrived, ++arrived_);
     if (protocol_ == MessageRing::Protocol::kBounced) ++bounced_;
   }
@@ -66,12 +67,12 @@ void IpcSender::push(const c10::Stream& stream, int64_t bytes) {
 void IpcSender::copy(const c10::Stream& stream, int64_t bytes) {
   auto* target = target_ + done_;
   if (protocol_ == MessageRing::Protocol::kBounced) {
-    const auto filled = done_ % grain_;
+    const auto filled = done_ % piece_bytes_;
     if (filled == 0 && bounced_ >= MessageRing::kBounceSlots) {
       engine_.wait_for(stream, (*ring_)->freed, bounced_ - MessageRing::kBounceSlots + 1);
     }
     const auto slot = static_cast<int64_t>(bounced_ % MessageRing::kBounceSlots);
-    target = imports_.address_of(0, static_cast<uint64_t>(slot * grain_ + filled),
+    target = imports_.address_of(0, static_cast<uint64_t>(slot * piece_bytes_ + filled),
                                  static_cast<uint64_t>(bytes));
   }
   engine_.copy(stream, target, source_.address + done_, static_cast<size_t>(bytes));

@@ -1,4 +1,4 @@
-// The sending end of a route.
+// The sending end of an IPC link.
 #pragma once
 
 #include <optional>
@@ -9,36 +9,35 @@
 
 namespace ldt {
 
-/// Messages, each of one tensor, go in the order of begin(). What has to be enqueued is on the
-/// stream that is given.
+/// Sends messages of one tensor each, in the order of begin(). Enqueues on the stream that is
+/// passed.
 class IpcSender {
  public:
-  /// `offer` is that of the IpcReceiver. Sources in `memory`, if there is one, need not be copied
-  /// to the other end: it may read them. Throws LaneError, saying why, if the other end's memory
-  /// cannot be used.
+  /// `offer` is the IpcReceiver's. The other end may read sources in `memory`, if given, instead of
+  /// having them copied. Throws LaneError that says why the other end's memory cannot be used.
   IpcSender(c10::Device device, const std::string& offer, std::shared_ptr<IpcPool> memory);
 
   struct Source {
     const char* address = nullptr;
     int64_t bytes = 0;
-    int64_t grain = 0;       // pieces in which push() will be called
-    bool may_offer = false;  // until taken(), nothing writes to it that does not wait for that
+    int64_t piece_bytes = 0;  // of each push()
+    bool may_offer = false;   // nothing writes to it before taken()
   };
-  /// The next message.
+  /// Starts the next message.
   void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds timeout);
-  /// The next `bytes` of the message are there for what is on `stream` now, and may go.
+  /// Sends the next `bytes` of the message, which earlier work on `stream` has written.
   void push(const c10::Stream& stream, int64_t bytes);
-  /// When all that was pushed so far has been copied.
+  /// Done when all pushed bytes have been copied.
   std::shared_ptr<const Event> sent() const;
-  /// When the other end has read all messages so far that it reads from here. Null: there was none.
+  /// Done when the other end has read all messages that it reads from here; null if there are none.
   std::shared_ptr<const Event> taken() const;
 
-  /// How many operations it has enqueued so far, or a few more.
+  /// An upper bound of the operations enqueued so far.
   int64_t enqueued() const { return enqueued_; }
 
-  /// After a failure: no wait of the other end ends any more, as what comes now is not to be used.
+  /// After a failure: blocks all waits of the other end, as the data that follows is invalid.
   void hold();
-  /// And all waits of this end end, for good.
+  /// Then: ends all waits of this end, for good.
   void release();
 
  private:
@@ -51,16 +50,16 @@ class IpcSender {
 
   int64_t enqueued_ = 0;
   uint64_t number_ = 0;   // of the next message
-  uint64_t arrived_ = 0;  // what MessageRing::arrived was set to
-  uint64_t bounced_ = 0;  // slots that were filled
+  uint64_t arrived_ = 0;  // last count written to MessageRing::arrived
+  uint64_t bounced_ = 0;  // bounce slots filled
   uint64_t offered_ = 0;  // messages that the other end reads
 
-  // The message that has begun.
+  // The current message.
   MessageRing::Protocol protocol_ = MessageRing::Protocol::kBounced;
   Source source_;
-  int64_t grain_ = 0;
-  char* target_ = nullptr;  // where it was posted
-  int64_t done_ = 0;        // bytes that are sent
+  int64_t piece_bytes_ = 0;
+  char* target_ = nullptr;  // memory that the receiver posted
+  int64_t done_ = 0;        // bytes sent
 };
 
 }  // namespace ldt

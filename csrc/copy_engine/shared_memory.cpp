@@ -1,4 +1,4 @@
-// Anonymous files, opened by others through /proc.
+// Anonymous files that others open through /proc.
 #include "copy_engine/shared_memory.h"
 
 #include <fcntl.h>
@@ -36,23 +36,23 @@ SharedMemory::SharedMemory(size_t bytes) : bytes_(bytes) {
     refuse("ftruncate");
   }
   map(file_);
-  ticket_ = c10::str(getpid(), " ", file_, " ", bytes, " ", status_of(file_).st_ino);
+  handle_ = c10::str(getpid(), " ", file_, " ", bytes, " ", status_of(file_).st_ino);
 }
 
-SharedMemory::SharedMemory(const std::string& ticket) : ticket_(ticket) {
+SharedMemory::SharedMemory(const std::string& handle) : handle_(handle) {
   int process = 0;
   int number = 0;
   ino_t id = 0;
-  std::istringstream fields(ticket);
+  std::istringstream fields(handle);
   if (!(fields >> process >> number >> bytes_ >> id)) {
-    throw_lane_error("memory shared between processes: expected a ticket of four numbers, got '",
-                     ticket, "'");
+    throw_lane_error("memory shared between processes: expected a handle of four numbers, got '",
+                     handle, "'");
   }
   const auto path = c10::str("/proc/", process, "/fd/", number);
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) refuse(path.c_str());
   const auto status = status_of(file);
-  // In another container the same number is another process, which may have such a file, too.
+  // In another container the number may name another process that has such a file, too.
   if (status.st_size != static_cast<off_t>(bytes_) || status.st_ino != id) {
     close(file);
     throw_lane_error("memory shared between processes: expected ", bytes_, " bytes of file ", id,

@@ -1,4 +1,4 @@
-// Pages of memory that two processes of one host have in common.
+// Host memory shared between two processes.
 #pragma once
 
 #include <cstddef>
@@ -6,33 +6,33 @@
 
 namespace ldt {
 
-/// Made by one process and opened by others through what `ticket` says. Nothing of it has a name in
-/// the file system, so nothing is left behind, however the processes end.
+/// One process creates it and others open it by its handle. It has no name in the file system, so
+/// nothing is left behind however the processes end.
 class SharedMemory {
  public:
-  /// Zeroed. Throws LaneError if the system refuses.
+  /// Creates zeroed memory. Throws LaneError if the system refuses.
   explicit SharedMemory(size_t bytes);
-  /// The pages of another process. Throws LaneError, saying what was refused.
-  explicit SharedMemory(const std::string& ticket);
+  /// Opens the memory of another process. Throws LaneError that says what was refused.
+  explicit SharedMemory(const std::string& handle);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
-  /// Text for a process of the same user on the same host that can see this one.
-  const std::string& ticket() const { return ticket_; }
+  /// Usable by processes of the same user on the same host that can see this one in /proc.
+  const std::string& handle() const { return handle_; }
   void* data() const { return data_; }
   size_t bytes() const { return bytes_; }
 
  private:
   void map(int file);
 
-  std::string ticket_;
+  std::string handle_;
   void* data_ = nullptr;
   size_t bytes_ = 0;
-  int file_ = -1;  // open as long as others may come; -1 where they were opened
+  int file_ = -1;  // kept open for others to open; -1 in those
 };
 
-/// Equal for two processes only if they run on one host.
+/// Equal for two processes only if they run on the same host.
 std::string host_id();
 
 }  // namespace ldt

@@ -1,4 +1,4 @@
-// Making, opening and agreeing.
+// Creates, opens and matches.
 #include "copy_engine/shared_ring.h"
 
 #include <algorithm>
@@ -11,28 +11,17 @@
 
 namespace ldt {
 
-CopyEngine& require_copy_engine(c10::Device device) {
-  auto* engine = find_copy_engine(device.type());
-  if (engine == nullptr) {
-    throw_lane_error("there is no copy engine for devices of type ",
-                     c10::DeviceTypeName(device.type(), true));
-  }
-  const auto reason = engine->unavailable(device);
-  if (!reason.empty()) throw_lane_error("the copy engine cannot be used: ", reason);
-  return *engine;
-}
-
 SharedRing::SharedRing(c10::Device device)
     : pages_(std::make_shared<Pages>(device, sizeof(MessageRing))),
       ring_(new (pages_->shared.data()) MessageRing) {
   register_host();
 }
 
-SharedRing::SharedRing(c10::Device device, const std::string& ticket)
-    : pages_(std::make_shared<Pages>(device, ticket)),
+SharedRing::SharedRing(c10::Device device, const std::string& handle)
+    : pages_(std::make_shared<Pages>(device, handle)),
       ring_(static_cast<MessageRing*>(pages_->shared.data())) {
   if (pages_->shared.bytes() != sizeof(MessageRing)) {
-    throw_lane_error("expected a ledger of ", sizeof(MessageRing),
+    throw_lane_error("expected a message ring of ", sizeof(MessageRing),
                      " bytes from the other end, got ", pages_->shared.bytes(),
                      ": do all ranks run the same version of this package?");
   }
@@ -57,12 +46,12 @@ void SharedRing::note_user(const c10::Stream& stream) {
 
 std::function<bool()> SharedRing::enqueued_is_done() {
   const auto events = std::make_shared<EventPool>(pages_->device);
-  std::vector<std::shared_ptr<const Event>> ends;
+  std::vector<std::shared_ptr<const Event>> pending;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& stream : users_) {
-    if (!stream.query()) ends.push_back(events->record(stream));
+    if (!stream.query()) pending.push_back(events->record(stream));
   }
-  return [ends = std::move(ends)] { return all_done(ends); };
+  return [pending = std::move(pending)] { return all_done(pending); };
 }
 
 SharedRing::~SharedRing() {
@@ -81,7 +70,7 @@ MessageRing::Outcome match_message(const SharedRing& ring, uint64_t number, Mess
       throw_lane_error("the other end has been more than ", MessageRing::kEntries,
                        " tensors behind for ", timeout.count(), " ms: does it still take part?");
     }
-    if (ring->is_overridden()) throw_lane_error("one of the two ends has failed");
+    if (ring->has_failed()) throw_lane_error("one of the two ends has failed");
     check_interrupt();
     std::this_thread::sleep_for(std::chrono::microseconds(50));
     outcome = ring->match(number, side, mine);

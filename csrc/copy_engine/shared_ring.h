@@ -1,5 +1,4 @@
-// What both ends of a route have: the ledger in shared pages, a device that knows them, and
-// timeout.
+// A message ring in shared memory that the device can access, and the matching of messages in it.
 #pragma once
 
 #include <chrono>
@@ -15,30 +14,27 @@
 
 namespace ldt {
 
-/// At most, for each piece that moves: a wait, a copy, a flag.
+/// Per piece at most a wait, a copy and a flag.
 constexpr int64_t kOperationsOfPiece = 3;
 
-/// The peer device of `device`. Throws LaneError saying why there is none.
-CopyEngine& require_copy_engine(c10::Device device);
-
-/// A ledger in this process's address space. The pages stay until no stream waits for a flag in
-/// them: who has waited for a message may be far behind the lane that is closed.
+/// A ring in this process's address space. The pages stay until no stream waits for a flag in them:
+/// a stream that waits for a message may lag far behind the lane's close().
 class SharedRing {
  public:
-  /// A new one.
+  /// Creates a ring.
   explicit SharedRing(c10::Device device);
-  /// That of the other end.
-  SharedRing(c10::Device device, const std::string& ticket);
+  /// Opens the other end's ring.
+  SharedRing(c10::Device device, const std::string& handle);
   ~SharedRing();
   SharedRing(const SharedRing&) = delete;
   SharedRing& operator=(const SharedRing&) = delete;
 
   MessageRing& operator*() const { return *ring_; }
   MessageRing* operator->() const { return ring_; }
-  const std::string& ticket() const { return pages_->shared.ticket(); }
-  /// Something that is enqueued on `stream` waits for a flag or writes one.
+  const std::string& handle() const { return pages_->shared.handle(); }
+  /// Notes that `stream` waits for a flag or writes one.
   void note_user(const c10::Stream& stream);
-  /// Whether what such streams have now is done, whenever it is asked.
+  /// Returns a query: whether all that is enqueued on such streams now is done.
   std::function<bool()> enqueued_is_done();
 
  private:
@@ -60,9 +56,8 @@ class SharedRing {
   std::vector<c10::Stream> users_;
 };
 
-/// Decides on message `number` (MessageRing::meet), when the other end is no longer a whole ledger
-/// behind. Throws LaneError if that takes longer than `timeout`, or if the two ends have different
-/// bytes.
+/// Matches message `number` (MessageRing::match), waiting while the other end is a whole ring
+/// behind. Throws LaneError if that takes longer than `timeout` or if the two ends differ in size.
 MessageRing::Outcome match_message(const SharedRing& ring, uint64_t number, MessageRing::Side side,
                                    const Proposal& mine, std::chrono::milliseconds timeout);
 

@@ -1,4 +1,4 @@
-// The agreement inside the receiving stage: one broadcast and one maximum.
+// One broadcast of the announcement, and one all-reduce of objections.
 #include "lanes/agreement.h"
 
 namespace ldt {

@@ -1,10 +1,10 @@
-// The announcement's bytes.
+// Encodes and decodes announcements.
 #include "lanes/announcement.h"
 
 #include <cstring>
 
 #include "common/error.h"
-#include "memory/message_tensors.h"
+#include "common/tensor_info.h"
 
 namespace ldt {
 namespace {

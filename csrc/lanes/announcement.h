@@ -1,5 +1,4 @@
-// What both ends of a lane tell each other before a payload moves, so that a mismatch is an error
-// and not garbage.
+// What both ends of a lane exchange before a payload, so that a mismatch is an error, not garbage.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,9 +7,9 @@
 
 namespace ldt {
 
-/// A message as one side sees it. Both sides send theirs and compare: no round trip is added to a
-/// receive that was posted in time. Travels as a fixed number of bytes, so nothing depends on
-/// what the other side claims. The text may be cut; the fingerprint is of the whole.
+/// A message as one end sees it. Both ends send theirs and compare, which adds no round trip to a
+/// receive posted in time. Its size on the wire is fixed, so nothing depends on what the other end
+/// claims. The text may be truncated; the fingerprint covers all of it.
 struct Announcement {
   static constexpr int64_t kBytes = 512;
 
@@ -30,8 +29,7 @@ struct Announcement {
   uint64_t fingerprint = 0;
   int64_t bytes = 0;
   int64_t chunk_bytes = 0;
-  bool matches_leader =
-      true;  // said by a receiving leader to its stage, of the sender's announcement
+  bool matches_leader = true;  // set by a receiving leader when it broadcasts the sender's
   std::string text;
 };
 

@@ -1,4 +1,4 @@
-// The worker's queue, and the lane's launches.
+// The worker's queue and the lane's launches.
 #include "lanes/host_lane.h"
 
 #include "common/timeout.h"
@@ -51,7 +51,7 @@ void MessageWorker::stop() {
   }
   const bool own_thread = thread_.get_id() == std::this_thread::get_id();
   std::unique_lock<std::mutex> lock(joining_, std::defer_lock);
-  if (own_thread && !lock.try_lock()) return;  // somebody else is joining this thread
+  if (own_thread && !lock.try_lock()) return;  // another thread is joining this one
   if (!own_thread) lock.lock();
   if (!thread_.joinable()) return;
   if (own_thread) {

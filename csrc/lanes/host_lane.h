@@ -1,4 +1,4 @@
-// The lane for CPU tensors: worker threads that start the broadcast when the receive has landed.
+// The lane for CPU tensors: worker threads start the broadcast once the receive has completed.
 #pragma once
 
 #include <thread>
@@ -9,22 +9,22 @@
 
 namespace ldt {
 
-/// One thread, first in first out. Starts with its first message, so a direction that a lane never
-/// uses costs nothing.
+/// A thread that finishes messages first in, first out. It starts with the first message, so an
+/// unused direction of a lane costs nothing.
 class MessageWorker {
  public:
   ~MessageWorker() { stop(); }
   void push(std::shared_ptr<HostMessage> message);
-  /// Whether everything pushed was finished by the deadline.
+  /// Waits until the deadline; returns whether everything pushed is finished.
   bool drain(std::chrono::steady_clock::time_point deadline);
-  /// Ends the waits of everything pending; the lane's failure has been set.
+  /// Ends the waits of everything pending. Set the lane's failure before.
   void abort();
-  /// Finishes what is pending, then joins. Call abort() before, if that could take long. From the
-  /// thread itself (a future's callback may drop the lane) it does not wait.
+  /// Finishes what is pending, then joins. Call abort() first if that could take long. Does not
+  /// wait when called from the thread itself, as a future's callback that drops the lane does.
   void stop();
 
  private:
-  /// The thread's own, so that it may outlive the worker that it has just dropped.
+  /// Shared with the thread, which may outlive the worker.
   struct Queue {
     std::mutex mutex;
     std::condition_variable changed;
@@ -39,8 +39,8 @@ class MessageWorker {
   std::thread thread_;
 };
 
-/// Sends and receives have a thread each: crossing messages of two ranks on one lane must not wait
-/// for one another.
+/// Has one thread for sends and one for receives, so that crossing messages of two ranks on one
+/// lane do not wait for each other.
 class HostLane final : public Lane {
  public:
   HostLane(LaneOptions options, std::shared_ptr<GroupComm> comm);

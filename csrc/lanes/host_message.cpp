@@ -1,10 +1,10 @@
-// The life of a host lane's message: announcements, payload, error texts.
+// The course of a message: announcements, payload, error texts.
 #include "lanes/host_message.h"
 
 namespace ldt {
 namespace {
 
-// A backend without an abort leaves the wait to the lane's timeout.
+// Without an abort in the backend, the lane's timeout ends the wait.
 void abort_transfer(const GroupComm::Work& transfer) noexcept {
   try {
     transfer->abort();
@@ -54,7 +54,7 @@ void HostMessage::finish() {
         LaneError({__func__, __FILE__, __LINE__}, context_->failure->text()));
   }
   {
-    // Let go of everything before anyone is told: who waits may count on the memory being free.
+    // Release everything before completing the work: a waiter may rely on the memory being free.
     std::lock_guard<std::mutex> lock(mutex_);
     started_.clear();
   }
@@ -92,7 +92,7 @@ GroupComm::Work HostMessage::started(GroupComm::Work transfer) {
   std::lock_guard<std::mutex> lock(mutex_);
   started_.push_back(transfer);
   if (context_->failure->happened()) {
-    abort_transfer(transfer);  // an abort that came before us has missed it
+    abort_transfer(transfer);  // an earlier abort() has missed it
   }
   return transfer;
 }
@@ -135,23 +135,23 @@ void HostMessage::wait_for_collective(const GroupComm::Work& collective) {
 void HostMessage::post_announcements(GroupComm::Tag own, GroupComm::Tag theirs) {
   outgoing_ = announcement().encode();
   incoming_ = at::empty({Announcement::kBytes}, at::kByte);
-  announcing_ = started(context_->comm->send(outgoing_, peer_, own));
-  hearing_ = started(context_->comm->receive(incoming_, peer_, theirs));
+  sent_announcement_ = started(context_->comm->send(outgoing_, peer_, own));
+  received_announcement_ = started(context_->comm->receive(incoming_, peer_, theirs));
 }
 
 Announcement HostMessage::exchange_announcements() {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
   try {
-    wait_for_transfer(hearing_);
+    wait_for_transfer(received_announcement_);
   } catch (...) {
     if (Clock::now() - start < context_->options.timeout) throw;
-    // A lane that does not announce is not heard, however long one waits.
+    // A lane without announcements never sends one.
     throw_lane_error(text_of(std::current_exception()),
                      "; no announcement came: the peer is late, or its lane has announce off, ",
                      "which must be the same on both ends");
   }
-  wait_for_transfer(announcing_);
+  wait_for_transfer(sent_announcement_);
   return Announcement::decode(incoming_);
 }
 

@@ -1,5 +1,5 @@
-// One message of a host lane, on its way: what is posted at launch, and what the worker thread does
-// in its turn.
+// One message of a host lane: what is posted at launch, and what the worker thread does in its
+// turn.
 #pragma once
 
 #include <condition_variable>
@@ -22,45 +22,45 @@ struct HostContext {
   std::shared_ptr<Failure> failure;
 };
 
-/// post() runs in the caller's thread and starts all that can be started; finish() runs in the
-/// worker's, in FIFO order, and sees it through. What a sender, a receiving leader and a member do
-/// differently are the four steps below.
+/// post() runs in the caller's thread and starts all that can be started. finish() runs in the
+/// worker's, in FIFO order, and completes it. A sender, a receiving leader and a member differ in
+/// the four steps below.
 class HostMessage {
  public:
   HostMessage(std::shared_ptr<const HostContext> context, c10d::OpType type, MessageTensors tensors,
               int peer, std::string name);
   virtual ~HostMessage() = default;
 
-  /// Throws what the transport throws for a call that it refuses.
+  /// Throws what the backend throws for a call that it refuses.
   void post();
-  /// Never throws: ends the work instead. A transport error fails the whole lane, a mismatch only
-  /// this message.
+  /// Never throws: completes the work with the error instead. A backend's error fails the whole
+  /// lane, a mismatch this message only.
   void finish();
-  /// Makes a wait inside finish(), now or later, end soon. From any thread. The lane's failure is
-  /// set before.
+  /// Ends a wait inside finish(), now or later. Callable from any thread. Set the lane's failure
+  /// before.
   void abort();
 
   const c10::intrusive_ptr<HostWork>& work() const { return work_; }
 
  protected:
-  /// With announcements, at launch: starts telling the other side.
+  /// With announcements, at launch: starts the exchange.
   virtual void announce() = 0;
-  /// With announcements, in the worker's turn: throws MismatchError unless all sides agree.
+  /// With announcements, in the worker's turn: throws MismatchError unless all ranks agree.
   virtual void agree() = 0;
-  /// At launch or, with announcements, once all agree.
+  /// At launch or, with announcements, once all ranks agree.
   virtual void start_payload() = 0;
   virtual void finish_payload() = 0;
 
   GroupComm::Work started(GroupComm::Work transfer);
-  /// Waits for a point-to-point transfer: exactly once, as gloo demands.
+  /// Waits for a point-to-point transfer: exactly once, as gloo requires.
   void wait_for_transfer(const GroupComm::Work& transfer);
-  /// Waits for a collective through its future, so that an abort can end the wait: gloo's own
-  /// cannot be aborted.
+  /// Waits for a collective through its future, so that abort() can end the wait: gloo's
+  /// collectives have no abort.
   void wait_for_collective(const GroupComm::Work& collective);
 
-  /// Starts sending our announcement as `own`, and receiving the peer's as `theirs`.
+  /// Starts sending this end's announcement as `own` and receiving the peer's as `theirs`.
   void post_announcements(GroupComm::Tag own, GroupComm::Tag theirs);
-  /// Waits for both. The peer's; throws LaneError if it is unreadable.
+  /// Waits for both and returns the peer's. Throws LaneError if it is unreadable.
   Announcement exchange_announcements();
   StageAgreement stage_agreement();
   Announcement announcement() const;
@@ -86,9 +86,9 @@ class HostMessage {
   c10::intrusive_ptr<HostWork> work_;
   std::mutex mutex_;
   std::vector<GroupComm::Work> started_;  // point-to-point transfers to abort
-  std::shared_ptr<Signal> signal_;        // of the collective that is waited for
+  std::shared_ptr<Signal> signal_;        // of the collective being waited for
   at::Tensor outgoing_, incoming_;        // announcements
-  GroupComm::Work announcing_, hearing_;
+  GroupComm::Work sent_announcement_, received_announcement_;
 };
 
 class SendMessage final : public HostMessage {
@@ -116,14 +116,13 @@ class ReceiveMessage final : public HostMessage {
   bool stage_agrees_ = true;
 };
 
-/// Another rank of the receiving stage: only hears the broadcast.
+/// Another rank of the receiving stage: joins the broadcast only.
 class MemberMessage final : public HostMessage {
  public:
   using HostMessage::HostMessage;
 
  private:
-  // Nothing to tell before the leader asks; and with announcements the worker starts the payload
-  // too, as the broadcasts of the agreement come first.
+  // The leader asks first; the broadcasts of the agreement precede those of the payload.
   void announce() override {}
   void agree() override;
   void start_payload() override;

@@ -50,7 +50,8 @@ void ReceiveMessage::finish_payload() {
     broadcast.push_back(in_stage([&] { return context_->comm->broadcast(pieces_[i]); }));
   }
   for (const auto& collective : broadcast) wait_for_collective(collective);
-  // The sender was right and has sent: what it sent is received, so that the lane stays in step.
+  // The sender agrees and has sent: receive the payload all the same, so that the lane stays in
+  // sync.
   if (!stage_agrees_) throw_disagreement(name_, announcement());
   tensors_.unstage();
   context_->stats->received_bytes += tensors_.bytes();

@@ -1,4 +1,4 @@
-// Waiting on the host, in slices that notice an interrupt.
+// Waits on the host in slices, to notice interrupts.
 #include "lanes/host_work.h"
 
 #include <ATen/core/ivalue_inl.h>
@@ -79,7 +79,7 @@ void HostWork::complete(std::exception_ptr error) {
   }
   cv_.notify_all();
   if (future) {
-    settle(*future, error);  // runs callbacks: never under our lock
+    settle(*future, error);  // runs callbacks: not under the lock
   }
 }
 

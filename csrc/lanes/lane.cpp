@@ -1,13 +1,7 @@
-// What host and stream lanes have in common: checks, titles, counters.
+// What host and stream lanes share: checks, names of messages, counters.
 #include "lanes/lane.h"
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-
-#include "common/timeout.h"
-#include "lanes/host_lane.h"
-#include "lanes/stream_lane.h"
-#include "memory/message_tensors.h"
-#include "transports/c10d_transport.h"
+#include "common/tensor_info.h"
 
 namespace ldt {
 
@@ -17,8 +11,8 @@ Lane::Lane(LaneOptions options, std::shared_ptr<GroupComm> comm)
       stats_(std::make_shared<LaneStats>()),
       failure_(std::make_shared<Failure>()) {}
 
-// An error of our own leaves the lane as it was; one of the transport may leave half a message
-// under way, and then the two ends are out of step for good.
+// Our own errors leave the lane as it was. A backend's error may leave half a message under way, so
+// that the two ends are desynchronized for good: it fails the lane.
 template <typename Launch>
 Lane::Work Lane::guarded(const MessageName& name, Launch launch) {
   try {
@@ -64,10 +58,10 @@ Lane::Work Lane::receive(const std::vector<at::Tensor>& tensors, int peer,
 std::string Lane::describe_message(const char* verb, int peer,
                                    const std::vector<at::Tensor>& tensors,
                                    const std::string& label) const {
-  const auto route = comm_->is_leader() ? name_of(peer) : std::string("the stage's leader");
+  const auto other = comm_->is_leader() ? name_of(peer) : std::string("the stage's leader");
   const char* preposition = verb[0] == 's' ? " to " : " from ";
   return c10::str("lane ", options_.name, ": ", verb, label.empty() ? "" : " ", label, preposition,
-                  route, " of ", describe(tensors));
+                  other, " of ", describe(tensors));
 }
 
 std::string Lane::name_of(int peer) const {
@@ -81,29 +75,6 @@ void Lane::check_peer(const MessageName& name, int peer) const {
     throw_lane_error(name, ": expected as peer a group rank from 0 to ", comm_->num_peers() - 1,
                      " other than ", comm_->own_peer(), ", this rank's own");
   }
-}
-
-std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
-                                std::unique_ptr<Transport> transport) {
-  if (options.chunk_bytes < 1) {
-    throw_lane_error("lane ", options.name, ": chunk_bytes: expected 1 or more, got ",
-                     options.chunk_bytes);
-  }
-  options.timeout = checked_timeout(options.timeout, c10::str("lane ", options.name));
-  if (options.timeout.count() == 0) {
-    throw_lane_error("lane ", options.name, ": timeout: expected a positive time, got 0 ms");
-  }
-  if (options.device.is_cpu()) {
-    if (transport) throw_lane_error("lane ", options.name, ": a lane on the CPU has no carrier");
-    return std::make_shared<HostLane>(std::move(options), std::move(comm));
-  }
-  if (!c10::impl::hasDeviceGuardImpl(options.device.type()) || !options.device.has_index()) {
-    throw_lane_error("lane ", options.name,
-                     ": expected the CPU, or a device with streams and an index such as ",
-                     "cuda:0, got ", options.device);
-  }
-  if (!transport) transport = std::make_unique<C10dTransport>(comm, options.chunk_bytes);
-  return std::make_shared<StreamLane>(std::move(options), std::move(comm), std::move(transport));
 }
 
 }  // namespace ldt

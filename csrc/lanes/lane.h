@@ -1,4 +1,4 @@
-// A lane: what carries channels between two nodes. The contract is section 5 of docs/design.md.
+// A lane carries channels between two nodes. Section 5 of docs/design.md has the contract.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,26 +14,25 @@
 #include "common/stats.h"
 #include "memory/receive_pool.h"
 #include "process_group/group_comm.h"
-#include "transports/transport.h"
 
 namespace ldt {
 
 struct LaneOptions {
-  std::string name;               // in every error text, e.g. "F0:0.0->1.0"
-  c10::Device device = at::kCPU;  // where the tensors of its messages live
-  int64_t chunk_bytes = 0;        // the broadcast of one piece runs while the next is received
-  // How long one message may take once it is its turn. Where nothing else ends it, overdue() tells.
+  std::string name;               // begins every error text, e.g. "F0:0.0->1.0"
+  c10::Device device = at::kCPU;  // of the tensors of its messages
+  int64_t chunk_bytes = 0;        // size of a piece: its broadcast overlaps the next receive
+  // How long one message may take once it is its turn. overdue() reports where no backend does.
   std::chrono::milliseconds timeout{};
-  bool announce = false;  // check size, dtype and shape with the other side before each payload
-  std::vector<int> global_ranks;  // what texts call the peers, by peer; empty: their group ranks
+  bool announce = false;  // compare size, dtype and shape with the other end before each payload
+  std::vector<int> global_ranks;  // of the peers, for error texts; empty: group ranks
 };
 
-/// Carries messages, first in first out. A message is a list of tensors; both sides know its
-/// shapes.
+/// Carries messages first in, first out. A message is a list of tensors whose shapes both ends
+/// know.
 ///
-/// send and receive issue everything and return at once; the work they return only waits. A lane is
-/// used by one thread at a time, its works by any. Unless closed, the destructor aborts. A forked
-/// child may neither use nor destroy it.
+/// send() and receive() issue everything and return at once; the work only waits. One thread at a
+/// time may use a lane, any thread its works. The destructor aborts a lane that is not closed. A
+/// forked child may neither use nor destroy it.
 class Lane {
  public:
   Lane(LaneOptions options, std::shared_ptr<GroupComm> comm);
@@ -42,32 +41,32 @@ class Lane {
   Lane& operator=(const Lane&) = delete;
 
   using Work = c10::intrusive_ptr<c10d::Work>;
-  /// Sends to leader `peer`. The tensors may be overwritten only after the work is done;
-  /// non-contiguous ones are copied. `label` names the message in errors. Throws LaneError on bad
-  /// tensors or a failed lane.
+  /// Sends to leader `peer`. Do not overwrite the tensors before the work is done; non-contiguous
+  /// ones are copied. `label` names the message in errors. Throws LaneError for tensors that cannot
+  /// be sent and on a failed lane.
   Work send(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
-  /// Receives from leader `peer`, then broadcasts inside the stage; a member ignores `peer`. The
-  /// broadcast and the receive are one work. Writes into `tensors`.
+  /// Receives into `tensors` from leader `peer` and broadcasts them inside the stage, as one work.
+  /// A member ignores `peer`.
   Work receive(const std::vector<at::Tensor>& tensors, int peer, const std::string& label);
-  /// A fresh tensor over memory of the lane's receive pool; see ReceivePool.
+  /// A fresh tensor from the lane's receive pool; see ReceivePool.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) {
     check_process();
     return pool_->empty(sizes, dtype);
   }
-  /// For all tensors of one message: see ReceivePool.
+  /// The same for all tensors of one message.
   std::vector<at::Tensor> buffers(const std::vector<std::vector<int64_t>>& sizes,
                                   const std::vector<at::ScalarType>& dtypes) {
     check_process();
     return pool_->buffers(sizes, dtypes);
   }
 
-  /// Waits for what is in flight, at most `timeout`, then aborts what is left and stops.
-  /// Idempotent. Throws LaneError for a negative timeout.
+  /// Waits up to `timeout` for messages in flight, then aborts the rest and stops. Idempotent.
+  /// Throws LaneError for a negative timeout.
   virtual void close(std::chrono::milliseconds timeout) = 0;
-  /// Everything pending and everything later fails with `reason`. Returns at once.
+  /// Fails everything pending and everything later with `reason`. Returns at once.
   virtual void abort(const std::string& reason) = 0;
-  /// What has been under way for longer than the timeout, in words; empty if nothing has, and where
-  /// something else looks after that.
+  /// Describes a message that has been under way for longer than the timeout; empty if there is
+  /// none or if the backend times messages out itself.
   virtual std::string overdue() { return {}; }
 
   bool is_of_this_process() const { return process_.is_current(); }
@@ -102,11 +101,5 @@ class Lane {
   template <typename Launch>
   Work guarded(const MessageName& name, Launch launch);
 };
-
-/// A host lane on CPU, a stream lane on any device that has streams (CUDA, NPU). Payload of a
-/// stream lane goes by `transport`, without one by `transport`, which is then what compares
-/// announcements only. Throws LaneError for options that make no sense.
-std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
-                                std::unique_ptr<Transport> transport = nullptr);
 
 }  // namespace ldt

@@ -1,4 +1,4 @@
-// Enqueueing messages on the lane's stream.
+// Enqueues messages on the lane's stream.
 #include "lanes/stream_lane.h"
 
 #include <c10/core/StreamGuard.h>
@@ -18,10 +18,9 @@ namespace {
 
 constexpr std::chrono::milliseconds kAbortTimeout{2000};
 
-// A queue of CUDA holds about 1024 operations, and a message of 16 transfers, the most that one
-// has, takes some 64 of them.
+// A CUDA queue holds about 1024 operations; a message of 16 transfers, the maximum, takes about 64.
 constexpr int64_t kMostOperations = 896;
-// Of a message, besides the transport's: events, and for a receive those of its memory.
+// Per message, in addition to the transport's: events, and for a receive those of its memory.
 constexpr int64_t kOperationsOfSend = 2;
 constexpr int64_t kOperationsOfReceive = 5;
 
@@ -48,24 +47,21 @@ StreamLane::~StreamLane() {
 }
 
 void StreamLane::wait_for_current_stream() {
-  const auto current =
-      c10::impl::VirtualGuardImpl(options_.device.type()).getStream(options_.device);
-  events_->record(current)->block(stream_);
+  events_->record(current_stream(options_.device))->block(stream_);
 }
 
-// What is captured runs when the graph is replayed, once for each replay. But a lane counts its
-// messages at launch, and asks its events what is done.
+// Captured work runs at every replay of the graph, but a lane counts messages at launch and queries
+// its events.
 void StreamLane::refuse_capture(const MessageName& name) const {
-  const c10::impl::VirtualGuardImpl backend(options_.device.type());
-  if (!engine_ || !engine_->is_capturing(backend.getStream(options_.device))) return;
+  if (!engine_ || !engine_->is_capturing(current_stream(options_.device))) return;
   throw_lane_error(
       name,
       ": the current stream is being captured into a graph, and messages of a lane cannot "
       "be: capture what computes, and send and receive outside of the graph");
 }
 
-// What a transport refuses may be half under way, and then the two ends are out of step for good.
-// The tensors stay as long as the device may use them.
+// A message that the transport refuses may be half under way, so that the two ends are
+// desynchronized for good: this fails the lane. Keeps the tensors while the device may use them.
 template <typename Step>
 auto StreamLane::run_or_abort(c10d::OpType type, MessageTensors& message, const MessageName& name,
                               const Step& step) {
@@ -92,15 +88,15 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
   const c10::StreamGuard on_lane(stream_);
   if (options_.announce) {
     const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
-    const auto theirs = exchange_announcements(own, peer, /*speak_first=*/true);
+    const auto theirs = exchange_announcements(own, peer, /*send_first=*/true);
     if (!own.matches(theirs)) throw_mismatch(name.text(), own, theirs, "the receiver expects");
   }
-  auto end = run_or_abort(c10d::OpType::SEND, message, name,
-                          [&] { return transport_->send(stream_, message, peer); });
-  if (!end) end = events_->record(stream_);
+  auto done = run_or_abort(c10d::OpType::SEND, message, name,
+                           [&] { return transport_->send(stream_, message, peer); });
+  if (!done) done = events_->record(stream_);
   stats_->sent_bytes += message.bytes();
   stats_->sent_messages += 1;
-  return finish(c10d::OpType::SEND, std::move(end), std::move(message), name.label());
+  return finish(c10d::OpType::SEND, std::move(done), std::move(message), name.label());
 }
 
 Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, int peer,
@@ -111,13 +107,13 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   const auto claims = pool_->claim(tensors);
   const bool pooled =
       std::find(claims.begin(), claims.end(), ReceivePool::Claim::kForeign) == claims.end();
-  // A tensor of the caller's may still be read by what is queued on the current stream.
+  // Work enqueued on the current stream may still read a tensor of the caller's.
   if (!pooled) wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   auto message = MessageTensors::for_receive(tensors, options_.device, name, pool_->block_finder());
   const bool agreed = !options_.announce || agree(message, peer, name);
   const bool broadcasts = comm_->has_stage();
-  const auto ends = run_or_abort(c10d::OpType::RECV, message, name, [&] {
+  const auto events = run_or_abort(c10d::OpType::RECV, message, name, [&] {
     return transport_->receive(stream_, message, claims, peer, broadcasts && agreed);
   });
   if (!agreed) {
@@ -127,19 +123,18 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   }
   message.unstage();
   count_received(message.bytes(), broadcasts);
-  // A pooled block is only ever written again after the end of this message: nothing has to
-  // hold it until the device is done, so a host that runs far ahead takes no more memory than one
-  // that does not.
+  // A pooled block is not written to again before this message ends, so nothing has to keep it
+  // alive until then: a host that runs far ahead needs no extra memory.
   if (pooled) message.release();
-  const auto end = ends.data ? ends.data : events_->record(stream_);
-  for (const auto& tensor : tensors) pool_->note_events(tensor, end, ends.reading);
-  // Who has waited may write to the tensors, so nobody may still be reading them.
-  auto over = ends.reading ? std::make_shared<BothEvents>(end, ends.reading) : end;
-  return finish(c10d::OpType::RECV, std::move(over), std::move(message), name.label());
+  const auto received = events.received ? events.received : events_->record(stream_);
+  for (const auto& tensor : tensors) pool_->note_events(tensor, received, events.read);
+  // After its wait() a caller may write to the tensors, so all reads must be over.
+  auto done = events.read ? std::make_shared<BothEvents>(received, events.read) : received;
+  return finish(c10d::OpType::RECV, std::move(done), std::move(message), name.label());
 }
 
-// A host that enqueues into a full queue blocks in the driver, where nothing ends it and no other
-// thread may get in. Here it sees failures, and what it waits for: that the other end goes on.
+// A host that enqueues into a full queue blocks in the driver, where no failure ends it. So it
+// waits here instead, until the other end makes progress.
 void StreamLane::wait_for_room(const MessageName& name) {
   if (operations_ <= kMostOperations) return;
   const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
@@ -161,20 +156,20 @@ int64_t StreamLane::pending_operations() {
   int64_t pending = 0;
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& message : in_flight_) {
-    if (!message.end->is_done()) pending += message.operations;
+    if (!message.done->is_done()) pending += message.operations;
   }
   return pending;
 }
 
-// Compares what this end expects with what the sender has, and in the stage what all expect. False:
-// sender and leader agree, but not the whole stage, so there must be no broadcast.
+// Compares with the sender and, inside the stage, with all ranks. False: sender and leader agree,
+// but another rank of the stage does not, so there must be no broadcast.
 bool StreamLane::agree(const MessageTensors& message, int peer, const MessageName& name) {
   const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
   if (!comm_->is_leader()) {
     stage_agreement().follow(name.text(), own);
     return true;
   }
-  const auto theirs = exchange_announcements(own, peer, /*speak_first=*/false);
+  const auto theirs = exchange_announcements(own, peer, /*send_first=*/false);
   const bool agreed = !comm_->has_stage() || stage_agreement().lead(own, theirs);
   if (!own.matches(theirs)) throw_mismatch(name.text(), own, theirs, "the sender has");
   return agreed;
@@ -189,18 +184,18 @@ void StreamLane::count_received(int64_t bytes, bool broadcasts) {
 }
 
 Announcement StreamLane::exchange_announcements(const Announcement& own, int peer,
-                                                bool speak_first) {
+                                                bool send_first) {
   const auto mine = own.encode().to(options_.device);
   const auto theirs = at::empty_like(mine);
-  const auto said = speak_first ? GroupComm::kAnnouncement : GroupComm::kExpectation;
-  const auto heard = speak_first ? GroupComm::kExpectation : GroupComm::kAnnouncement;
-  const auto speak = [&] { order_after(comm_->send(mine, peer, said)); };
-  const auto hear = [&] { order_after(comm_->receive(theirs, peer, heard)); };
-  // One communicator may run one transfer at a time: the sender speaks first, the receiver hears
+  const auto own_tag = send_first ? GroupComm::kAnnouncement : GroupComm::kExpectation;
+  const auto their_tag = send_first ? GroupComm::kExpectation : GroupComm::kAnnouncement;
+  const auto send = [&] { order_after(comm_->send(mine, peer, own_tag)); };
+  const auto receive = [&] { order_after(comm_->receive(theirs, peer, their_tag)); };
+  // A communicator may run one transfer at a time: the sender sends first, the receiver receives
   // first.
-  if (speak_first) speak();
-  hear();
-  if (!speak_first) speak();
+  if (send_first) send();
+  receive();
+  if (!send_first) send();
   return Announcement::decode(theirs.cpu());
 }
 
@@ -208,29 +203,29 @@ StageAgreement StreamLane::stage_agreement() {
   return StageAgreement(*comm_, options_.device, order_after);
 }
 
-Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> end,
-                              MessageTensors message, const std::string& label) {
-  auto work = c10::make_intrusive<StreamWork>(type, options_.device, end, failure_);
+Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> done,
+                              MessageTensors tensors, const std::string& label) {
+  auto work = c10::make_intrusive<StreamWork>(type, options_.device, done, failure_);
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto enqueued = transport_->enqueued();
     const auto own = type == c10d::OpType::SEND ? kOperationsOfSend : kOperationsOfReceive;
     const auto operations = enqueued - std::exchange(counted_, enqueued) + own;
-    in_flight_.push_back({std::move(end), std::move(message), verb, label,
+    in_flight_.push_back({std::move(done), std::move(tensors), verb, label,
                           std::chrono::steady_clock::now(), operations});
     operations_ += operations;
   }
-  if (failure_->happened()) end_transfers();  // the abort came before there was something to end
+  if (failure_->happened()) end_transfers();  // abort() came before this message was in flight
   return work;
 }
 
 bool StreamLane::retire() {
-  std::deque<InFlight> done;  // freed after the lock: a tensor's deleter may come back to the lane
+  std::deque<InFlight> retired;  // freed after the lock: a tensor's deleter may call the lane
   std::lock_guard<std::mutex> lock(mutex_);
-  while (!in_flight_.empty() && in_flight_.front().end->is_done()) {
+  while (!in_flight_.empty() && in_flight_.front().done->is_done()) {
     operations_ -= in_flight_.front().operations;
-    done.push_back(std::move(in_flight_.front()));
+    retired.push_back(std::move(in_flight_.front()));
     in_flight_.pop_front();
   }
   return in_flight_.empty();
@@ -244,19 +239,19 @@ bool StreamLane::drain(std::chrono::milliseconds timeout) noexcept {
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
     return true;
-  } catch (...) {  // a device that has failed answers with an error: nothing ends there any more
+  } catch (...) {  // a failed device answers with an error, and nothing ends there any more
     return false;
   }
 }
 
-// Takes nothing out, as that would give memory back under this thread's current stream.
+// Retires nothing: that would free memory on this thread's current stream.
 std::string StreamLane::overdue() {
   if (transport_->has_own_timeout()) return {};
   const auto now = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(mutex_);
   const auto late =
       std::find_if(in_flight_.begin(), in_flight_.end(), [&](const InFlight& message) {
-        return now - message.since >= options_.timeout && !message.end->is_done();
+        return now - message.since >= options_.timeout && !message.done->is_done();
       });
   if (late == in_flight_.end()) return {};
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(now - late->since).count();
@@ -280,22 +275,22 @@ void StreamLane::abort(const std::string& reason) {
   if (!drain(std::chrono::milliseconds(0))) end_transfers();
 }
 
-// A transfer whose peer is gone keeps the device waiting: only the backend can end it.
+// Only the backend can end a transfer whose peer is gone.
 void StreamLane::end_transfers() noexcept {
   if (has_ended_transfers_.exchange(true)) return;
-  attempt("could not end what is under way", [&] { transport_->abort(); });
+  attempt("could not end its transfers", [&] { transport_->abort(); });
 }
 
-// Whoever ends the communicators comes after this.
+// Call before the communicators are aborted or destroyed.
 void StreamLane::shutdown_transport() noexcept {
-  attempt("could not wait for a call that is under way", [&] { transport_->shutdown(); });
+  attempt("could not wait for a running call", [&] { transport_->shutdown(); });
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {
   if (!drain(checked_timeout(timeout, c10::str("lane ", options_.name)))) {
     abort(c10::str("lane ", options_.name, ": closed with messages still in flight"));
     if (!drain(kAbortTimeout)) {
-      // The device may still use these tensors, and nothing is left to wait for: never free them.
+      // The device may still use these tensors, and nothing tells when not: leak them.
       std::lock_guard<std::mutex> lock(mutex_);
       new std::deque<InFlight>(std::move(in_flight_));
       in_flight_.clear();

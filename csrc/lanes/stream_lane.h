@@ -1,4 +1,4 @@
-// The lane for devices with streams: everything is enqueued at launch, in the order of one stream.
+// The lane for devices with streams: a launch enqueues everything in the order of one stream.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -15,14 +15,13 @@
 
 namespace ldt {
 
-/// Written with c10's device-independent Stream, Event and virtual device guard only, so that CUDA
-/// and torch_npu run the same code. A backend's own wait() orders the current stream, here the
-/// lane's.
+/// Uses c10's device-independent Stream, Event and device guard only, so that CUDA and torch_npu
+/// run the same code. A backend's wait() orders the current stream, which is the lane's here.
 ///
-/// A launch begins with the lane's stream waiting for what the message needs, and ends with an
-/// event after its last transfer. Between the two nothing waits on the host, unless messages are
-/// announced (a debug mode: comparing needs the peer's word on the host). How the payload moves is
-/// the transport's business. While a graph is captured, a launch throws LaneError.
+/// A launch first makes the lane's stream wait for what the message needs, and last records an
+/// event behind its transfers. The host does not wait in between, unless messages are announced (a
+/// debug mode: the host compares announcements). A transport moves the payload. A launch during a
+/// graph capture throws LaneError.
 class StreamLane final : public Lane {
  public:
   StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
@@ -35,14 +34,14 @@ class StreamLane final : public Lane {
   int64_t bounced() const override { return transport_->bounced(); }
 
  private:
-  /// A message that the device may still be reading or writing.
+  /// A message that the device may still read or write.
   struct InFlight {
-    std::shared_ptr<const Event> end;
-    MessageTensors message;
+    std::shared_ptr<const Event> done;
+    MessageTensors tensors;
     const char* verb;
     std::string label;
     std::chrono::steady_clock::time_point since;
-    int64_t operations;  // that it took
+    int64_t operations;  // that it enqueued
   };
 
   Work launch_send(const std::vector<at::Tensor>& tensors, int peer,
@@ -50,8 +49,7 @@ class StreamLane final : public Lane {
   Work launch_receive(const std::vector<at::Tensor>& tensors, int peer,
                       const MessageName& name) override;
 
-  // None of these throws, whatever the device answers: what is behind them must be done all the
-  // same.
+  // These never throw, whatever the device answers, so that teardown continues.
   void end_transfers() noexcept;
   void shutdown_transport() noexcept;
   template <typename Step>
@@ -59,34 +57,33 @@ class StreamLane final : public Lane {
 
   void wait_for_current_stream();
   void refuse_capture(const MessageName& name) const;
-  /// Returns when the lane's stream has room for a message. Throws LaneError if that takes longer
-  /// than the timeout.
+  /// Waits until the lane's stream has room for a message. Throws LaneError after the timeout.
   void wait_for_room(const MessageName& name);
-  /// Of all messages that are not done.
+  /// The operations of all messages that are not done.
   int64_t pending_operations();
   bool agree(const MessageTensors& message, int peer, const MessageName& name);
   void count_received(int64_t bytes, bool broadcasts);
-  Announcement exchange_announcements(const Announcement& own, int peer, bool speak_first);
+  Announcement exchange_announcements(const Announcement& own, int peer, bool send_first);
   StageAgreement stage_agreement();
   template <typename Step>
   auto run_or_abort(c10d::OpType type, MessageTensors& message, const MessageName& name,
                     const Step& step);
-  Work finish(c10d::OpType type, std::shared_ptr<const Event> end, MessageTensors message,
+  Work finish(c10d::OpType type, std::shared_ptr<const Event> done, MessageTensors tensors,
               const std::string& label);
-  /// Lets go of the messages that are done, without waiting. Runs at every launch. Whether none is
-  /// left.
+  /// Releases the messages that are done, without waiting. Runs at every launch. Returns whether
+  /// none is left.
   bool retire();
-  /// Waits until none is left; false if that takes longer, or if the device does not tell.
+  /// Waits until none is left. False after the timeout or if the device has failed.
   bool drain(std::chrono::milliseconds timeout) noexcept;
 
   const std::unique_ptr<Transport> transport_;
-  CopyEngine* const engine_;  // null: the device has none
+  CopyEngine* const engine_;  // null where the device has none
   const c10::Stream stream_;
   const std::shared_ptr<EventPool> events_;
   std::mutex mutex_;
   std::deque<InFlight> in_flight_;
-  std::atomic<int64_t> operations_{0};  // of all in there
-  int64_t counted_ = 0;                 // of what the transport has enqueued
+  std::atomic<int64_t> operations_{0};  // of all messages in flight
+  int64_t counted_ = 0;                 // of the transport's operations
   std::atomic<bool> has_ended_transfers_{false};
 };
 

@@ -1,4 +1,4 @@
-// A c10d work that ends on a device; wait() orders streams and never blocks the host.
+// A c10d::Work that completes on a device. wait() orders streams and never blocks the host.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -11,24 +11,23 @@ namespace ldt {
 
 class Failure;
 
-/// One message of a stream lane. wait() makes the caller's current stream wait for the message's
-/// end; as often as wanted, from any thread, under any stream of the device. It holds no tensors.
+/// One message of a stream lane. wait() makes the caller's current stream wait for the message: any
+/// number of times, from any thread, on any stream of the device. It keeps no tensors alive.
 class StreamWork final : public c10d::Work {
  public:
-  StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const Event> end,
+  StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const Event> done,
              std::shared_ptr<const Failure> failure);
 
-  bool isCompleted() override { return end_->is_done(); }
+  bool isCompleted() override { return done_->is_done(); }
   bool isSuccess() const override;
-  /// Throws LaneError if the lane has failed. The timeout is the backend's business: the host does
-  /// not wait.
+  /// Throws LaneError if the lane has failed. Ignores the timeout, as the host does not wait.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return {}; }
 
  private:
   const c10::Device device_;
-  std::shared_ptr<const Event> end_;
+  std::shared_ptr<const Event> done_;
   std::shared_ptr<const Failure> failure_;
 };
 

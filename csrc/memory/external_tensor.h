@@ -1,4 +1,4 @@
-// Tensors over memory that somebody else owns.
+// Tensors over memory that torch does not own.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,8 +7,8 @@
 
 namespace ldt {
 
-/// A contiguous tensor over `address`. `give_back` is called with it when the last reference dies.
+/// A contiguous tensor over `address`. Calls `free(address)` when the last reference dies.
 at::Tensor external_tensor(void* address, at::IntArrayRef sizes, at::ScalarType dtype,
-                           c10::Device device, std::function<void(void*)> give_back);
+                           c10::Device device, std::function<void(void*)> free);
 
 }  // namespace ldt

@@ -1,25 +1,25 @@
-// Making a message's tensors contiguous, and cutting them into pieces of bytes.
+// Makes a message's tensors contiguous and cuts them into pieces.
 #include "memory/message_tensors.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/strides.h>
 
 #include <algorithm>
-#include <sstream>
 
 #include "common/error.h"
+#include "common/tensor_info.h"
+#include "common/torch_private.h"
 
 namespace ldt {
 namespace {
 
-// Whether the memory is the values in order: the bits of a conjugated or negated view are not.
+// Whether the memory holds the values in order; that of a conjugated or negated view does not.
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
-// A uint8 tensor over the same memory. Built outside inference mode: an inference tensor must not
-// reach a worker thread, where inference mode is off.
+// A uint8 tensor over the same memory. Made outside inference mode, as worker threads cannot use
+// inference tensors.
 at::Tensor byte_view(const at::Tensor& contiguous) {
   c10::InferenceMode off(false);
   auto bytes = at::empty({0}, contiguous.options().dtype(at::kByte).requires_grad(false));
@@ -28,7 +28,7 @@ at::Tensor byte_view(const at::Tensor& contiguous) {
   return bytes;
 }
 
-// Contiguous memory like the tensor's, of its own or from `offset` in `block` on.
+// Contiguous memory of the tensor's shape: its own, or that of `block` from `offset` on.
 at::Tensor memory_like(const at::Tensor& tensor) {
   c10::InferenceMode off(false);
   return at::empty(tensor.sizes(), tensor.options().requires_grad(false));
@@ -42,7 +42,7 @@ at::Tensor part_like(const at::Tensor& tensor, const at::Tensor& block, int64_t 
   return part;
 }
 
-// Gaps are zeroed: what was in that memory before is nobody's business at the other end.
+// Zeroes the gaps, so that no stale memory leaves the process.
 at::Tensor new_block(const Packing& packing, c10::Device device) {
   c10::InferenceMode off(false);
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
@@ -50,9 +50,9 @@ at::Tensor new_block(const Packing& packing, c10::Device device) {
                           : at::empty({packing.bytes}, options);
 }
 
-// Plain ones as bytes and all together, which on a device are few launches.
+// Copies plain tensors as bytes in one call, which takes few launches on a device.
 void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
-  // They may be inference tensors or leaves that need gradients: write the data, no autograd.
+  // Targets may be inference tensors or leaves that require grad: bypass autograd.
   c10::InferenceMode data_only;
   std::vector<at::Tensor> to, from;
   for (size_t i = 0; i < targets.size(); ++i) {
@@ -63,31 +63,10 @@ void copy_all(const std::vector<at::Tensor>& targets, const std::vector<at::Tens
     to.push_back(byte_view(targets[i]));
     from.push_back(byte_view(sources[i]));
   }
-  if (!to.empty()) at::_foreach_copy_(to, from);
+  if (!to.empty()) torch_private::foreach_copy(to, from);
 }
 
 }  // namespace
-
-bool is_sendable(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() &&
-         !tensor.is_nested() && !tensor.key_set().has(c10::DispatchKey::Python);
-}
-
-std::string dtype_name(at::ScalarType dtype) {
-  if (dtype == at::ScalarType::Undefined) return "undefined";  // torch has no name for it
-  return std::string(c10::getDtypeNames(dtype).first);
-}
-
-std::string describe(const std::vector<at::Tensor>& tensors) {
-  std::ostringstream text;
-  const char* separator = "";
-  for (const auto& tensor : tensors) {
-    text << separator << dtype_name(tensor.scalar_type());
-    tensor.is_nested() ? text << "[nested]" : text << tensor.sizes();
-    separator = ", ";
-  }
-  return tensors.empty() ? "no tensors" : text.str();
-}
 
 MessageTensors::MessageTensors(const std::vector<at::Tensor>& tensors, c10::Device device,
                                const MessageName& name) {
@@ -125,7 +104,7 @@ MessageTensors MessageTensors::for_receive(const std::vector<at::Tensor>& tensor
                                            const FindBlock& find_block) {
   MessageTensors message(tensors, device, name);
   for (size_t i = 0; i < message.tensors_.size(); ++i) {
-    if (at::has_internal_overlap(message.tensors_[i]) == at::MemOverlap::Yes) {
+    if (torch_private::overlaps_itself(message.tensors_[i])) {
       throw_lane_error(name, ": tensor ", i,
                        " overlaps itself (an expanded tensor?) and cannot be received into; ",
                        "receive into a contiguous tensor");
@@ -149,7 +128,7 @@ std::vector<at::Tensor> MessageTensors::members() const {
   return members;
 }
 
-// The block goes where its first member would. `is_in_place`: the members lie in it.
+// The block takes the place of its first member. `is_in_place`: the members already lie in it.
 void MessageTensors::add_transfers(const at::Tensor& block, bool is_in_place) {
   size_t member = 0;
   for (size_t i = 0; i < tensors_.size(); ++i) {

@@ -1,4 +1,4 @@
-// Choosing the members of the block, and their places.
+// Chooses the members of the block and their offsets.
 #include "memory/packing.h"
 
 #include <algorithm>
@@ -7,10 +7,11 @@
 namespace ldt {
 namespace {
 
-// Tensors of at most so many bytes are packed.
+// Tensors of at most this size are packed.
 int64_t largest_member(std::vector<int64_t> bytes, c10::Device device) {
   if (device.is_cpu() || bytes.size() <= Packing::kMostTransfers) return Packing::kSmallBytes;
-  const auto last = bytes.begin() + Packing::kMostTransfers - 1;  // the largest ones before it stay
+  const auto last =
+      bytes.begin() + Packing::kMostTransfers - 1;  // larger ones are sent on their own
   std::nth_element(bytes.begin(), last, bytes.end(), std::greater<>());
   return std::max(Packing::kSmallBytes, *last);
 }

@@ -1,4 +1,4 @@
-// Which tensors of a message travel together.
+// Which tensors of a message are sent as one block.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,25 +9,25 @@
 
 namespace ldt {
 
-/// Tensors of a message that travel as one block, one behind the other.
+/// The tensors of a message that are sent as one contiguous block.
 ///
-/// Each transfer takes a few operations of a stream, whose queue is finite: a host that fills it
-/// blocks in the driver, perhaps before it has launched what its peer waits for. So the number of
-/// transfers is bounded, whatever the number of tensors. Both ends and all members of a stage know
-/// the sizes, and compute the same.
+/// Packing bounds the number of transfers per message. Every transfer takes a few entries of a
+/// stream's finite queue, and a host that fills the queue blocks in the driver, possibly before it
+/// launches what its peer waits for. Both ends and all members of a stage know the sizes and
+/// compute the same packing.
 struct Packing {
-  static constexpr int64_t kAlignment = 256;  // libraries choose kernels by that of their arguments
+  static constexpr int64_t kAlignment = 256;  // libraries pick kernels by alignment
   static constexpr int64_t kSmallBytes = 64 << 10;
   static constexpr size_t kMostTransfers = 16;  // of one message, on a device with streams
 
-  /// `bytes` has one number for each tensor. Small ones are packed, and on a device with streams as
-  /// many of the smallest others as have to be.
+  /// Packs the small tensors and, on a device with streams, as many of the next smallest as needed
+  /// to stay within kMostTransfers. `bytes` has one size per tensor.
   static Packing of(const std::vector<int64_t>& bytes, c10::Device device);
 
-  std::vector<size_t> members;   // in the order of the message: none, or two and more
-  std::vector<int64_t> offsets;  // of each in the block
-  int64_t bytes = 0;             // of the block
-  bool has_gaps = false;         // between members
+  std::vector<size_t> members;   // indices in message order: none, or two or more
+  std::vector<int64_t> offsets;  // of each member in the block
+  int64_t bytes = 0;             // size of the block
+  bool has_gaps = false;         // padding between members
 };
 
 }  // namespace ldt

@@ -1,4 +1,4 @@
-// Blocks go out as tensors and come back through the tensors' deleter.
+// Blocks leave as tensors and return through the tensors' deleter.
 #include "memory/receive_pool.h"
 
 #include <c10/core/InferenceMode.h>
@@ -10,6 +10,8 @@
 #include <limits>
 
 #include "common/error.h"
+#include "common/streams.h"
+#include "common/tensor_info.h"
 #include "memory/external_tensor.h"
 #include "memory/message_tensors.h"
 
@@ -47,7 +49,7 @@ ReceivePool::ReceivePool(c10::Device device, std::optional<c10::Stream> stream, 
       events_(std::make_shared<EventPool>(device)) {}
 
 ReceivePool::~ReceivePool() {
-  if (!process_.is_current()) return;  // the device is the parent's
+  if (!process_.is_current()) return;  // the parent owns the device
   try {
     for (const auto& block : idle_) order_before_free(block);
   } catch (...) {  // the device is gone, as at interpreter exit
@@ -96,7 +98,7 @@ std::shared_ptr<ReceivePool::Loan> ReceivePool::lend(int64_t bytes) {
   return loan;
 }
 
-// Each has a storage of its own, so that none seems to overlap another.
+// Every tensor has its own storage, so that autograd sees no overlap.
 at::Tensor ReceivePool::tensor_of(const std::shared_ptr<Loan>& loan, int64_t offset,
                                   at::IntArrayRef sizes, at::ScalarType dtype) {
   auto* const address = static_cast<char*>(loan->block.memory.mutable_data_ptr()) + offset;
@@ -129,7 +131,7 @@ ReceivePool::Block ReceivePool::take(int64_t bytes) {
 }
 
 ReceivePool::Block ReceivePool::new_block(int64_t bytes) {
-  c10::InferenceMode off(false);  // the block will serve training, too
+  c10::InferenceMode off(false);  // training will use the block, too
   c10::OptionalStreamGuard on_lane_stream(stream_);
   Block block;
   if (allocate_) {
@@ -157,7 +159,7 @@ void ReceivePool::give_back(void* address) noexcept {
 void ReceivePool::note_user(Loan& loan) noexcept {
   if (!stream_) return;
   try {
-    const auto user = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+    const auto user = current_stream(device_);
     auto& users = loan.users;
     if (std::find(users.begin(), users.end(), user) == users.end()) users.push_back(user);
   } catch (...) {  // the device is gone, as at interpreter exit
@@ -169,18 +171,18 @@ void ReceivePool::take_back(Block block, const std::vector<c10::Stream>& users) 
   try {
     block.last_use = nullptr;
     for (const auto& user : users) {
-      std::shared_ptr<const Event> end = events_->record(user);
-      block.last_use = block.last_use ? std::make_shared<BothEvents>(block.last_use, end) : end;
+      std::shared_ptr<const Event> event = events_->record(user);
+      block.last_use = block.last_use ? std::make_shared<BothEvents>(block.last_use, event) : event;
     }
     block.claimed = false;
     idle_.push_back(std::move(block));
     make_room(0);
-  } catch (...) {  // the device is gone: rather no block than one that is reused unordered
+  } catch (...) {  // the device is gone: drop the block rather than reuse it unordered
   }
 }
 
-// Drops what was idle the longest until `blocks` more are not too many: blocks of sizes that no
-// longer come would pile up.
+// Frees the least recently used blocks until there is room for `blocks` more, as blocks of sizes
+// that no longer occur would pile up.
 void ReceivePool::make_room(size_t blocks) {
   const auto most = std::max(peak_in_use_, loans_.size() + blocks);
   while (!idle_.empty() && loans_.size() + idle_.size() + blocks > most) {
@@ -190,7 +192,7 @@ void ReceivePool::make_room(size_t blocks) {
   }
 }
 
-// The memory goes back to the lane's stream, whose next allocation may be the same memory.
+// The lane's stream must wait for the last uses: its next allocation may reuse the memory.
 void ReceivePool::order_before_free(const Block& block) {
   for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {
     if (event) event->block(*stream_);

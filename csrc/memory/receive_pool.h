@@ -1,4 +1,4 @@
-// Memory for what a lane receives, reused from message to message.
+// Pools the memory that a lane receives into.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -18,66 +18,65 @@
 
 namespace ldt {
 
-/// How many bytes such a tensor has. Throws LaneError for negative sizes and for more than 63 bits.
+/// The size of such a tensor. Throws LaneError for negative sizes and for 2^63 bytes or more.
 int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype);
 
-/// Blocks of memory that are handed out as fresh tensors and come back when the last reference to
-/// one dies, in autograd's graph too. There are never more blocks than were in use at once, so the
-/// pool is bounded by the plan; of too many, the one that was idle the longest goes. On a device, a
-/// block comes back with an event on the then current stream, and the first receive into it waits
-/// for just that: a receive that is issued early must not wait for all the compute that is queued
-/// before it. Outlives its lane while tensors are out.
+/// Hands out blocks of memory as fresh tensors. A block returns when the last reference to its
+/// tensors dies, including autograd's. The pool never holds more blocks than its peak use, which
+/// the plan bounds; it frees the least recently used surplus block. On a device, a block returns
+/// with an event on the stream that is current then, and the next receive into it waits for that
+/// event only: a receive posted early must not wait for all compute enqueued before it. Outlives
+/// its lane while tensors are in use.
 class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
  public:
-  /// Gives bytes on the device. They may be some that were given back, with work on the lane's
-  /// stream that still uses them.
+  /// Allocates bytes on the device. They may be freed memory that work on the lane's stream still
+  /// uses.
   using Allocate = std::function<at::Tensor(int64_t bytes)>;
 
-  /// `stream` is the lane's, without one on the CPU. Memory belongs to that stream, and comes from
-  /// torch's own allocator unless `allocate` says otherwise.
+  /// `stream` is the lane's, empty on the CPU. Memory is allocated on that stream, by `allocate` or
+  /// else by torch's allocator.
   ReceivePool(c10::Device device, std::optional<c10::Stream> stream, Allocate allocate = nullptr);
   ~ReceivePool();
 
-  /// A tensor with undefined contents, to be received into before anything else uses it. Zero
-  /// elements take no block. Throws LaneError for sizes or a dtype that cannot be.
+  /// A tensor with undefined contents; receive into it before any other use. An empty one takes no
+  /// block. Throws LaneError for invalid sizes or dtypes.
   at::Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype);
-  /// One for each of a message's tensors. Those that travel together (Packing) share a block, in
-  /// which they lie as they travel, and which comes back when the last of them dies.
+  /// One tensor for each of a message's. Packed ones share a block in which they lie as they are
+  /// sent, and which returns when the last of them dies.
   std::vector<at::Tensor> buffers(const std::vector<std::vector<int64_t>>& sizes,
                                   const std::vector<at::ScalarType>& dtypes);
-  /// Finds the block of tensors that were made together. For as long as the pool lives.
+  /// Finds the block of tensors that buffers() made together. Valid while the pool lives.
   MessageTensors::FindBlock block_finder() const;
   enum class Claim {
-    kForeign,  // not of this pool, or received into before: the caller's queued work may be using
-               // it
+    kForeign,  // not of this pool, or received into before: enqueued work of the caller may use it
     kPending,  // the lane's stream waits for the last user of its memory
     kFree,     // nothing uses its memory
   };
-  /// For each tensor of a message, whether nothing but the last user of its memory has to be waited
-  /// for, before it is received into. Makes the lane's stream wait for that one.
+  /// What has to happen before each tensor of a message is received into. Makes the lane's stream
+  /// wait for the last user of each pooled block.
   std::vector<Claim> claim(const std::vector<at::Tensor>& tensors);
-  /// That a claimed tensor is received into until `received`, and its memory read by others until
-  /// `read` (empty: by none): it may come back before that.
+  /// Records that a claimed tensor is received into until `received`, and that other processes read
+  /// its memory until `read` (null: none does). The block may return earlier.
   void note_events(const at::Tensor& tensor, std::shared_ptr<const Event> received,
                    std::shared_ptr<const Event> read);
-  /// All memory the pool holds, in use or idle.
+  /// All memory of the pool, in use or idle.
   int64_t bytes() const;
 
  private:
   struct Block {
     at::Tensor memory;  // uint8
-    // What the next receive into it has to wait for. Empty: nothing.
+    // What the next receive into it waits for; null: nothing.
     std::shared_ptr<const Event> last_use;
     std::shared_ptr<const Event> last_receive;
     std::shared_ptr<const Event> last_read;
     bool claimed = false;  // received into since it was handed out
   };
-  /// A block that is out.
+  /// A block in use.
   struct Loan {
     Block block;
-    size_t tensors = 0;              // that live
-    std::vector<c10::Stream> users;  // that were current when others died
-    bool is_lost = false;            // one of these is not known
+    size_t tensors = 0;              // alive
+    std::vector<c10::Stream> users;  // current when its other tensors died
+    bool is_lost = false;            // one of these is unknown
   };
 
   Block take(int64_t bytes);
@@ -100,9 +99,9 @@ class ReceivePool : public std::enable_shared_from_this<ReceivePool> {
   const Allocate allocate_;
   const std::shared_ptr<EventPool> events_;
   mutable std::mutex mutex_;
-  std::unordered_map<void*, std::shared_ptr<Loan>> in_use_;  // by the tensors' addresses
+  std::unordered_map<void*, std::shared_ptr<Loan>> in_use_;  // by tensor address
   std::unordered_set<Loan*> loans_;
-  std::vector<Block> idle_;  // the longest idle first
+  std::vector<Block> idle_;  // least recently used first
   size_t peak_in_use_ = 0;
 };
 

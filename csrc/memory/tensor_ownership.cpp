@@ -7,10 +7,9 @@ namespace {
 
 bool is_own(const std::optional<at::Tensor>& tensor) {
   if (!tensor.has_value() || !tensor->defined()) return true;
-  if (tensor->layout() != at::kStrided || tensor->unsafeGetTensorImpl()->is_python_dispatch())
-    return false;
+  if (tensor->layout() != at::kStrided || torch_private::has_python_dispatch(*tensor)) return false;
   const auto& storage = tensor->storage();
-  return storage.use_count() == 1 && storage.unsafeGetStorageImpl()->resizable();
+  return storage.use_count() == 1 && torch_private::is_resizable(storage);
 }
 
 }  // namespace
@@ -21,17 +20,17 @@ bool is_memory_own(const MaybeTensors& tensors) {
 
 VersionCounters::VersionCounters(const MaybeTensors& tensors) {
   entries_.reserve(tensors.size());
-  for (std::size_t place = 0; place < tensors.size(); ++place) {
-    const auto& tensor = tensors[place];
+  for (std::size_t index = 0; index < tensors.size(); ++index) {
+    const auto& tensor = tensors[index];
     if (!tensor.has_value() || !tensor->defined()) continue;
-    const auto& counter = tensor->unsafeGetTensorImpl()->version_counter();
-    if (counter.enabled()) entries_.push_back({place, counter, counter.current_version()});
+    const auto& counter = torch_private::version_counter(*tensor);
+    if (counter.enabled()) entries_.push_back({index, counter, counter.current_version()});
   }
 }
 
 std::optional<std::size_t> VersionCounters::first_changed() const {
   for (const auto& entry : entries_) {
-    if (entry.counter.current_version() != entry.version) return entry.place;
+    if (entry.counter.current_version() != entry.version) return entry.index;
   }
   return std::nullopt;
 }

@@ -1,34 +1,34 @@
-// Who else has the memory of tensors, and whether it has been written to since.
+// Whether anything else refers to a tensor's memory, and whether it was written to.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
+#include "common/torch_private.h"
+
 namespace ldt {
 
 using MaybeTensors = std::vector<std::optional<at::Tensor>>;
 
-/// Whether torch has allocated the memory of each, and no other tensor or storage object refers to
-/// it. False where this cannot be told: of tensors without strides, and of those that wrap others.
+/// Whether torch allocated the memory of each tensor and no other tensor or storage refers to it.
+/// False where that is unknown: for tensors without strides and for wrappers of other tensors.
 bool is_memory_own(const MaybeTensors& tensors);
 
-/// The version counters of tensors, with what they showed when this was made. Holds no memory of
-/// the tensors. Writes by `.data` and by kernels that torch does not know are not counted.
+/// A snapshot of the tensors' version counters (torch.Tensor._version). Keeps no tensor memory
+/// alive. Writes through `.data`, and by kernels outside torch, are not counted.
 class VersionCounters {
  public:
-  /// Passed over is what has no counter: nothing at all, and tensors of inference mode.
+  /// Skips entries without a counter: empty ones and tensors made in inference mode.
   explicit VersionCounters(const MaybeTensors& tensors);
 
-  /// The place of the first tensor that has been written to since.
+  /// The index of the first tensor that was written to since, if any.
   std::optional<std::size_t> first_changed() const;
 
  private:
   struct Entry {
-    std::size_t place;
-    c10::VariableVersion counter;
+    std::size_t index;
+    torch_private::VersionCounter counter;
     std::uint32_t version;
   };
 

@@ -1,14 +1,17 @@
-// From the tensors of a step to its message.
+// Collects the tensors, scans their rows and encodes.
+#include "metadata/pack.h"
+
 #include <algorithm>
 #include <array>
 #include <map>
 #include <span>
 
-#include "memory/message_tensors.h"
+#include "common/tensor_info.h"
+#include "metadata/codec/encoder.h"
 #include "metadata/device/device_rows.h"
 #include "metadata/format/error.h"
 #include "metadata/host/host_rows.h"
-#include "metadata/tensors.h"
+#include "metadata/torch_types.h"
 
 namespace ldt::metadata {
 namespace {

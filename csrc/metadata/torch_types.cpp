@@ -1,9 +1,12 @@
-// Torch's data types as places in the wire format's table.
-#include <array>
+// The two tables, by name of the type.
+#include "metadata/torch_types.h"
 
-#include "memory/message_tensors.h"
+#include <array>
+#include <string>
+
+#include "common/tensor_info.h"
 #include "metadata/format/error.h"
-#include "metadata/tensors.h"
+#include "metadata/format/format.h"
 
 namespace ldt::metadata {
 namespace {

@@ -1,9 +1,13 @@
-// From a message to the tensors of a step, in one buffer.
+// Decodes, rebuilds the rows in one buffer, and makes views of it.
+#include "metadata/unpack.h"
+
+#include "common/torch_private.h"
 #include "metadata/codec/decoder.h"
 #include "metadata/device/device_rebuild.h"
+#include "metadata/device/device_scan.h"
 #include "metadata/format/error.h"
 #include "metadata/host/rebuild.h"
-#include "metadata/tensors.h"
+#include "metadata/torch_types.h"
 
 namespace ldt::metadata {
 namespace {
@@ -11,12 +15,9 @@ namespace {
 // A contiguous view of the buffer's bytes from `offset` on. Made without a dispatched operator: a
 // step has a hundred of them.
 at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const Form& form) {
-  const at::ScalarType dtype = torch_dtype(form.dtype);
-  auto view = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(buffer.storage()), buffer.key_set(), c10::scalarTypeToTypeMeta(dtype));
-  auto* impl = view.unsafeGetTensorImpl();
-  impl->set_sizes_contiguous(form.shape);
-  impl->set_storage_offset(offset / kDTypes[form.dtype].bytes);
+  auto view =
+      torch_private::make_tensor(buffer.storage(), buffer.key_set(), torch_dtype(form.dtype));
+  torch_private::set_contiguous(view, form.shape, offset / kDTypes[form.dtype].bytes);
   return view;
 }
 

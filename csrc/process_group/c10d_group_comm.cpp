@@ -1,4 +1,4 @@
-// Calls into c10d; nothing here waits.
+// Calls into c10d. Nothing here waits.
 #include "process_group/c10d_group_comm.h"
 
 #include "common/error.h"
@@ -60,7 +60,7 @@ void C10dGroupComm::abort() {
     if (!group) continue;
     try {
       group->abort();
-    } catch (...) {  // the other one must be all the same
+    } catch (...) {  // abort the other group all the same
       TORCH_WARN("a process group could not be aborted: ", text_of(std::current_exception()));
     }
   }

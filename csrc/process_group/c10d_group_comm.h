@@ -1,4 +1,4 @@
-// Bytes over two c10d process groups, of any backend.
+// Two c10d process groups of any backend.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -7,9 +7,9 @@
 
 namespace ldt {
 
-/// `point_to_point` connects leaders; null on a rank that only hears the broadcast. `stage` is the
-/// receiving stage's broadcast group; null where a stage is one rank, or on a sender. The groups
-/// are the lane's own: nothing else may be issued on them. `stage_root` is a group rank of `stage`.
+/// `point_to_point` connects leaders and is null on members. `stage` is the receiving stage's
+/// broadcast group, null for a stage of one rank and on senders; `stage_root` is the leader's group
+/// rank in it. The groups must be the lane's own: issue nothing else on them.
 class C10dGroupComm final : public GroupComm {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -27,7 +27,7 @@ class C10dGroupComm final : public GroupComm {
   int own_peer() const override { return own_peer_; }
 
  private:
-  // What the groups say of themselves is asked once: asking again would need their backend alive.
+  // Asked once: asking again would need a live backend.
   Group point_to_point_;
   Group stage_;
   int stage_root_;

@@ -1,4 +1,4 @@
-// How the bytes of a lane move: the interface that lanes are written against.
+// The process groups of a lane: the interface that lanes are written against.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -6,15 +6,14 @@
 
 namespace ldt {
 
-/// Moves byte tensors between leaders, and from the receiving leader to the rest of its stage.
+/// Sends byte tensors between leaders and broadcasts them from a receiving leader to its stage.
 ///
-/// Every call starts its transfer and returns. Messages of one direction between two peers with the
-/// same tag match in the order of the calls, and so do broadcasts. The returned work is waited on
-/// exactly once (gloo's point-to-point works allow no more); the tensor must live until then.
+/// Every call starts its transfer and returns. Sends and receives of two peers with the same tag
+/// match in call order, and so do broadcasts. Wait for the returned work exactly once (gloo's
+/// point-to-point works allow no more), and keep the tensor alive until then.
 class GroupComm {
  public:
-  /// What the sender tells the receiver, what the receiver tells the sender: crossing messages must
-  /// not meet.
+  /// The two directions of an announcement have different tags, so that crossing ones do not match.
   enum Tag : int { kPayload = 0, kAnnouncement = 1, kExpectation = 2 };
   using Work = c10::intrusive_ptr<c10d::Work>;
 
@@ -26,17 +25,17 @@ class GroupComm {
   /// The largest value over the stage's ranks, in place; one int32.
   virtual Work maximum(const at::Tensor& value) = 0;
 
-  /// Ends what is under way on a device, as far as the backend can. The transport is of no
-  /// use after.
+  /// Aborts transfers on a device, as far as the backend can. The object is unusable afterwards.
   virtual void abort() = 0;
 
-  /// Whether this rank talks to other nodes (a leader) or only hears the broadcast (a member).
+  /// Whether this rank is a leader, which talks to other nodes, or a member, which only joins the
+  /// broadcast.
   virtual bool is_leader() const = 0;
-  /// Whether what arrives here has to be broadcast inside the stage.
+  /// Whether messages are broadcast inside the stage.
   virtual bool has_stage() const = 0;
-  /// The number of ranks that `peer` may name.
+  /// The size of the point-to-point group.
   virtual int num_peers() const = 0;
-  /// This rank's own number among them.
+  /// This rank in it.
   virtual int own_peer() const = 0;
 };
 

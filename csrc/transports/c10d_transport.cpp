@@ -1,4 +1,4 @@
-// Sends, receives and broadcasts of c10d, put into the order of one stream.
+// Sends, receives and broadcasts of c10d in the order of one stream.
 #include "transports/c10d_transport.h"
 
 #include "common/error.h"
@@ -6,7 +6,7 @@
 namespace ldt {
 namespace {
 
-// To the backend's stream, the transfer there, and back.
+// A wait by the backend's stream, the transfer, and a wait back.
 constexpr int64_t kOperationsOfCall = 4;
 
 }  // namespace
@@ -22,9 +22,8 @@ std::shared_ptr<const Event> C10dTransport::send(const c10::Stream& /*stream*/,
   return nullptr;
 }
 
-// A backend starts a transfer when the current stream gets there. So the next receive is issued
-// before the lane's stream waits for the broadcast of the piece before it: the two run side by
-// side.
+// A backend starts a transfer once the current stream reaches it. So this issues the next receive
+// before the lane's stream waits for the broadcast of the previous piece, and the two overlap.
 ReceiveEvents C10dTransport::receive(const c10::Stream& /*stream*/, const MessageTensors& message,
                                      const std::vector<ReceivePool::Claim>& /*claims*/, int peer,
                                      bool broadcasts) {

@@ -1,4 +1,4 @@
-// Payload over c10d process groups, on any device with streams.
+// Moves payload over c10d process groups, on any device with streams.
 #pragma once
 
 #include "process_group/group_comm.h"
@@ -6,7 +6,7 @@
 
 namespace ldt {
 
-/// The backends' own wait() orders the current stream. Messages are cut into pieces of
+/// Relies on the backend's wait() to order the current stream. Cuts messages into pieces of
 /// `chunk_bytes`, equal on all ranks.
 class C10dTransport final : public Transport {
  public:

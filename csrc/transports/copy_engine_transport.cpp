@@ -1,4 +1,4 @@
-// One route after another, in the order of the lane's stream.
+// Receives and forwards in the order of the lane's stream.
 #include "transports/copy_engine_transport.h"
 
 #include "transports/piece_size.h"
@@ -10,8 +10,8 @@ template <typename Link>
 Link& link_for(const std::map<int, std::shared_ptr<Link>>& links, int peer, const char* direction) {
   const auto found = links.find(peer);
   if (found == links.end()) {
-    throw_lane_error("this lane has no route ", direction, " group rank ", peer,
-                     "; routes are made when the lane is connected");
+    throw_lane_error("this lane has no IPC link ", direction, " group rank ", peer,
+                     "; links are made when the lane is connected");
   }
   return *found->second;
 }
@@ -34,29 +34,29 @@ ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const Mess
                                            bool broadcasts) {
   auto& from = links_.from_stage ? *links_.from_stage : link_for(links_.receivers, peer, "from");
   auto* const to = broadcasts ? links_.to_stage.get() : nullptr;
-  bool by_itself = to == nullptr;
+  bool one_sided = to == nullptr;
   for (const auto& [data, first] : message.transfers()) {
     const IpcReceiver::Target target{
         static_cast<char*>(data.mutable_data_ptr()), static_cast<int64_t>(data.nbytes()),
         claims[first] != ReceivePool::Claim::kForeign, claims[first] == ReceivePool::Claim::kFree};
     if (to != nullptr) {
-      pass_on(stream, target, from, *to);
+      forward(stream, target, from, *to);
       continue;
     }
     from.begin(stream, target, target.bytes, timeout_);
-    if (!from.comes_by_itself()) from.await(stream, target.bytes);
-    by_itself = by_itself && from.comes_by_itself();
+    if (!from.is_one_sided()) from.await(stream, target.bytes);
+    one_sided = one_sided && from.is_one_sided();
   }
-  if (by_itself) return {from.end(), nullptr};
-  from.end()->block(stream);  // those that came by themselves among others
+  if (one_sided) return {from.arrived(), nullptr};
+  from.arrived()->block(stream);  // for the one-sided ones among several
   return {nullptr, to == nullptr ? nullptr : to->taken()};
 }
 
-void CopyEngineTransport::pass_on(const c10::Stream& stream, const IpcReceiver::Target& target,
+void CopyEngineTransport::forward(const c10::Stream& stream, const IpcReceiver::Target& target,
                                   IpcReceiver& from, IpcSender& to) {
   const auto piece = piece_bytes(target.bytes, hops_, chunk_bytes_);
   from.begin(stream, target, piece, timeout_);
-  // A block of the pool is not written to again before the end that receive() returns.
+  // A block of the pool is not written to again before the events that receive() returns.
   to.begin(stream, {target.address, target.bytes, piece, target.may_post}, timeout_);
   for (int64_t done = 0; done < target.bytes; done += piece) {
     from.await(stream, piece);
@@ -66,26 +66,26 @@ void CopyEngineTransport::pass_on(const c10::Stream& stream, const IpcReceiver::
 
 int64_t CopyEngineTransport::bounced() const {
   int64_t count = links_.from_stage ? links_.from_stage->bounced() : 0;
-  for (const auto& [peer, end] : links_.receivers) count += end->bounced();
+  for (const auto& [peer, link] : links_.receivers) count += link->bounced();
   return count;
 }
 
 int64_t CopyEngineTransport::enqueued() const {
   int64_t count = 0;
-  for_each_link([&](const auto& end) { count += end.enqueued(); });
+  for_each_link([&](const auto& link) { count += link.enqueued(); });
   return count;
 }
 
-// First all are held: else a stream that is released here would pass on what has not come.
+// Holds every flag before releasing any, so that no stream forwards data that has not arrived.
 void CopyEngineTransport::abort() {
-  for_each_link([](auto& end) { end.hold(); });
-  for_each_link([](auto& end) { end.release(); });
+  for_each_link([](auto& link) { link.hold(); });
+  for_each_link([](auto& link) { link.release(); });
 }
 
 template <typename Step>
 void CopyEngineTransport::for_each_link(const Step& step) const {
-  for (const auto& [peer, end] : links_.senders) step(*end);
-  for (const auto& [peer, end] : links_.receivers) step(*end);
+  for (const auto& [peer, link] : links_.senders) step(*link);
+  for (const auto& [peer, link] : links_.receivers) step(*link);
   if (links_.from_stage) step(*links_.from_stage);
   if (links_.to_stage) step(*links_.to_stage);
 }

@@ -1,4 +1,4 @@
-// Payload by the copy engine, into memory of other processes on this host.
+// Moves payload by the copy engine into memory of other processes on this host.
 #pragma once
 
 #include <map>
@@ -10,25 +10,24 @@
 
 namespace ldt {
 
-/// The ends of routes that a lane has on this rank. Inside a stage, a message is passed on along a
-/// chain of its ranks, piece by piece, while it comes in.
+/// The ends of a lane's IPC links on this rank. Inside a stage, the ranks form a chain along which
+/// a message is forwarded piece by piece while it arrives.
 struct IpcLinks {
-  std::shared_ptr<IsolatedStream> stream;                 // that the lane works on
-  std::shared_ptr<IpcPool> memory;                        // of the receive pool; null on senders
+  std::shared_ptr<IsolatedStream> stream;                 // of the lane
+  std::shared_ptr<IpcPool> memory;                        // for the receive pool; null on senders
   std::map<int, std::shared_ptr<IpcSender>> senders;      // by peer
   std::map<int, std::shared_ptr<IpcReceiver>> receivers;  // by peer
   std::shared_ptr<IpcReceiver> from_stage;                // on a member
-  std::shared_ptr<IpcSender> to_stage;                    // null on the last of the chain
+  std::shared_ptr<IpcSender> to_stage;                    // null at the end of the chain
 };
 
 class CopyEngineTransport final : public Transport {
  public:
-  /// `hops`: how often a message is passed on in the stage. `chunk_bytes`: the largest piece that
-  /// is passed on at once. `timeout`: how long another rank's host may be behind by a whole
-  /// ledger.
-  CopyEngineTransport(IpcLinks routes, int hops, int64_t chunk_bytes,
+  /// `hops`: how often a message is forwarded in the stage. `chunk_bytes`: the largest piece that
+  /// is forwarded at once. `timeout`: how long another rank's host may stay a whole ring behind.
+  CopyEngineTransport(IpcLinks links, int hops, int64_t chunk_bytes,
                       std::chrono::milliseconds timeout)
-      : links_(std::move(routes)), hops_(hops), chunk_bytes_(chunk_bytes), timeout_(timeout) {}
+      : links_(std::move(links)), hops_(hops), chunk_bytes_(chunk_bytes), timeout_(timeout) {}
 
   std::shared_ptr<const Event> send(const c10::Stream& stream, const MessageTensors& message,
                                     int peer) override;
@@ -43,7 +42,7 @@ class CopyEngineTransport final : public Transport {
   bool has_own_timeout() const override { return false; }
 
  private:
-  void pass_on(const c10::Stream& stream, const IpcReceiver::Target& target, IpcReceiver& from,
+  void forward(const c10::Stream& stream, const IpcReceiver::Target& target, IpcReceiver& from,
                IpcSender& to);
   template <typename Step>
   void for_each_link(const Step& step) const;

@@ -1,4 +1,4 @@
-// Looking up NCCL's functions.
+// Looks up NCCL's functions.
 #include "transports/nccl_library.h"
 
 #include "common/dynamic_library.h"
@@ -8,7 +8,7 @@ namespace ldt {
 namespace {
 
 const NcclLibrary* load() {
-  // Only the one that torch uses: its communicators are no use to another.
+  // Only the library that torch uses: communicators do not work across libraries.
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
   static NcclLibrary nccl;

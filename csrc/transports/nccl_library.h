@@ -1,4 +1,4 @@
-// The few functions of NCCL that lanes call, in the library that torch has loaded.
+// The few functions of NCCL that lanes call, from the library that torch has loaded.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +22,9 @@ struct NcclLibrary {
   void check(Result result, const char* what) const;
 };
 
-/// Null where torch brings no NCCL, or one that is linked into it.
+/// Null where torch has no NCCL or links it statically.
 const NcclLibrary* nccl_library();
-/// The same. Throws LaneError where there is none.
+/// The same, but throws LaneError where there is none.
 const NcclLibrary& require_nccl();
 
 }  // namespace ldt

@@ -31,7 +31,7 @@ std::shared_ptr<const Event> NcclTransport::send(const c10::Stream& stream,
   for (const auto& piece : message.pieces(chunk_bytes_)) {
     call("ncclSend", [&] {
       return nccl_.send(piece.const_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
-                        communicators_.point_to_point, native(stream));
+                        communicators_.point_to_point, native_handle(stream));
     });
   }
   return nullptr;
@@ -47,7 +47,7 @@ ReceiveEvents NcclTransport::receive(const c10::Stream& stream, const MessageTen
   for (const auto& piece : message.pieces(chunk_bytes_)) {
     call("ncclRecv", [&] {
       return nccl_.receive(piece.mutable_data_ptr(), piece.nbytes(), NcclLibrary::kBytes, peer,
-                           communicators_.point_to_point, native(stream));
+                           communicators_.point_to_point, native_handle(stream));
     });
     if (!broadcasts) continue;
     events_->record(stream)->block(stage_stream_);
@@ -62,7 +62,7 @@ void NcclTransport::broadcast(const at::Tensor& piece, const c10::Stream& stream
   auto* data = piece.mutable_data_ptr();
   call("ncclBroadcast in the stage", [&] {
     return nccl_.broadcast(data, data, piece.nbytes(), NcclLibrary::kBytes,
-                           communicators_.stage_root, communicators_.stage, native(stream));
+                           communicators_.stage_root, communicators_.stage, native_handle(stream));
   });
 }
 

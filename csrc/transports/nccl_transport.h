@@ -1,4 +1,5 @@
-// Payload by NCCL, called on the lane's own stream with the communicators of the lane's comm.
+// Moves payload by NCCL calls on the lane's own stream, with the communicators of the lane's
+// groups.
 #pragma once
 
 #include "common/call_gate.h"
@@ -9,25 +10,23 @@
 
 namespace ldt {
 
-/// Calls and the end of their communicators exclude each other. Whoever aborts or destroys the
-/// comm shuts the transport before: no call begins after that, and one that is under way is waited
-/// for. One that stands still, in a connection or in a full queue of the device, is ended by
-/// nothing but the abort, which NCCL allows beside it; so the wait for it is short.
+/// Calls must not race with the abort of their communicators. Call shutdown() before aborting or
+/// destroying the groups: it admits no further call and waits for a running one. Only the abort,
+/// which NCCL allows concurrently, ends a call that hangs in a connection or in a full device
+/// queue, so the wait is short.
 ///
-/// c10d's calls take several times as long on the host as NCCL's own (docs/performance.md): they
-/// record what a watchdog looks at, and move to a stream of theirs and back.
+/// c10d's calls take several times as long on the host as NCCL's (docs/performance.md): they record
+/// events for a watchdog, and switch to a stream of their own and back.
 class NcclTransport final : public Transport {
  public:
-  /// Communicators of the point-to-point and of the stage's group; null where there is no such
-  /// group.
+  /// Communicators of the lane's groups; null where there is no such group.
   struct Communicators {
     NcclLibrary::Communicator point_to_point = nullptr;
     NcclLibrary::Communicator stage = nullptr;
     int stage_root = 0;
   };
 
-  /// `comm` owns the communicators, and can abort them. Throws LaneError where NCCL cannot be
-  /// called.
+  /// `comm` owns the communicators and can abort them. Throws LaneError if one is missing.
   NcclTransport(std::shared_ptr<GroupComm> comm, Communicators communicators, c10::Device device,
                 int64_t chunk_bytes, const NcclLibrary& nccl);
 
@@ -53,7 +52,7 @@ class NcclTransport final : public Transport {
   const NcclLibrary& nccl_;
   CallGate gate_;
   const int64_t chunk_bytes_;
-  const c10::Stream stage_stream_;  // the leader's broadcasts run here, beside the next receive
+  const c10::Stream stage_stream_;  // of the leader's broadcasts, which overlap the next receive
   const std::shared_ptr<EventPool> events_;
   int64_t enqueued_ = 0;
 };

@@ -1,4 +1,4 @@
-// How a message is cut that the ranks of a stage pass on to each other while it comes in.
+// The size of the pieces in which the ranks of a stage forward a message.
 #pragma once
 
 #include <algorithm>
@@ -7,11 +7,11 @@
 
 namespace ldt {
 
-/// The bytes of each piece of a message but the last one; at most `most`, and 1 or more.
+/// The size of every piece of a message but the last: at least 1, at most `most`.
 ///
-/// The last of `hops` + 1 ranks has a message of n pieces after the time of n + hops of them, and
-/// each piece costs some more, that of a few stream operations: the sum is least where n is the
-/// root of hops times the message over what an engine copies in the time that one piece costs.
+/// With n pieces, the last of `hops` + 1 ranks has the message after n + hops piece times, and each
+/// piece has a fixed cost of a few stream operations. The sum is minimal at
+/// n = sqrt(hops * message / bytes that an engine copies in that fixed time).
 inline int64_t piece_bytes(int64_t message_bytes, int hops, int64_t most) {
   constexpr double kCostOfPiece = 2 << 20;  // 6 us at 370 GB/s, see docs/performance_gpu.md
   constexpr int64_t kAlignment = 64 << 10;

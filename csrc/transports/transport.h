@@ -1,4 +1,4 @@
-// How the payload of a stream lane moves: the interface that stream lanes are written against.
+// What moves the payload of a stream lane: the interface that stream lanes are written against.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -13,42 +13,39 @@
 
 namespace ldt {
 
-/// When a receive is over.
+/// When a receive ends.
 struct ReceiveEvents {
-  std::shared_ptr<const Event>
-      data;  // what was received is there; empty: in the order of the stream
-  std::shared_ptr<const Event> reading;  // another process has read it from here; empty: none does
+  std::shared_ptr<const Event> received;  // the data has arrived; null: in stream order
+  std::shared_ptr<const Event> read;      // other processes have read it from here; null: none does
 };
 
-/// What has to be enqueued is on `stream`, which is the current one, or in an order with it: what
-/// is on it before happens before. Nothing waits on the host.
+/// Enqueues on `stream`, which is current, or on streams ordered after it. Never blocks the host.
 class Transport {
  public:
   virtual ~Transport() = default;
 
-  /// Returns when the tensors may be overwritten; empty: in the order of the stream.
+  /// Returns the event after which the tensors may be overwritten; null: in stream order.
   virtual std::shared_ptr<const Event> send(const c10::Stream& stream,
                                             const MessageTensors& message, int peer) = 0;
-  /// Receives from `peer` (on a member: from the stage) and, with `broadcasts`, passes on inside
-  /// the stage while it receives. `claims` has one for each tensor of the message.
+  /// Receives from `peer`, on a member from the stage. With `broadcasts`, forwards inside the stage
+  /// while it receives. `claims` has one entry per tensor of the message.
   virtual ReceiveEvents receive(const c10::Stream& stream, const MessageTensors& message,
                                 const std::vector<ReceivePool::Claim>& claims, int peer,
                                 bool broadcasts) = 0;
-  /// How many operations it has enqueued so far, on any stream, or some more.
+  /// An upper bound of the operations enqueued so far, on any stream.
   virtual int64_t enqueued() const = 0;
-  /// Begins no call any more that the end of a communicator would disturb. Waits for one that is
-  /// under way, but not for ever.
+  /// Admits no further call that the abort of a communicator could disturb, and waits a bounded
+  /// time for a running one.
   virtual void shutdown() {}
-  /// Ends what is under way, as far as that can be. Of no use after.
+  /// Ends transfers under way, as far as possible. The transport is unusable afterwards.
   virtual void abort() = 0;
-  /// The stream that the lane is to use.
+  /// The stream for the lane.
   virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }
-  /// Memory for the lane's receive pool that this transport serves best; by default any of the
-  /// device.
+  /// Allocates memory for the lane's receive pool; null: torch's allocator serves as well.
   virtual ReceivePool::Allocate allocator() { return nullptr; }
-  /// How many of the tensors received so far were copied once more, as the sender came first.
+  /// The number of tensors received with an extra copy, as the sender's host came first.
   virtual int64_t bounced() const { return 0; }
-  /// Whether something else ends a transfer that takes too long.
+  /// Whether the backend itself times transfers out.
   virtual bool has_own_timeout() const = 0;
 };
 

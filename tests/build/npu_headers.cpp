@@ -22,13 +22,13 @@ using Guard = c10_npu::impl::NPUGuardImpl;
 using Hccl = c10d_npu::ProcessGroupHCCL;
 
 // Whether a method is declared in `Class` itself: a pointer to one that is inherited has its base.
-template <typename Class, typename Result, typename OwnerProcess, typename... Arguments>
-constexpr bool is_own(Result (OwnerProcess::*)(Arguments...) const) {
-  return std::is_same_v<OwnerProcess, Class>;
+template <typename Class, typename Result, typename Owner, typename... Arguments>
+constexpr bool is_own(Result (Owner::*)(Arguments...) const) {
+  return std::is_same_v<Owner, Class>;
 }
-template <typename Class, typename Result, typename OwnerProcess, typename... Arguments>
-constexpr bool is_own(Result (OwnerProcess::*)(Arguments...)) {
-  return std::is_same_v<OwnerProcess, Class>;
+template <typename Class, typename Result, typename Owner, typename... Arguments>
+constexpr bool is_own(Result (Owner::*)(Arguments...)) {
+  return std::is_same_v<Owner, Class>;
 }
 
 static_assert(Guard::static_type == c10::DeviceType::PrivateUse1);

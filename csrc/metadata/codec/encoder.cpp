@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "metadata/codec/row_encoder.h"
 #include "metadata/format/error.h"
 
 namespace ldt::metadata {

@@ -5,19 +5,9 @@
 
 #include "metadata/codec/byte_writer.h"
 #include "metadata/codec/stretches.h"
-#include "metadata/format/rows.h"
+#include "metadata/format/row_source.h"
 
 namespace ldt::metadata {
-
-/// Gives a row's elements to those codes that need them: few rows do.
-class RowValues {
- public:
-  virtual ~RowValues() = default;
-  /// `length` elements, valid until the next call.
-  virtual const int64_t* values() = 0;
-  /// Instead of them the bits of a row of attention_mask that is binary or numbered, if known.
-  virtual RowBits bits() { return {}; }
-};
 
 /// Takes the shortest code; of equally short ones, that of the lowest number. The result depends on
 /// the elements alone: facts found on a device give the same bytes as those found on the host.

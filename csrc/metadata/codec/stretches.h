@@ -5,17 +5,10 @@
 #include <bit>
 #include <cstdint>
 
+#include "metadata/format/row_source.h"
 #include "metadata/host/blockwise.h"
 
 namespace ldt::metadata {
-
-/// A row of zeros and ones, or of segments numbered from 1 without holes, as two planes of bits,
-/// the lowest of a word first: which elements are not 0, and which (but the first) differ from the
-/// one before. `nonzero` is null where a row is not known as bits.
-struct RowBits {
-  const uint32_t* nonzero = nullptr;
-  const uint32_t* changed = nullptr;
-};
 
 struct EqualStretch {
   int64_t end;

@@ -3,12 +3,12 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
+#include "common/torch_private.h"
 #include "metadata/device/cuda/kernels.h"
 #include "metadata/device/staging.h"
 #include "metadata/format/error.h"
@@ -71,7 +71,7 @@ class Payload {
 }  // namespace
 
 at::Tensor rebuild_on_device(const Decoded& decoded, c10::Device device) {
-  const c10::impl::VirtualGuardImpl backend(device.type());
+  const torch_private::DeviceGuard backend(device.type());
   if (!device.has_index()) device = backend.getDevice();
   const c10::DeviceGuard guard(device);
   const auto rows = static_cast<int64_t>(decoded.plans.rows.size());

@@ -5,9 +5,9 @@
 
 #include "metadata/device/device_scan.h"
 #include "metadata/device/fetch.h"
+#include "metadata/device/step_tensors.h"
 #include "metadata/format/error.h"
 #include "metadata/host/host_rows.h"
-#include "metadata/tensors.h"
 
 namespace ldt::metadata {
 namespace {

@@ -6,8 +6,9 @@
 #include <memory>
 #include <vector>
 
-#include "metadata/codec/encoder.h"
-#include "metadata/tensors.h"
+#include "metadata/device/step_tensors.h"
+#include "metadata/format/message.h"
+#include "metadata/format/row_source.h"
 
 namespace ldt::metadata {
 

@@ -8,10 +8,11 @@
 #include <limits>
 #include <utility>
 
+#include "metadata/codec/stretches.h"
 #include "metadata/device/staging.h"
+#include "metadata/device/step_tensors.h"
 #include "metadata/format/error.h"
 #include "metadata/host/scan.h"
-#include "metadata/tensors.h"
 
 namespace ldt::metadata {
 namespace {

@@ -7,11 +7,12 @@
 #include <optional>
 #include <vector>
 
-#include "metadata/codec/encoder.h"
 #include "metadata/device/cuda/kernels.h"
 #include "metadata/device/fetch.h"
+#include "metadata/device/step_tensors.h"
+#include "metadata/format/message.h"
+#include "metadata/format/row_source.h"
 #include "metadata/host/host_rows.h"
-#include "metadata/tensors.h"
 
 namespace ldt::metadata {
 
@@ -64,6 +65,9 @@ class ScannedRows final : public RowFactsSource {
   size_t tensor_ = 0;  // whose row was asked for last
   int64_t row_ = 0;
 };
+
+/// Whether this build has kernels for `device`.
+bool has_kernels(c10::Device device);
 
 /// One launch and one copy on the device's current stream; waits for them.
 std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content, const Tensors& tensors,

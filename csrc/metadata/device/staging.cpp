@@ -3,13 +3,12 @@
 
 #ifdef LDT_CUDA_KERNELS
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <algorithm>
 #include <bit>
 #include <mutex>
 #include <vector>
 
+#include "common/streams.h"
 #include "metadata/format/error.h"
 
 namespace ldt::metadata {
@@ -56,15 +55,12 @@ Pool& pool() {
   return *made;
 }
 
-void* current_stream(c10::Device device) {
-  const c10::impl::VirtualGuardImpl backend(device.type());
-  return backend.getStreamNativeHandle(backend.getStream(device));
-}
+void* current_handle(c10::Device device) { return native_handle(ldt::current_stream(device)); }
 
 }  // namespace
 
 StagedCall::StagedCall(const char* task, c10::Device device, int64_t bytes)
-    : task_(task), device_(device), stream_(current_stream(device)) {
+    : task_(task), device_(device), stream_(current_handle(device)) {
   check(ldt_metadata_begin(device.index(), stream_));  // fails in a forked process: before the lock
   if (pool().take(device.index(), bytes, staging_)) return;
   const auto size = std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kSmallestPiece)));

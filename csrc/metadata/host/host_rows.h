@@ -3,7 +3,8 @@
 
 #include <vector>
 
-#include "metadata/codec/encoder.h"
+#include "metadata/format/message.h"
+#include "metadata/format/row_source.h"
 
 namespace ldt::metadata {
 

@@ -1,4 +1,4 @@
-// Two ends of a route that agree, message by message, on how its bytes move.
+// Two ends agree, message by message, on how the bytes move.
 #include <sstream>
 #include <string>
 #include <thread>
@@ -44,7 +44,7 @@ TEST(who_comes_first_decides) {
   check(3, Side::kSender, false, Protocol::kBounced);
 }
 
-TEST(an_end_that_is_a_whole_ledger_ahead_has_to_wait) {
+TEST(an_end_that_is_a_whole_ring_ahead_has_to_wait) {
   MessageRing ring;
   for (uint64_t number = 0; number < MessageRing::kEntries; ++number) {
     EXPECT(ring.match(number, Side::kSender, proposal(1, false)).protocol == Protocol::kBounced);
@@ -59,7 +59,7 @@ TEST(two_processes_never_disagree) {
   // The pages are opened a second time, as another process would.
   ldt::SharedMemory pages(sizeof(MessageRing));
   auto* const here = new (pages.data()) MessageRing;
-  const ldt::SharedMemory opened(pages.ticket());
+  const ldt::SharedMemory opened(pages.handle());
   auto* const there = static_cast<MessageRing*>(opened.data());
   constexpr uint64_t kMessages = 5 * MessageRing::kEntries;
   std::vector<MessageRing::Outcome> sent(kMessages), received(kMessages);
@@ -116,7 +116,7 @@ TEST(pages_are_refused_when_they_are_not_there) {
   EXPECT_THROW(ldt::SharedMemory("not a ticket"), ldt::LaneError, "four numbers");
   EXPECT_THROW(ldt::SharedMemory("1 999999 4096 1"), ldt::LaneError, "/proc/1/fd/999999");
   ldt::SharedMemory pages(4096);
-  std::istringstream fields(pages.ticket());
+  std::istringstream fields(pages.handle());
   std::string process, number, bytes, id;
   fields >> process >> number >> bytes >> id;
   const auto prefix = process + " " + number;

@@ -1,7 +1,7 @@
 // Host lanes over a memory transport, and messages to send.
 #pragma once
 
-#include "lanes/lane.h"
+#include "lanes/lane_factory.h"
 #include "process_group/memory_group_comm.h"
 
 namespace ldt::testing {

@@ -1,10 +1,9 @@
-// How a message is described, cut into pieces and announced.
+// How a message is described, packed and cut into pieces.
 #include "common/error.h"
-#include "lanes/announcement.h"
+#include "common/tensor_info.h"
 #include "memory/message_tensors.h"
 #include "testing.h"
 
-using ldt::Announcement;
 using ldt::LaneError;
 using ldt::MessageTensors;
 
@@ -111,35 +110,4 @@ TEST(sizes_beyond_32_bits_are_counted_right) {
   EXPECT_EQ(pieces[3].storage_offset(), int64_t{9} << 30);
   EXPECT_EQ(pieces[3].numel(), (int64_t{1} << 30) + 6);
   EXPECT_EQ(pieces[7].numel(), pieces[3].numel());
-  const auto own = Announcement::of({large, large}, wire.bytes(), int64_t{3} << 30);
-  const auto heard = Announcement::decode(own.encode());
-  EXPECT_EQ(heard.bytes, 4 * count);
-  EXPECT_EQ(heard.chunk_bytes, int64_t{3} << 30);
-}
-
-TEST(announcements_come_back_as_they_were) {
-  const auto own = Announcement::of({at::ones({4, 8})}, 128, 1024);
-  const auto heard = Announcement::decode(own.encode());
-  EXPECT(own.matches(heard));
-  EXPECT_EQ(heard.to_string(), "float32[4, 8] (128 bytes)");
-}
-
-TEST(what_differs_does_not_match) {
-  const auto own = Announcement::of({at::ones({4, 8})}, 128, 1024);
-  EXPECT(!own.matches(Announcement::of({at::ones({8, 4})}, 128, 1024)));
-  EXPECT(!own.matches(Announcement::of({at::ones({4, 8}, at::kInt)}, 128, 1024)));
-  EXPECT(!own.matches(Announcement::of({at::ones({4, 8})}, 128, 2048)));
-}
-
-TEST(long_lists_are_told_apart_beyond_the_text) {
-  std::vector<at::Tensor> many(200, at::ones({3})), other = many;
-  other.back() = at::ones({3}, at::kInt);
-  const auto own = Announcement::of(many, 2400, 64), theirs = Announcement::of(other, 2400, 64);
-  EXPECT(own.matches(Announcement::decode(own.encode())));
-  EXPECT(!own.matches(Announcement::decode(theirs.encode())));
-}
-
-TEST(other_bytes_are_no_announcement) {
-  EXPECT_THROW(Announcement::decode(at::zeros({Announcement::kBytes}, at::kByte)), LaneError,
-               "got other bytes");
 }

@@ -5,11 +5,12 @@
 #include <random>
 
 #include "metadata/codec/decoder.h"
+#include "metadata/codec/encoder.h"
 #include "metadata/device/cuda/scan.cu"
 #include "metadata/device/device_scan.h"
 #include "metadata/host/host_rows.h"
 #include "metadata/host/rebuild.h"
-#include "metadata/tensors.h"
+#include "metadata/torch_types.h"
 #include "testing.h"
 
 using namespace ldt::metadata;

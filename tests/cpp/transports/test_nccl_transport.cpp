@@ -6,7 +6,7 @@
 #include <future>
 #include <thread>
 
-#include "lanes/lane.h"
+#include "lanes/lane_factory.h"
 #include "process_group/memory_group_comm.h"
 #include "streams.h"
 #include "testing.h"
@@ -66,13 +66,13 @@ NcclLibrary fake_library() {
 }
 const NcclLibrary library = fake_library();
 
-class AbortedTransport final : public MemoryGroupComm {
+class AbortedGroupComm final : public MemoryGroupComm {
  public:
-  AbortedTransport() : MemoryGroupComm(std::make_shared<MemoryWire>(), 0, false) {}
+  AbortedGroupComm() : MemoryGroupComm(std::make_shared<MemoryWire>(), 0, false) {}
   void abort() override { events->set("abort"); }
 };
 
-std::unique_ptr<NcclTransport> carrier_of(const std::shared_ptr<GroupComm>& comm) {
+std::unique_ptr<NcclTransport> transport_of(const std::shared_ptr<GroupComm>& comm) {
   int communicator = 0;
   return std::make_unique<NcclTransport>(
       comm, NcclTransport::Communicators{&communicator, nullptr, 0}, kDevice, 1 << 20, library);
@@ -84,8 +84,8 @@ std::shared_ptr<Lane> new_lane(int timeout = 20'000) {
   options.device = kDevice;
   options.chunk_bytes = 1 << 20;
   options.timeout = std::chrono::milliseconds(timeout);
-  const auto comm = std::make_shared<AbortedTransport>();
-  return make_lane(options, comm, carrier_of(comm));
+  const auto comm = std::make_shared<AbortedGroupComm>();
+  return make_lane(options, comm, transport_of(comm));
 }
 
 std::string error_of_send(Lane& lane) {
@@ -121,8 +121,8 @@ TEST(a_call_that_stands_still_is_ended_by_the_abort) {
   Events seen;
   events = &seen;
   inside_send = [&](void*) { seen.await("abort"); };
-  const auto comm = std::make_shared<AbortedTransport>();
-  const auto transport = carrier_of(comm);
+  const auto comm = std::make_shared<AbortedGroupComm>();
+  const auto transport = transport_of(comm);
   const auto stream = transport->stream(kDevice);
   const std::string label = "F0";
   const MessageName title(label, [] { return "title"; });
@@ -145,8 +145,8 @@ TEST(no_call_begins_after_that) {
   Events later;
   events = &later;
   EXPECT_EQ(error_of_send(*lane), "enough");
-  const auto transport = carrier_of(std::make_shared<AbortedTransport>());
-  transport->shut();
+  const auto transport = transport_of(std::make_shared<AbortedGroupComm>());
+  transport->shutdown();
   const std::string label;
   const MessageName title(label, [] { return "title"; });
   const auto wire = MessageTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))},

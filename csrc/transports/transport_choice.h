@@ -1,4 +1,4 @@
-// What Python gives a lane to carry its payload.
+// Which transport moves a lane's payload.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +9,14 @@
 
 namespace ldt {
 
-/// Addresses of NCCL's communicators, which c10d gives away as numbers.
+/// NCCL, by the addresses of the communicators of the lane's groups, which c10d gives as numbers;
+/// empty where there is no such group.
 struct NcclCommunicators {
   std::optional<int64_t> point_to_point;
   std::optional<int64_t> stage;
 };
 
-/// None: the process groups.
+/// The default: the process groups.
 using TransportChoice = std::variant<std::monostate, NcclCommunicators, IpcLinks>;
 
 }  // namespace ldt

@@ -1,0 +1,21 @@
+// From a message to the tensors of a step.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "metadata/format/message.h"
+
+namespace ldt::metadata {
+
+/// What a message says, and its tensors in the order of the microbatches' forms, as views of one
+/// buffer on `device`. On a device with streams the tensors are ready for its current stream; the
+/// host does not wait.
+struct Unpacked {
+  Content content;
+  std::vector<at::Tensor> tensors;
+};
+Unpacked unpack(const at::Tensor& data, c10::Device device, int64_t max_elements);
+
+}  // namespace ldt::metadata
