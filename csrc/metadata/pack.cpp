@@ -26,7 +26,7 @@ class Collector {
     content_.form_numbers.reserve(tensors);
   }
 
-  // The tensors of one microbatch, in any order.
+  // Takes the tensors of one microbatch in any order.
   void add(int64_t id, std::span<NamedTensor> tensors) {
     for (const NamedTensor& one : tensors) {
       const auto title = [&] { return title_of_tensor(id, kNames[one.name].text); };
@@ -57,7 +57,7 @@ class Collector {
     return {named.name, wire_dtype(named.tensor->scalar_type()), named.tensor->sizes().vec()};
   }
 
-  // Whether the last tensor of this name had the same form, as in most steps.
+  // Whether the last tensor of this name had the same form: mostly so.
   bool is_like_the_last(const NamedTensor& named) const {
     const uint32_t last = last_form_[named.name];
     return last < content_.forms.size() &&

@@ -11,22 +11,22 @@
 
 namespace ldt::metadata {
 
-/// A tensor as the edge has it: `name` is its place in kNames. It is the caller's: another
-/// reference to a tensor that Python has takes the GIL, now and when it is dropped.
+/// A tensor of the edge; `name` is its index in kNames. Borrowed: another reference to a tensor
+/// with a Python object takes the GIL, when it is made and when it is dropped.
 struct NamedTensor {
   uint8_t name;
   const at::Tensor* tensor;
 };
-/// The place of a name in kNames. Throws MetadataError for one that is not there.
+/// The index of a name in kNames. Throws MetadataError for an unknown one.
 uint8_t name_number(std::string_view name);
-/// The title of errors of one tensor.
+/// The beginning of error texts about one tensor.
 std::string title_of_tensor(int64_t microbatch, std::string_view name);
 
-/// The message that says `content`, all of which is set but the forms and their numbers: bytes on
-/// the CPU. `named` are the tensors of all microbatches, within each in any order. Tensors may be
-/// on the CPU or on one device; what lies on a device is scanned there, or brought to the host in
-/// one copy where there are no kernels for it. Blocks until the device's current stream has done
-/// that. Throws MetadataError for tensors that cannot cross, naming microbatch and tensor.
+/// The message of `content`, as bytes on the CPU. Set everything in `content` but the forms and
+/// their numbers. `named` has the tensors of all microbatches, in any order within each. Tensors
+/// may be on the CPU or on one device. Kernels scan those on a device; without kernels, one copy
+/// brings them to the host. Blocks until the device's current stream has finished. Throws
+/// MetadataError that names microbatch and tensor for tensors that must not be sent.
 at::Tensor pack(Content content, std::vector<NamedTensor> named, int64_t max_elements);
 
 }  // namespace ldt::metadata

@@ -7,8 +7,7 @@
 
 namespace ldt::metadata {
 
-/// The place of a torch type in kDTypes, and back. Throws MetadataError for a type that is not
-/// there.
+/// The index of a torch type in kDTypes, and back. Throws MetadataError for an unknown type.
 uint8_t wire_dtype(at::ScalarType dtype);
 at::ScalarType torch_dtype(uint8_t dtype);
 

@@ -12,8 +12,8 @@
 namespace ldt::metadata {
 namespace {
 
-// A contiguous view of the buffer's bytes from `offset` on. Made without a dispatched operator: a
-// step has a hundred of them.
+// A contiguous view of the buffer from byte `offset`, made without a dispatched operator, as a step
+// has a hundred of them.
 at::Tensor view_of(const at::Tensor& buffer, int64_t offset, const Form& form) {
   auto view =
       torch_private::make_tensor(buffer.storage(), buffer.key_set(), torch_dtype(form.dtype));
@@ -36,7 +36,7 @@ at::Tensor rebuild_on_host(const Decoded& decoded, bool pinned) {
 at::Tensor rebuild(const Decoded& decoded, c10::Device device) {
   if (device.is_cpu()) return rebuild_on_host(decoded, false);
   if (has_kernels(device)) return rebuild_on_device(decoded, device);
-  // Only pinned memory may be let go of while it is still read.
+  // Only pinned memory may be freed while a copy still reads it.
   return rebuild_on_host(decoded, device.is_cuda()).to(device, /*non_blocking=*/device.is_cuda());
 }
 

@@ -9,9 +9,9 @@
 
 namespace ldt::metadata {
 
-/// What a message says, and its tensors in the order of the microbatches' forms, as views of one
-/// buffer on `device`. On a device with streams the tensors are ready for its current stream; the
-/// host does not wait.
+/// The content of a message and its tensors, in the order of the microbatches' forms, as views of
+/// one buffer on `device`. On a device with streams the tensors are ready in order of its current
+/// stream; the host does not wait.
 struct Unpacked {
   Content content;
   std::vector<at::Tensor> tensors;

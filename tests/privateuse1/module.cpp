@@ -6,8 +6,8 @@
 
 #include "group.h"
 #include "memory.h"
-#include "peers.h"
 #include "streams.h"
+#include "thread_copy_engine.h"
 
 namespace py = pybind11;
 
@@ -42,7 +42,7 @@ PYBIND11_MODULE(_test_device, module) {
   module.def("sleep", &sleep, py::arg("stream"), py::arg("microseconds"));
   module.def("synchronize_all", &synchronize_all, py::call_guard<py::gil_scoped_release>());
   module.def("fail_device", &fail_device, py::arg("text"));
-  module.def("refuse_peers", &refuse_peers, py::arg("why"));
+  module.def("refuse_copy_engine", &refuse_copy_engine, py::arg("why"));
   module.def("writes_after_free", &writes_after_free);
   module.def("make_group", &make_group, py::arg("gloo"), py::arg("timeout"), py::arg("can_abort"));
 }

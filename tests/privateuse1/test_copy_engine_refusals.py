@@ -30,7 +30,7 @@ def _refused(transport: str) -> str:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     if dist.get_rank() == 1:
-        compiled.refuse_peers("it is a paperweight")
+        compiled.refuse_copy_engine("it is a paperweight")
     try:
         with ldt.connect(Topology([1, 1, 1]), "hccl", transport=transport) as mesh:
             transports = sorted({mesh.transport_of(channel) for channel in mesh.endpoints})
@@ -38,7 +38,7 @@ def _refused(transport: str) -> str:
     except ldt.LdtError as error:
         return str(error)
     finally:
-        compiled.refuse_peers("")
+        compiled.refuse_copy_engine("")
         logger.removeHandler(handler)
 
 
@@ -134,7 +134,7 @@ def _pair_of_which_one_is_source_and_member(refuse: bool) -> str:
         return ""
     with npu.late(6, 300) as device:
         if refuse and dist.get_rank() == LEADER:
-            compiled.refuse_peers("it is a paperweight")
+            compiled.refuse_copy_engine("it is a paperweight")
         try:
             pair = FusedPair(
                 device, "copy_engine", backend="hccl", announce=False, chunk_bytes=1 << 20
@@ -142,7 +142,7 @@ def _pair_of_which_one_is_source_and_member(refuse: bool) -> str:
         except ldt.LaneError as error:
             return str(error)
         finally:
-            compiled.refuse_peers("")
+            compiled.refuse_copy_engine("")
         checks = []
         for number in range(20):
             message = sized(device, 3 << 20, number)

@@ -1,4 +1,4 @@
-// Bounds, shortest forms and UTF-8: what every primitive of a message is checked for.
+// Checks every primitive for bounds, shortest form and UTF-8.
 #include "metadata/codec/byte_reader.h"
 
 #include "metadata/format/error.h"
@@ -6,7 +6,7 @@
 namespace ldt::metadata {
 namespace {
 
-// Length of the UTF-8 sequence that `lead` begins, 0 if none does.
+// The length of the UTF-8 sequence that `lead` begins; 0 if it begins none.
 size_t sequence_bytes(uint8_t lead) {
   if (lead < 0x80) return 1;
   if (lead >= 0xC2 && lead < 0xE0) return 2;
@@ -15,7 +15,7 @@ size_t sequence_bytes(uint8_t lead) {
   return 0;
 }
 
-// The second byte decides about overlong forms, surrogates and what is beyond U+10FFFF.
+// The second byte tells overlong forms, surrogates and values beyond U+10FFFF.
 bool second_byte_fits(uint8_t lead, uint8_t second) {
   switch (lead) {
     case 0xE0: return second >= 0xA0 && second < 0xC0;

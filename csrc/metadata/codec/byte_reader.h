@@ -1,5 +1,4 @@
-// Reads the wire format's primitives out of untrusted bytes: never past the end, never more than is
-// there.
+// Reads the wire format's primitives from untrusted bytes, never past their end.
 #pragma once
 
 #include <cstdint>
@@ -7,19 +6,19 @@
 
 namespace ldt::metadata {
 
-/// A cursor over bytes that it does not own. Every member throws MetadataError, with the offset,
-/// where the bytes do not hold what is asked for.
+/// A cursor over bytes that it does not own. Every member throws MetadataError, with the offset, if
+/// the bytes are not what it reads.
 class ByteReader {
  public:
   ByteReader(const uint8_t* data, size_t size) : data_(data), size_(size) {}
 
   uint8_t byte(const char* what);
-  /// The shortest form only, so that a value has one spelling.
+  /// Accepts the shortest form only, so that a value has one encoding.
   uint64_t varint(const char* what);
   int64_t signed_varint(const char* what);
-  /// A number that is at most `limit`.
+  /// A varint of at most `limit`.
   uint64_t varint_up_to(uint64_t limit, const char* what);
-  /// A number of things that take at least one byte each of what is left.
+  /// A count of items that take at least one byte each, so at most remaining().
   size_t count(const char* what);
   /// Valid UTF-8.
   std::string text(const char* what);

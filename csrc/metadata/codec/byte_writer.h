@@ -1,4 +1,4 @@
-// Appends the wire format's primitives to a byte string: bytes, varints, texts.
+// Appends the wire format's primitives: bytes, varints, texts.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace ldt::metadata {
 
-/// Small magnitudes, whatever their sign, become small numbers: 0, -1, 1, -2 are 0, 1, 2, 3.
+/// Maps small magnitudes of either sign to small numbers: 0, -1, 1, -2 become 0, 1, 2, 3.
 constexpr uint64_t zigzag(int64_t value) {
   return (static_cast<uint64_t>(value) << 1) ^ static_cast<uint64_t>(value >> 63);
 }

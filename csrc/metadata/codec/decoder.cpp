@@ -1,4 +1,4 @@
-// The counterpart of encoder.cpp: nothing is believed before it is checked.
+// The counterpart of encoder.cpp. Checks everything before use.
 #include "metadata/codec/decoder.h"
 
 #include "metadata/codec/byte_reader.h"
@@ -73,7 +73,7 @@ Part read_numbers(ByteReader& in, size_t of, const char* what, std::vector<uint3
   return part;
 }
 
-// Reads the microbatches and plans where each of their tensors goes.
+// Reads the microbatches and places their tensors in the buffer.
 class MicrobatchReader {
  public:
   MicrobatchReader(ByteReader& in, Decoded& decoded, int64_t max_elements)

@@ -1,4 +1,4 @@
-// Reads a whole message out of untrusted bytes.
+// Decodes a whole message from untrusted bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace ldt::metadata {
 
-/// All that a message says, and how its tensors are rebuilt: one after the other in one buffer of
-/// `bytes` bytes, each from a multiple of kAlignment on.
+/// The content of a message, and the plans to rebuild its tensors one after the other in a buffer
+/// of `bytes` bytes, each at a multiple of kAlignment.
 struct Decoded {
   Content content;
   Plans plans;
@@ -19,9 +19,9 @@ struct Decoded {
 };
 constexpr int64_t kAlignment = 64;
 
-/// Throws MetadataError for whatever is no message of this version: cut short, followed by more
-/// bytes, of another version, with figures that cannot be, or with more than `max_elements`
-/// elements. Reads nothing past `size`; allocates in proportion to `size` and `max_elements`.
+/// Throws MetadataError for anything but a message of this version: truncated, followed by more
+/// bytes, of another version, with impossible figures, or with more than `max_elements` elements.
+/// Never reads past `size`; allocates in proportion to `size` and `max_elements`.
 Decoded decode(const uint8_t* data, size_t size, int64_t max_elements);
 
 }  // namespace ldt::metadata

@@ -1,4 +1,4 @@
-// Header, tables of hops and forms, microbatches: each once and in this order.
+// Writes the header, the tables of hops and forms, and the microbatches, in this order.
 #include "metadata/codec/encoder.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// Writes a whole message.
+// Encodes a whole message.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace ldt::metadata {
 
-/// The message's bytes. Throws MetadataError for content that no message may have, and for more
-/// than `max_elements` elements.
+/// The message's bytes. Throws MetadataError for invalid content and for more than `max_elements`
+/// elements.
 std::vector<uint8_t> encode(const Content& content, RowFactsSource& rows, int64_t max_elements);
 
 }  // namespace ldt::metadata

@@ -1,4 +1,4 @@
-// Row codes into row plans. What is allocated is in proportion to the bytes that were read.
+// Turns row codes into row plans. Allocates in proportion to the bytes that were read.
 #include "metadata/codec/row_decoder.h"
 
 #include <algorithm>
@@ -149,7 +149,7 @@ void RowDecoder::runs(RowPlan& row) {
     if (length > 1) run.step = in_.signed_varint("a run's step");
     must_fit(row, run.value);
     const auto last = last_of(run, static_cast<int64_t>(length));
-    // 64 bits may wrap: unsigned ones do where signed ones would.
+    // 64 bits may wrap: unsigned arithmetic, as signed overflow is undefined.
     if (last || kDTypes[row.dtype].bytes < 8) must_fit(row, last ? *last : INT64_MAX);
     plans_.runs.push_back(run);
     index += static_cast<int64_t>(length);
@@ -217,8 +217,7 @@ RowDecoder::SegmentList RowDecoder::segments_of(size_t mask_row) {
   return list;
 }
 
-// Of all rows only these may have many more segments than bytes: each element of a run with a step
-// is one.
+// Only these rows may have many more segments than bytes: each element of a run with a step is one.
 void RowDecoder::spend_on_segments(const RowPlan& row) {
   const Run* runs = plans_.runs.data() + row.first;
   int64_t segments = 0;

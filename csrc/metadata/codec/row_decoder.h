@@ -18,7 +18,7 @@ class RowDecoder {
   RowDecoder(ByteReader& in, Plans& plans, ElementBudget& budget)
       : in_(in), plans_(plans), budget_(budget) {}
 
-  /// Forgets the mask: rules of other microbatches must not follow it.
+  /// Drops the mask, which rules of other microbatches must not follow.
   void start_microbatch() {
     mask_rows_.clear();
     mask_lists_.clear();

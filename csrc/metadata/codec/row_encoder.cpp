@@ -1,4 +1,4 @@
-// The choice of a row's code, and how each is written.
+// Tries the codes that fit a row and keeps the shortest.
 #include "metadata/codec/row_encoder.h"
 
 #include <bit>
@@ -15,7 +15,7 @@ uint64_t bytes_of_bits(int64_t length) { return (static_cast<uint64_t>(length) +
 
 void write_code(ByteWriter& out, RowCode code) { out.byte(static_cast<uint8_t>(code)); }
 
-// Wraps around, as integers of a machine do.
+// Wraps around modulo 2^64.
 int64_t difference(int64_t left, int64_t right) {
   return static_cast<int64_t>(static_cast<uint64_t>(left) - static_cast<uint64_t>(right));
 }
@@ -118,8 +118,8 @@ void RowEncoder::try_bits(const RowBits& bits, int64_t length) {
   keep_if_shorter();
 }
 
-// The runs that try_runs finds: what is left of a stretch, or a single element and the single ones
-// after it that go on with its step, together with the first of the stretch that they end in.
+// The runs that try_runs finds: the rest of a stretch, or a single element with the single elements
+// that continue its step, up to and including the first of the next stretch.
 template <typename Stretches>
 void RowEncoder::try_runs_of_stretches(Stretches stretches, int64_t length) {
   trial_.clear();

@@ -9,8 +9,8 @@
 
 namespace ldt::metadata {
 
-/// Takes the shortest code; of equally short ones, that of the lowest number. The result depends on
-/// the elements alone: facts found on a device give the same bytes as those found on the host.
+/// Picks the shortest code, and of equally short ones the lowest number. The result depends on the
+/// elements only: facts from a device and from the host give the same bytes.
 class RowEncoder {
  public:
   explicit RowEncoder(ByteWriter& out) : out_(out) {}

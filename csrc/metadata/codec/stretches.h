@@ -1,5 +1,4 @@
-// A row of a mask as stretches of equal elements: what its codes are made of. One walk over the
-// elements, one over bits that a device found.
+// Walks a mask's row as stretches of equal elements, over its elements or over bits from a device.
 #pragma once
 
 #include <bit>
@@ -19,7 +18,7 @@ class ValueStretches {
  public:
   ValueStretches(const int64_t* values, int64_t length) : values_(values), length_(length) {}
 
-  /// The stretch from `begin` on, which is where the one before ended.
+  /// The stretch from `begin`, the end of the previous one.
   EqualStretch next(int64_t begin) {
     const auto value = static_cast<uint64_t>(values_[begin]);
     const int64_t end = first_difference(begin + 1, length_, [values = values_, value](int64_t i) {
@@ -39,7 +38,7 @@ class BitStretches {
   BitStretches(const RowBits& bits, int64_t length, bool numbered)
       : bits_(bits), length_(length), step_(numbered ? 1 : 0) {}
 
-  /// Stretches are asked for in order: they are counted.
+  /// The same. Call it in order, as it counts stretches.
   EqualStretch next(int64_t begin) {
     const bool kept = (bits_.nonzero[begin / 32] >> (begin % 32) & 1) != 0;
     const int64_t end = next_change(begin + 1);

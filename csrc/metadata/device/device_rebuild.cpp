@@ -1,4 +1,4 @@
-// Brings a message's plans to the device, in one copy, and launches the kernel that follows them.
+// Copies a message's plans to the device and launches the kernel.
 #include "metadata/device/device_rebuild.h"
 
 #include <ATen/ops/empty.h>
@@ -18,7 +18,7 @@ namespace ldt::metadata {
 #ifdef LDT_CUDA_KERNELS
 namespace {
 
-// Places of the plans and their lists in one buffer.
+// The offsets of the plans and their lists in one buffer.
 class Payload {
  public:
   explicit Payload(const Plans& plans) : plans_(plans) {

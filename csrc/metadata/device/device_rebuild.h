@@ -7,8 +7,8 @@
 
 namespace ldt::metadata {
 
-/// The buffer of all tensors, on `device`, for which this build has kernels. One copy to the device
-/// and one launch, both on its current stream; the host does not wait.
+/// The buffer of all tensors, on a `device` with kernels. Takes one copy and one launch on its
+/// current stream; the host does not wait.
 at::Tensor rebuild_on_device(const Decoded& decoded, c10::Device device);
 
 }  // namespace ldt::metadata

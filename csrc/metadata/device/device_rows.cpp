@@ -1,4 +1,4 @@
-// How rows on a device are looked at: by kernels where there are some, after one copy elsewhere.
+// Scans by kernels where there are some, else after one copy to the host.
 #include "metadata/device/device_rows.h"
 
 #include <utility>

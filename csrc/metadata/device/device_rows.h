@@ -1,4 +1,4 @@
-// Facts about rows that lie on a device.
+// Facts about rows on a device.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -12,11 +12,11 @@
 
 namespace ldt::metadata {
 
-/// Facts about `tensors`, contiguous, some or all of them on one device, in the order of the
-/// content, which must outlive the result. Where there are kernels: one launch for all rows and one
-/// copy to the host; if rows need integers (no mask that bits can tell, no rule that holds), one
-/// more round of copies brings their tensors. Elsewhere one copy brings all tensors.
-/// Throws MetadataError for tensors on several devices.
+/// Facts about contiguous `tensors`, in the order of `content`, which must outlive the result. Some
+/// or all tensors are on one device. With kernels: one launch for all rows and one copy to the
+/// host, and one more round of copies for tensors whose rows need integers (a mask that bits cannot
+/// express, or no rule that holds). Without: one copy of all tensors. Throws MetadataError for
+/// several devices.
 std::unique_ptr<RowFactsSource> scan_on_device(const Content& content, const Tensors& tensors);
 
 }  // namespace ldt::metadata

@@ -1,4 +1,4 @@
-// Runs the scan and answers the encoder from its output.
+// Runs the scan and reads its output.
 #include "metadata/device/device_scan.h"
 
 #include <c10/core/DeviceGuard.h>
@@ -17,7 +17,7 @@
 namespace ldt::metadata {
 namespace {
 
-// A bool is 0 or 1; a row of other bytes is left to the host, which refuses it.
+// A bool is 0 or 1; rows of other bytes go to the host, which rejects them.
 bool tells_all(const ScanJob& job, const ScanFacts& facts) {
   return job.is_bool && job.kind == ScanKind::kMask ? (facts.flags & kBinary) != 0
                                                     : facts.flags != 0;

@@ -1,4 +1,4 @@
-// Facts about rows that kernels found.
+// Facts about rows from kernels.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,10 +16,10 @@
 
 namespace ldt::metadata {
 
-/// Where an output, and the results of a tensor in it, may begin.
+/// The alignment of the output and of each tensor's results in it.
 constexpr int64_t kOutputAlignment = 16;
 
-/// What a scan does with each tensor, and where its output puts the results.
+/// What a scan does with each tensor, and where the results go.
 struct ScanTable {
   std::vector<ScanJob> jobs;   // ascending by first row
   std::vector<size_t> job_of;  // of each tensor; kNoTensor for those on the host or without rows
@@ -31,12 +31,12 @@ struct ScanTable {
 /// `away`: which of the tensors are on the device.
 ScanTable plan_scan(const Content& content, const Tensors& tensors, const std::vector<bool>& away);
 
-/// Reads a scan's output: facts of the rows that were scanned, the elements of the tensors that
-/// were copied, and those of tensors that were fetched since they have rows that neither bits nor
-/// rules tell.
+/// Reads a scan's output: facts of the scanned rows, elements of the copied tensors, and elements
+/// of tensors that were fetched because bits and rules do not express all their rows.
 class ScannedRows final : public RowFactsSource {
  public:
-  /// `output` is on the host. Fetches what it leaves open. `content` must outlive it.
+  /// `output` is on the host. Fetches tensors that it leaves open. `content` must outlive this
+  /// object.
   ScannedRows(const Content& content, const Tensors& tensors, ScanTable table,
               std::shared_ptr<const uint8_t> output);
 
@@ -60,16 +60,16 @@ class ScannedRows final : public RowFactsSource {
   Fetched fetched_;
   std::vector<const void*> data_;  // of each tensor; null where only facts are known
   const Content& content_;
-  std::optional<HostRows> host_;  // made when a row is looked at on the host, as few are
+  std::optional<HostRows> host_;  // created on demand
   std::vector<int64_t> values_;
-  size_t tensor_ = 0;  // whose row was asked for last
+  size_t tensor_ = 0;  // of the last row
   int64_t row_ = 0;
 };
 
 /// Whether this build has kernels for `device`.
 bool has_kernels(c10::Device device);
 
-/// One launch and one copy on the device's current stream; waits for them.
+/// Takes one launch and one copy on the device's current stream, and waits for them.
 std::unique_ptr<RowFactsSource> scan_with_kernels(const Content& content, const Tensors& tensors,
                                                   c10::Device device);
 

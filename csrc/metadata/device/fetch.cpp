@@ -1,5 +1,4 @@
-// One copy for many tensors of several types: all as bytes, the widest elements first so that each
-// tensor is aligned.
+// Gathers tensors of several types as bytes, the widest elements first, so that each is aligned.
 #include "metadata/device/fetch.h"
 
 #include <algorithm>

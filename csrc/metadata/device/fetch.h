@@ -1,4 +1,4 @@
-// Device tensors brought to the host in one copy.
+// Copies device tensors to the host at once.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -13,10 +13,10 @@ struct Fetched {
   std::vector<const void*> data;
 };
 
-/// One gather on the device and one copy, on its current stream; blocks until it is done.
+/// Takes one gather and one copy on the device's current stream, and blocks until they are done.
 Fetched fetch(const std::vector<at::Tensor>& tensors);
 
-/// Memory on the host that `device` copies from and to without a detour.
+/// Host memory for direct copies from and to `device`: pinned for CUDA.
 at::Tensor staging_bytes(int64_t bytes, c10::Device device);
 
 }  // namespace ldt::metadata

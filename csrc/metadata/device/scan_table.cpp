@@ -1,4 +1,4 @@
-// Which rows a scan looks at, and how: the table that its kernel reads.
+// The table of jobs that the scan kernel reads.
 #include <algorithm>
 
 #include "metadata/device/device_scan.h"
@@ -44,7 +44,7 @@ class TableMaker {
   ScanTable take() { return std::move(table_); }
 
  private:
-  // A mask and what follows it are looked at in one place: both on the device or both on the host.
+  // A mask and the tensor that follows it are scanned together: both on the device or on the host.
   ScanKind kind_of(size_t tensor, const Form& form) const {
     if (form.name == kAttentionMask) {
       return follower_on_host_[tensor] ? ScanKind::kCopy : ScanKind::kMask;

@@ -1,4 +1,4 @@
-// The pieces of staging memory that are not in use, and what a call does with one of them.
+// The pool of pieces, and the use of one.
 #include "metadata/device/staging.h"
 
 #ifdef LDT_CUDA_KERNELS
@@ -16,11 +16,11 @@ namespace {
 
 constexpr int64_t kSmallestPiece = int64_t{1} << 18;
 
-// Pieces by device. A piece is taken out for a call, so that calls of several threads do not wait
-// for each other, and never freed; sizes are powers of two, so that few are outgrown.
+// Pieces by device. A call takes a piece out, so that threads do not wait for each other. Pieces
+// are never freed; sizes are powers of two, so that few are outgrown.
 class Pool {
  public:
-  // False: there is none that is large enough and no longer in use.
+  // False if no free piece is large enough.
   bool take(int device, int64_t bytes, Staging& taken) {
     const std::lock_guard lock(mutex_);
     auto& pieces = pieces_of(device);
@@ -51,7 +51,7 @@ class Pool {
 };
 
 Pool& pool() {
-  static auto* const made = new Pool;  // outlives whatever is destroyed at exit
+  static auto* const made = new Pool;  // never destroyed
   return *made;
 }
 

@@ -1,4 +1,4 @@
-// Pinned host memory and device memory that a step is staged in, kept from one step to the next.
+// Pools pinned host memory and device memory for staging, reused from step to step.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,15 +9,14 @@
 
 namespace ldt::metadata {
 
-/// One use of a piece of staging memory, on the device's current stream: what is written to host()
-/// is sent to device(), kernels read and write there, and then the host either waits for what they
-/// wrote, or marks where the stream is done with the piece. It goes back to be used again once that
-/// is so; a piece whose use failed does not. What is kept is freed by nobody: at exit the driver
-/// may be gone, and a forked process has no use for it.
-/// Every member throws MetadataError for what CUDA says is wrong, with `task` in the text.
+/// One use of a piece of staging memory on the device's current stream. Write to host(), send it to
+/// device(), let kernels read and write there; then either fetch() the result, which waits, or
+/// mark() where the stream is done with the piece. The piece then returns to the pool; one whose
+/// use failed does not. The pool is never freed: at exit the driver may be gone, and a forked child
+/// has no use for it. Every member throws MetadataError with CUDA's message and `task`.
 class StagedCall {
  public:
-  /// Throws while a graph is captured on the stream.
+  /// Throws during a graph capture on the stream.
   StagedCall(const char* task, c10::Device device, int64_t bytes);
   ~StagedCall();
   StagedCall(const StagedCall&) = delete;
@@ -28,13 +27,13 @@ class StagedCall {
   int index() const { return device_.index(); }
   void* stream() const { return stream_; }
 
-  /// The first `bytes` bytes from the host to the device.
+  /// Copies the first `bytes` bytes to the device.
   void send(int64_t bytes);
-  /// `error` is what a launcher says: null if all is well.
+  /// Throws for a launcher's `error`; null is success.
   void check(const char* error) const;
-  /// Bytes from `offset` on from the device to the host; waits.
+  /// Copies bytes from `offset` to the host and waits.
   void fetch(int64_t offset, int64_t bytes);
-  /// The piece is free once the stream has come to here.
+  /// Frees the piece once the stream has reached this point.
   void mark();
 
  private:

@@ -1,4 +1,4 @@
-// The one exception of the wire format: it knows neither torch nor Python.
+// The exception type of the wire format, independent of torch and Python.
 #pragma once
 
 #include <sstream>
@@ -7,8 +7,8 @@
 
 namespace ldt::metadata {
 
-/// A message cannot be written or read; the text says what was expected, what was found and what to
-/// do. Bound to Python as `ldt.errors.MetadataError`.
+/// A message cannot be written or read. The text says what was expected, what was found and what to
+/// do. Python sees it as `ldt.errors.MetadataError`.
 class MetadataError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -21,8 +21,8 @@ template <typename... Args>
   throw MetadataError(text.str());
 }
 
-/// Runs `step`; the text of a MetadataError from it is put behind `title()`. Titles cost nothing
-/// where nothing fails.
+/// Runs `step` and prefixes the text of its MetadataError with `title()`, which is called only
+/// then.
 template <typename Title, typename Step>
 decltype(auto) with_title(const Title& title, const Step& step) {
   try {

@@ -1,4 +1,4 @@
-// The numbers of the wire format, version 1 (docs/wire_format.md): none may change its meaning.
+// The constants of the wire format, version 1 (docs/wire_format.md). None may change its meaning.
 #pragma once
 
 #include <array>
@@ -10,17 +10,17 @@ namespace ldt::metadata {
 constexpr std::array<uint8_t, 4> kMagic{'L', 'D', 'T', 'M'};
 constexpr uint8_t kVersion = 1;
 
-/// The first byte after the version: what the message is.
+/// The first byte after the version: the kind of the message.
 enum class Kind : uint8_t { kStep = 0, kEval = 1, kCalledOff = 2 };
 constexpr uint8_t kKinds = 3;
 
-/// More dimensions than torch itself can have are a sign of a broken message.
+/// More dimensions than torch allows mean that a message is broken.
 constexpr uint64_t kMaxDims = 64;
-/// Elements that the tensors of one message may have in all, unless the caller allows more: 2 GiB
-/// of int64. A few bytes can ask for any number of elements, so there must be a limit.
+/// The default limit of elements in one message: 2 GiB of int64. A few bytes can ask for any number
+/// of elements, so there must be a limit.
 constexpr int64_t kDefaultMaxElements = int64_t{1} << 28;
 
-/// How one row is written. Which of them is chosen is the row encoder's business.
+/// How one row is written. The row encoder picks the code.
 enum class RowCode : uint8_t {
   kFull = 0,      // ones
   kLeft = 1,      // zeros, then ones
@@ -36,7 +36,7 @@ enum class RowCode : uint8_t {
 };
 constexpr uint8_t kRowCodes = 11;
 
-/// A data type on the wire is its place in this table. `integer` types may be metadata.
+/// A dtype on the wire is its index in this table. Only `integer` types may be metadata.
 struct DType {
   std::string_view name;
   uint8_t bytes;
@@ -70,8 +70,8 @@ inline constexpr std::array<DType, 24> kDTypes{{
     {"bits16", 2, false, false},
 }};
 
-/// The tensors that may cross as metadata: anything else of a sample stays on the edge. A name on
-/// the wire is its place in this table.
+/// The tensors that may be sent as metadata; the rest of a sample stays on the edge. A name on the
+/// wire is its index in this table.
 struct Name {
   std::string_view text;
   uint8_t min_dims;

@@ -1,5 +1,4 @@
-// What a message may say: shapes, names and orders, checked alike when it is written and when it is
-// read.
+// Checks shapes, names and orders, for both writing and reading.
 #include "metadata/format/message.h"
 
 #include <limits>
@@ -9,7 +8,7 @@
 namespace ldt::metadata {
 namespace {
 
-// The product of all sizes, 0 taken as 1; nothing if it is more than `limit`.
+// The product of all sizes, with 0 taken as 1; empty if it exceeds `limit`.
 std::optional<int64_t> product_up_to(const std::vector<int64_t>& shape, int64_t limit) {
   int64_t product = 1;
   for (const int64_t size : shape) {

@@ -1,4 +1,4 @@
-// What a message says, as plain values: the figures of a step, and views of its metadata tensors.
+// The content of a message as plain values.
 #pragma once
 
 #include <compare>
@@ -12,8 +12,8 @@
 
 namespace ldt::metadata {
 
-/// One tensor of a hop. `order` is its dimensions from the outermost in memory to the innermost,
-/// empty for the usual order; `shard` the one that is split over the ranks of a stage.
+/// One tensor of a hop. `order` lists its dimensions from the outermost in memory to the innermost,
+/// empty if contiguous; `shard` is the dimension that is split over the ranks of a stage.
 struct HopTensor {
   uint8_t dtype = 0;
   bool requires_grad = false;
@@ -25,7 +25,7 @@ struct HopTensor {
 };
 using Hop = std::vector<HopTensor>;
 
-/// Name, type and shape of a metadata tensor.
+/// The name, type and shape of a metadata tensor.
 struct Form {
   uint8_t name = 0;
   uint8_t dtype = 0;
@@ -34,8 +34,8 @@ struct Form {
   bool operator==(const Form&) const = default;
 };
 
-/// What the edge says about the call as a whole. Of a step that is called off only
-/// `error_type` and `error_text` count.
+/// What holds for the call as a whole. A step that is called off has only `error_type` and
+/// `error_text`.
 struct Call {
   Kind kind = Kind::kStep;
   std::string plan;
@@ -45,8 +45,7 @@ struct Call {
   std::string error_text;
 };
 
-/// A stretch of a list that all microbatches share: a step has a hundred microbatches, and a list
-/// for each is an allocation for each.
+/// A range of a list that all microbatches share, which saves an allocation for each of them.
 struct Part {
   size_t begin = 0;
   size_t count = 0;
@@ -58,14 +57,14 @@ struct Microbatch {
   Part forms;  // of Content::form_numbers: one tensor each, by ascending name
 };
 
-/// All of a message but the values of its tensors. Tensors are counted through all microbatches.
+/// A message without the values of its tensors, which are numbered through all microbatches.
 struct Content {
   Call call;
-  std::vector<Hop> hops;  // each once, however many microbatches have it
+  std::vector<Hop> hops;  // distinct ones
   std::vector<Form> forms;
   std::vector<Microbatch> microbatches;
-  std::vector<uint32_t> hop_numbers;   // in `hops`, microbatch by microbatch
-  std::vector<uint32_t> form_numbers;  // in `forms`, likewise: one for each tensor
+  std::vector<uint32_t> hop_numbers;   // indices in `hops`, microbatch by microbatch
+  std::vector<uint32_t> form_numbers;  // indices in `forms`, one per tensor
 
   std::span<const uint32_t> hops_of(const Microbatch& microbatch) const {
     return std::span(hop_numbers).subspan(microbatch.hops.begin, microbatch.hops.count);
@@ -75,27 +74,27 @@ struct Content {
   }
 };
 
-/// How a tensor splits into rows: the last dimension is a row, a scalar is a row of one. A tensor
-/// without elements has no rows.
+/// A tensor's rows: the last dimension is a row, a scalar is a row of one element, and an empty
+/// tensor has no rows.
 struct RowShape {
   int64_t rows = 0;
   int64_t length = 0;
 };
 RowShape rows_of(const Form& form);
 
-/// Throw MetadataError for what no message may hold: a form whose data type or dimensions are not
-/// those of its name, a tensor of a hop whose order is not one of its dimensions.
+/// Throw MetadataError for a form whose dtype or dimensions do not fit its name, and for a hop's
+/// tensor whose order is no permutation of its dimensions.
 void check_form(const Form& form);
 void check_hop(const HopTensor& tensor);
 
-/// Adds up the elements that a message asks for.
+/// Counts the elements that a message asks for.
 class ElementBudget {
  public:
   explicit ElementBudget(int64_t limit) : limit_(limit) {}
-  /// Throws MetadataError once there are more than the limit. A size of 0 counts as 1: strides are
-  /// made of the others.
+  /// Throws MetadataError beyond the limit. A size of 0 counts as 1, as strides are products of the
+  /// other sizes.
   void spend(const Form& form);
-  /// `what` names what asks for them.
+  /// `what` names the item that asks for them.
   void spend(int64_t elements, const std::string& what);
 
  private:

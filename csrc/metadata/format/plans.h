@@ -1,4 +1,4 @@
-// What a decoded message asks for: a plan per row, over lists that rows share.
+// The decoded rows: a plan per row, over lists that rows share.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace ldt::metadata {
 
-/// Owns the rows and the lists. Its size is at most about 64 times that of the message: a bit of a
-/// row with holes may begin a segment.
+/// Owns the rows and the lists. At most about 64 times the size of the message, as one bit of a row
+/// may begin a segment.
 struct Plans {
   std::vector<RowPlan> rows;
   std::vector<Segment> segments;

@@ -1,5 +1,4 @@
-// A row of a metadata tensor as a few figures, and how its elements follow from them: shared by the
-// host and by kernels.
+// A row of a metadata tensor in compact form, and its elements. Shared by the host and by kernels.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +11,8 @@
 
 namespace ldt::metadata {
 
-/// A stretch of a mask's row that holds one number which is not 0. `kept_before`: how many such
-/// elements the row has before it.
+/// A stretch of one nonzero number in a mask's row. `kept_before`: the number of nonzero elements
+/// before it.
 struct Segment {
   int64_t begin;
   int64_t length;
@@ -27,17 +26,17 @@ struct Run {
   int64_t step;
 };
 
-/// What the elements of a row follow from. The first three are `padding` outside the segments.
+/// Where the elements of a row come from. The first three are `padding` outside the segments.
 enum class Source : uint8_t {
   kSegmentNumber,  // in segment k (from 1): k
-  kKeptCount,      // how many elements are kept before this one
+  kKeptCount,      // the number of nonzero mask elements before this one
   kSegmentIndex,   // the distance from the segment's begin
   kRuns,           // arithmetic runs
   kBits,           // one bit each, lowest first
   kValues          // int64, one by one
 };
 
-/// How one row is rebuilt. `first` counts in the list that the source names: in elements of
+/// How to rebuild one row. `first` is the offset in the list that the source names: in elements of
 /// RowLists::segments, runs or values, or in bytes of RowLists::bits.
 struct RowPlan {
   int64_t output;  // byte offset in the buffer of all tensors
@@ -46,7 +45,7 @@ struct RowPlan {
   int64_t count;
   int64_t padding;
   Source source;
-  uint8_t dtype;  // place in kDTypes
+  uint8_t dtype;  // index in kDTypes
   uint8_t bytes;  // of an element
 };
 
@@ -58,7 +57,7 @@ struct RowLists {
   const uint8_t* bits;
 };
 
-/// What a scan found out about a row of attention_mask. It is all zeros if begin == end == length.
+/// The facts of a row of attention_mask. begin == end == length: all zeros.
 struct MaskFacts {
   int64_t begin;  // of the first element that is not 0
   int64_t end;    // past the last element that is not 0
@@ -67,7 +66,7 @@ struct MaskFacts {
   bool numbered;  // begins with 1 and never falls nor rises by more than 1 between
 };
 
-/// What a scan found out about a row of any other tensor. Only position_ids follow a mask.
+/// The facts of a row of any other tensor. Only position_ids follow a mask.
 struct RuleFacts {
   bool arange;      // 0, 1, 2, ...
   bool cumsum;      // Source::kKeptCount of the mask's row, with padding
@@ -75,8 +74,8 @@ struct RuleFacts {
   int64_t padding;  // the element at the mask's first 0; 0 if there is none
 };
 
-/// Element `index` of an integer tensor, by the size and the sign of its type. 64 bits are taken as
-/// signed.
+/// Element `index` of an integer tensor of the given element size and signedness. 64 bits are read
+/// as signed.
 LDT_HOST_DEVICE inline int64_t load_integer(const void* data, int64_t index, int bytes,
                                             bool is_signed) {
   switch (bytes) {
@@ -119,7 +118,7 @@ LDT_HOST_DEVICE inline int64_t last_begun(const Stretch* stretches, int64_t coun
   return low - 1;
 }
 
-/// Element `index` of the row: what a kernel writes, and what the host's loops must agree with.
+/// Element `index` of the row, as kernels write it. The host's loops must agree.
 LDT_HOST_DEVICE inline int64_t value_at(const RowPlan& row, const RowLists& lists, int64_t index) {
   if (row.source == Source::kValues) return lists.values[row.first + index];
   if (row.source == Source::kBits) {

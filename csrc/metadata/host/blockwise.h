@@ -1,4 +1,4 @@
-// Searching a row block by block: the inner loops have no exit, so that the compiler can vectorize
+// Searches a row block by block. The inner loops have no exit, so that the compiler vectorizes
 // them.
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace ldt::metadata {
 
-/// Index of the first element in [begin, end) for which `differs(index)` is not 0; end if there is
-/// none. `differs` is a few integer operations without a branch.
+/// The first index in [begin, end) for which `differs(index)` is not 0; end if there is none.
+/// `differs` is a few integer operations without a branch.
 template <typename Differs>
 int64_t first_difference(int64_t begin, int64_t end, const Differs& differs) {
   using Result = std::decay_t<decltype(differs(begin))>;

@@ -1,4 +1,4 @@
-// Scans rows as the encoder asks for them and keeps the segments of the mask for the rules.
+// Scans rows on demand and keeps the mask's segments for the rules.
 #include "metadata/host/host_rows.h"
 
 #include <utility>
@@ -21,7 +21,7 @@ std::vector<size_t> masks_to_follow(const Content& content) {
   std::vector<size_t> masks;
   masks.reserve(content.form_numbers.size());
   for (const Microbatch& microbatch : content.microbatches) {
-    const size_t first = masks.size();  // by ascending name: the mask, if there is one
+    const size_t first = masks.size();  // in ascending order of names: the mask, if any
     const std::span<const uint32_t> forms = content.forms_of(microbatch);
     for (const uint32_t number : forms) {
       const Form& form = content.forms[number];

@@ -1,4 +1,4 @@
-// Facts about rows that lie in host memory.
+// Facts about rows in host memory.
 #pragma once
 
 #include <vector>
@@ -10,12 +10,12 @@ namespace ldt::metadata {
 
 constexpr size_t kNoTensor = SIZE_MAX;
 
-/// For each tensor of the content the number of the mask that its rows may follow; kNoTensor for
-/// those that follow none. Only position_ids do, and only a mask with rows of their length.
+/// For each tensor of the content, the mask that its rows may follow, or kNoTensor. Only
+/// position_ids follow a mask, and only one with rows of the same length.
 std::vector<size_t> masks_to_follow(const Content& content);
 
-/// Scans contiguous tensors on the host. `content` and the memory of `data`, a pointer for each
-/// tensor counted through all microbatches, must outlive it.
+/// Scans contiguous tensors on the host. `data` has a pointer per tensor, through all microbatches;
+/// it and `content` must outlive this object.
 class HostRows : public RowFactsSource {
  public:
   HostRows(const Content& content, std::vector<const void*> data);
@@ -23,7 +23,7 @@ class HostRows : public RowFactsSource {
   MaskFacts mask(size_t tensor, int64_t row) override;
   RuleFacts rule(size_t tensor, int64_t row) override;
   const int64_t* values() override;
-  /// Makes values() those of a row without a scan of it.
+  /// Makes values() return a row without scanning it.
   void select_row(size_t tensor, int64_t row) { select(tensor, row); }
 
  private:
@@ -39,7 +39,7 @@ class HostRows : public RowFactsSource {
   std::vector<bool> followed_;                       // a tensor may follow this mask
   std::vector<std::vector<Segment>> mask_segments_;  // of the last such mask, row by row
   std::vector<int64_t> values_;
-  size_t tensor_ = 0;  // whose row was asked for last
+  size_t tensor_ = 0;  // of the last row
   const uint8_t* row_ = nullptr;
 };
 

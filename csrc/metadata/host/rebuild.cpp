@@ -1,4 +1,4 @@
-// The host's loops over a row: one per source of elements, for every integer type.
+// One loop per source of elements, for every integer type.
 #include "metadata/host/rebuild.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace ldt::metadata {
 namespace {
 
-// Steps 0 and 1 are nearly all there is, and loops that the compiler vectorizes.
+// Steps 0 and 1 are the common ones, and the compiler vectorizes their loops.
 template <typename Element>
 void fill_run(Element* out, int64_t length, int64_t value, int64_t step) {
   const auto start = static_cast<uint64_t>(value);

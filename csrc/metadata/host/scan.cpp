@@ -1,4 +1,4 @@
-// Row scans for every integer type, made of one search that is vectorized.
+// Row scans for every integer type, built on one vectorized search.
 #include "metadata/host/scan.h"
 
 #include <bit>
@@ -25,8 +25,7 @@ MaskFacts scan_mask_of(const Element* row, int64_t length) {
     return static_cast<Bits>(row[i] & static_cast<Element>(~Element{1}));
   };
   // The difference is taken in the element's own type, where the step from the largest number to
-  // the smallest looks like one up: segments are numbered from 1, so that lands on what they never
-  // hold.
+  // the smallest looks like +1. Segments are numbered from 1, so they never hold the result.
   const auto falls_or_jumps = [row](int64_t i) {
     const auto step = static_cast<Bits>(static_cast<Bits>(row[i]) - static_cast<Bits>(row[i - 1]));
     const auto wrapped = static_cast<Bits>(row[i] <= 0);
@@ -63,7 +62,7 @@ bool is_counting(const Element* row, int64_t begin, int64_t end, int64_t value) 
          }) == end;
 }
 
-// Where the first element outside of all segments is; -1 if there is none.
+// The index of the first element outside all segments; -1 if there is none.
 int64_t first_padding(const std::vector<Segment>& segments, int64_t length) {
   int64_t index = 0;
   for (const Segment& segment : segments) {
@@ -98,7 +97,7 @@ RuleFacts scan_rules_of(const Element* row, int64_t length, const std::vector<Se
   return facts;
 }
 
-// Up to 64 bits from a byte on; zeros past the last byte.
+// Up to 64 bits from a byte on, zeros past the end.
 uint64_t load_bits(const uint8_t* from, int64_t bytes) {
   static_assert(std::endian::native == std::endian::little);
   uint64_t word = 0;
@@ -148,7 +147,7 @@ void find_segments(const int64_t* row, int64_t length, std::vector<Segment>& seg
 void append_segments_of_bits(const uint8_t* bits, int64_t length, std::vector<Segment>& segments) {
   const int64_t bytes = (length + 7) / 8;
   int64_t kept = 0;
-  int64_t begin = -1;  // of the segment that is open
+  int64_t begin = -1;  // of the open segment
   uint64_t before = 0;
   for (int64_t byte = 0; byte < bytes; byte += 8) {
     const uint64_t word = load_bits(bits + byte, bytes - byte);

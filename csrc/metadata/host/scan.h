@@ -1,5 +1,4 @@
-// Scans of one row on the host: what kind of mask it is, which rule it follows, where its segments
-// are.
+// Scans one row on the host: the kind of mask, the rule it follows, its segments.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +9,7 @@
 
 namespace ldt::metadata {
 
-/// One pass over the row, with blocks of elements compared at once.
+/// One pass over the row, a block of elements at a time.
 MaskFacts scan_mask(const void* row, const DType& type, int64_t length);
 
 /// Whether a row of position_ids follows `segments`, those of its mask's row (null: there is none).

@@ -4,8 +4,10 @@
 
 #include <random>
 
+#include "metadata/codec/byte_writer.h"
 #include "metadata/codec/decoder.h"
 #include "metadata/codec/encoder.h"
+#include "metadata/codec/row_encoder.h"
 #include "metadata/device/cuda/scan.cu"
 #include "metadata/device/device_scan.h"
 #include "metadata/host/host_rows.h"

@@ -1,5 +1,5 @@
-// Launchers of the metadata kernels, and the tables they read and write. No torch, no CUDA header:
-// both sides of the boundary include it.
+// Launchers of the metadata kernels, and the tables that they read and write. Includes neither
+// torch nor CUDA, as both sides of the boundary include it.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace ldt::metadata {
 
 enum class ScanKind : uint8_t { kMask, kRule, kCopy };
 
-/// How the elements of one tensor lie on the device.
+/// The elements of one tensor on the device.
 struct Elements {
   const void* data;
   uint8_t bytes;
   bool is_signed;
 };
 
-/// What to do with the rows of one tensor. Places in the output are byte offsets of the first row.
+/// What to do with the rows of one tensor. Offsets in the output are in bytes, of the first row.
 struct ScanJob {
   int64_t begin;  // number of the first row in the launch
   int64_t length;
@@ -64,24 +64,23 @@ struct Staging {
 
 }  // namespace ldt::metadata
 
-// `stream` is a cudaStream_t. What gives text gives null, or what CUDA says is wrong.
+// `stream` is a cudaStream_t. Functions that return text return null or CUDA's error message.
 
-// Makes `device` the current one for all that follows on this thread. Fails while the stream is
-// captured.
+// Makes `device` current for this thread. Fails during a graph capture on the stream.
 extern "C" const char* ldt_metadata_begin(int device, void* stream);
-// Memory and an event that is done.
+// Allocates memory and an event that is done.
 extern "C" const char* ldt_metadata_allocate(ldt::metadata::Staging* staging, int64_t bytes);
 extern "C" bool ldt_metadata_is_done(const ldt::metadata::Staging* staging);
-// The first bytes to the device; returns at once.
+// Copies the first bytes to the device; does not wait.
 extern "C" const char* ldt_metadata_send(const ldt::metadata::Staging* staging, int64_t bytes,
                                          void* stream);
-// Bytes to the host; waits for the stream.
+// Copies bytes to the host and waits for the stream.
 extern "C" const char* ldt_metadata_fetch(const ldt::metadata::Staging* staging, int64_t offset,
                                           int64_t bytes, void* stream);
 // Records the event.
 extern "C" const char* ldt_metadata_mark(const ldt::metadata::Staging* staging, void* stream);
 
-// The kernels, all of whose memory is the device's, return at once.
+// Launch the kernels on device memory; do not wait.
 extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int64_t job_count,
                                          int64_t rows, int64_t longest, uint8_t* output,
                                          void* stream);

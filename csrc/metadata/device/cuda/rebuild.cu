@@ -1,5 +1,4 @@
-// Rebuilds all rows of all microbatches in one launch: blocks for a row side by side, a thread per
-// element in turn.
+// Rebuilds all rows of all microbatches in one launch: several blocks per row, grid-stride threads.
 #include <cuda_runtime.h>
 
 #include "metadata/device/cuda/kernels.h"

@@ -1,5 +1,5 @@
-// Scans all rows of all microbatches in one launch: a block per row, a warp per stretch of it,
-// ballots for the bits.
+// Scans all rows of all microbatches in one launch: a block per row, a warp per part of it, ballots
+// for the bits.
 #include <cuda_runtime.h>
 
 #include "metadata/device/cuda/kernels.h"
@@ -21,7 +21,7 @@ __device__ Elements row_of(const Elements& elements, int64_t row, int64_t length
   return result;
 }
 
-// The words of a row that this warp looks at. All lanes of a warp have the same.
+// The words of a row that this warp scans; the same for all its lanes.
 struct Stretch {
   int64_t begin;
   int64_t end;
@@ -209,7 +209,7 @@ __global__ void scan_rows(const ScanJob* jobs, int64_t job_count, uint8_t* outpu
 }  // namespace
 }  // namespace ldt::metadata
 
-#ifdef __CUDACC__  // tests include the kernel as C++, and launch it themselves
+#ifdef __CUDACC__  // tests include the kernel as C++ and launch it themselves
 extern "C" const char* ldt_metadata_scan(const ldt::metadata::ScanJob* jobs, int64_t job_count,
                                          int64_t rows, int64_t longest, uint8_t* output,
                                          void* stream) {

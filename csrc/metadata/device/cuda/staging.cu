@@ -1,4 +1,4 @@
-// Memory that steps are staged in, and the copies between its two sides.
+// Staging memory, and the copies between its two sides.
 #include <cuda_runtime.h>
 
 #include "metadata/device/cuda/kernels.h"
@@ -8,11 +8,11 @@ namespace {
 
 const char* text_of(cudaError_t status) {
   if (status == cudaSuccess) return nullptr;
-  cudaGetLastError();  // or the next launch would report it
+  cudaGetLastError();  // clears it, or the next launch would report it
   return cudaGetErrorString(status);
 }
 
-// Allocations and questions about events are allowed while another thread captures a graph.
+// Allows allocations and event queries while another thread captures a graph.
 class OutsideOfCaptures {
  public:
   OutsideOfCaptures() { cudaThreadExchangeStreamCaptureMode(&mode_); }
@@ -35,7 +35,7 @@ void release(Staging& staging) {
 }  // namespace ldt::metadata
 
 extern "C" const char* ldt_metadata_begin(int device, void* stream) {
-  // The runtime that is linked here is not torch's: it has a current device of its own.
+  // The CUDA runtime linked here is not torch's: it has its own current device.
   cudaError_t status = cudaSetDevice(device);
   if (status != cudaSuccess) return ldt::metadata::text_of(status);
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;

@@ -1,6 +1,6 @@
-// Peer memory of the test device: pages that processes share, and copies and flags on a stream's
-// thread.
-#include "peers.h"
+// The copy engine of the test device: memory that processes share, and copies and flags on a
+// stream's thread.
+#include "thread_copy_engine.h"
 
 #include <cstring>
 #include <map>
@@ -99,11 +99,11 @@ ThreadCopyEngine& thread_copy_engine() {
 
 }  // namespace
 
-void refuse_peers(const std::string& why) { thread_copy_engine().refuse(why); }
+void refuse_copy_engine(const std::string& why) { thread_copy_engine().refuse(why); }
 
 }  // namespace ldt::test_device
 
-// What csrc/peers looks for, by the name that the tests give the device.
+// find_copy_engine() looks this up, by the name that the tests give the device.
 extern "C" LDT_TEST_EXPORT ldt::CopyEngine* ldt_copy_engine_npu() {
   return &ldt::test_device::thread_copy_engine();
 }
