@@ -26,9 +26,9 @@ class ThreadCopyEngine final : public CopyEngine {
     std::memset(pages->data(), kPoison, bytes);
     Memory memory;
     memory.address = pages->data();
-    const auto& ticket = pages->ticket();
-    TORCH_CHECK(ticket.size() < memory.handle.size(), "too long for a handle: ", ticket);
-    std::copy(ticket.begin(), ticket.end(), memory.handle.begin());
+    const auto& handle = pages->handle();
+    TORCH_CHECK(handle.size() < memory.handle.size(), "too long for a handle: ", handle);
+    std::copy(handle.begin(), handle.end(), memory.handle.begin());
     keep(std::move(pages));
     return memory;
   }

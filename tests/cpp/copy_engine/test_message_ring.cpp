@@ -113,7 +113,7 @@ TEST(counts_go_on_after_the_lower_half_went_around) {
 }
 
 TEST(pages_are_refused_when_they_are_not_there) {
-  EXPECT_THROW(ldt::SharedMemory("not a ticket"), ldt::LaneError, "four numbers");
+  EXPECT_THROW(ldt::SharedMemory("not a handle"), ldt::LaneError, "four numbers");
   EXPECT_THROW(ldt::SharedMemory("1 999999 4096 1"), ldt::LaneError, "/proc/1/fd/999999");
   ldt::SharedMemory pages(4096);
   std::istringstream fields(pages.handle());
