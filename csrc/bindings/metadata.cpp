@@ -1,5 +1,5 @@
-// ldt._C's unpack_message: from messages to Python's values. ldt/runtime/step/metadata.py gives them
-// their types.
+// ldt._C's unpack_message: from messages to Python's values. ldt/runtime/step/metadata.py gives
+// them their types.
 #include "bindings/bindings.h"
 #include "bindings/metadata_names.h"
 #include "bindings/torch_python.h"
