@@ -170,6 +170,6 @@ def test_a_backend_for_another_device_is_refused(pool: RankPool, backend: str, d
     kind = {"gloo": "cpu", "hccl": "npu"}[backend]
     for text in pool.run(_of_another_kind, backend, device):
         assert (
-            f"backend {backend!r}, of connect, moves tensors of {kind} devices, and device is {device}"
+            f"backend {backend!r} (given to connect) moves tensors of {kind} devices, but device is {device}"
             in text
         )

@@ -110,7 +110,7 @@ bad_cards = [b"", DEEP, b"[1]", b"5", b"null", b'{"lanes": [1]}', b'{"lanes": {"
 def test_a_bad_card_names_its_rank(card: bytes) -> None:
     store = HashStore()
     store.set("mesh/here/7", card)
-    with pytest.raises(LdtError, match="connect: rank 7 sent something of another form"):
+    with pytest.raises(LdtError, match="connect: rank 7 sent malformed data"):
         check_in(store, "mesh", 4, [4, 7], {"lanes": "paired"}, 5.0)
 
 
@@ -119,7 +119,7 @@ def test_a_bad_index_of_an_output_names_its_rank(told: bytes) -> None:
     store = HashStore()
     Aliasing(store, "mesh").passes(0, [(0, 3)])
     store.set("mesh/aliasing/step/0/passed/0", told)
-    with pytest.raises(LdtError, match="the rank of chunk 1 sent something of another form"):
+    with pytest.raises(LdtError, match="the rank of chunk 1 sent malformed data"):
         Aliasing(store, "mesh").shares(0, [0])
 
 

@@ -1,4 +1,4 @@
-"""Walks over the graph that autograd records: nodes, and those that a backward would run after them."""
+"""Walks the autograd graph: a node, and the nodes that backward runs after it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ __all__ = ["accumulate_grad_nodes", "children", "depth_first", "reachable"]
 
 
 def children(node: Node) -> list[Node]:
-    """The nodes that run next, once for each edge."""
+    """The nodes that backward runs next, one entry for each edge."""
     return [child for child, _ in node.next_functions if child is not None]
 
 
 def accumulate_grad_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The nodes behind ``nodes`` that accumulate gradients of leaves."""
+    """The AccumulateGrad nodes reachable from ``nodes``."""
     return (node for node in reachable(nodes, set()) if node.name().endswith("AccumulateGrad"))
 
 
 def reachable(starts: Iterable[Node], ends: set[Node]) -> Iterator[Node]:
-    """The nodes that a backward from ``starts`` runs, those of ``ends`` included and none behind them."""
+    """The nodes that backward runs from ``starts`` up to and including ``ends``."""
     return depth_first(starts, lambda node: () if node in ends else children(node))
 
 
 def depth_first(starts: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> Iterator[Node]:
-    """``starts`` and all that ``neighbours`` lead to, each once, depth first."""
+    """``starts`` and every node that ``neighbours`` leads to, each once, in depth-first order."""
     stack = list(dict.fromkeys(starts))
     seen = set(stack)
     while stack:

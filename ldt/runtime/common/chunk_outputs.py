@@ -1,4 +1,7 @@
-"""What a chunk may return: a tensor or a tuple of tensors, each with memory of its own to send; the last, anything."""
+"""Checks what a chunk returns, and splits the tensors from the last chunk's output.
+
+A chunk returns a tensor or a tuple of tensors with plain memory to send; the last chunk may return anything.
+"""
 
 from __future__ import annotations
 
@@ -32,38 +35,38 @@ def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
 
 
 def check_device(tensors: Sequence[torch.Tensor], device: torch.device, what: str) -> None:
-    """Raise ValueError if one of ``tensors``, which are to be sent, is not on ``device``, the mesh's."""
+    """Raise ValueError if one of ``tensors``, which are about to be sent, is not on ``device``, the mesh's device."""
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
             raise InputValueError(
-                f"{what}, tensor {index} is on {tensor.device}, but the mesh is on {device}: return it there, with the "
-                "module and what it computes on moved by .to(mesh.device)"
+                f"{what}, tensor {index} is on {tensor.device}, but the mesh is on {device}: move the module and its "
+                "inputs there with .to(mesh.device)"
             )
 
 
-class _Place(NamedTuple):
-    """Where a tensor was."""
+class _Slot(NamedTuple):
+    """Stands for tensor ``number`` in an output whose tensors were split off."""
 
     number: int
 
 
 def split_tensors(output: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The tensors of ``output``, detached, and what remains of it, to be ``merge_tensors`` with them again.
+    """Split ``output`` into the rest and its tensors, detached. ``merge_tensors`` puts them together again.
 
-    Looks into what pytree knows and into dataclasses; objects of other classes remain as they are.
+    Looks into pytrees and dataclasses. Objects of other classes stay as they are.
     """
     tensors: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> _Place:
+    def take(tensor: torch.Tensor) -> _Slot:
         tensors.append(tensor.detach())
-        return _Place(len(tensors) - 1)
+        return _Slot(len(tensors) - 1)
 
     return _mapped(torch.Tensor, take, output), tensors
 
 
 def merge_tensors(rest: Any, tensors: list[torch.Tensor]) -> Any:
-    """``rest`` with ``tensors`` at their places."""
-    return _mapped(_Place, lambda place: tensors[place.number], rest)
+    """``rest`` with ``tensors`` in their slots."""
+    return _mapped(_Slot, lambda slot: tensors[slot.number], rest)
 
 
 def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
@@ -74,7 +77,7 @@ def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
             return leaf
         same = copy.copy(leaf)
         for field in dataclasses.fields(leaf):
-            if hasattr(leaf, field.name):  # also of a frozen one
+            if hasattr(leaf, field.name):  # bypasses the __setattr__ of frozen dataclasses
                 object.__setattr__(same, field.name, _mapped(kind, function, getattr(leaf, field.name)))
         return same
 
@@ -82,12 +85,12 @@ def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def check_sendable(tensor: torch.Tensor, what: str) -> None:
-    """Raise TypeError if ``tensor``, which is to be sent, has no memory of plain elements: a lane sends just that."""
-    way_out = _way_out(tensor)
-    if way_out is not None:
+    """Raise TypeError if ``tensor`` has no plain memory. A lane sends nothing else."""
+    conversion = _conversion(tensor)
+    if conversion is not None:
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout}, {tensor.device.type}"
         raise InputTypeError(
-            f"{what} is a tensor ({kind}) without plain memory to send to another node: {way_out} in the chunk"
+            f"{what} is a tensor ({kind}) without plain memory to send to another node: {conversion} in the chunk"
         )
     if is_traceable_wrapper_subclass(tensor):
         kind, advice = (
@@ -97,13 +100,14 @@ def check_sendable(tensor: torch.Tensor, what: str) -> None:
         if isinstance(tensor, DTensor):
             kind = f"DTensor of {tensor.placements} over {tensor.device_mesh}"
             advice = (
-                "make it one that is Shard over mesh.tp_mesh alone, or plain with full_tensor() or to_local()"
+                "redistribute it to Shard over mesh.tp_mesh alone, or make it plain with full_tensor() or "
+                "to_local()"
             )
         raise InputTypeError(f"{what} is a {kind}, which cannot be sent to another node: {advice}")
 
 
-def _way_out(tensor: torch.Tensor) -> str | None:
-    """What makes a plain tensor of one that is not; None for one that is, or that wraps others."""
+def _conversion(tensor: torch.Tensor) -> str | None:
+    """How to turn ``tensor`` into a plain one; None if it is plain or a wrapper of other tensors."""
     if tensor.is_quantized:
         return "call dequantize(), or return its int_repr()"
     if tensor.is_nested:

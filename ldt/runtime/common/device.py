@@ -1,4 +1,4 @@
-"""Which device and which backend a mesh uses when the caller does not say."""
+"""Chooses the device and backend of a mesh, and warms up the device's libraries."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = [
 ]
 
 _POLL_SECONDS = 0.001
-_opened = threading.local()
+_warm = threading.local()
 _DEVICE_OF_BACKEND = {"nccl": "cuda", "hccl": "npu", "xccl": "xpu", "gloo": "cpu"}
 
 
 def choose_device(device: torch.device | str | None, backend: str | None) -> torch.device:
-    """``device``, else the current device of the kind that ``backend``, else the default group, is for.
+    """``device``, or the current device of the type that ``backend`` or the default group serves.
 
-    Always with an index, but for the CPU, which has none. Raises ValueError for one that this process does not have, or
-    that the backend is not for.
+    The result has an index, except for the CPU. Raises ValueError if this process has no such device, or if the backend
+    does not serve it.
     """
     if device is not None:
         chosen = _indexed(torch.device(device))
@@ -36,14 +36,14 @@ def choose_device(device: torch.device | str | None, backend: str | None) -> tor
         _DEVICE_OF_BACKEND.get(name) for name in ([backend] if backend else _default_backends().values())
     ]
     accelerators = [kind for kind in kinds if kind is not None and kind != "cpu"]
-    if "cpu" in kinds:  # a default group for both: for whichever there is
+    if "cpu" in kinds:  # the default group serves both: use an accelerator if there is one
         accelerators = [kind for kind in accelerators if _is_available(kind)]
     if not accelerators:
         return torch.device("cpu")
     if not _is_available(accelerators[0]):
         raise ValueError(
-            f"backend {backend or accelerators[0]!r} is for {accelerators[0]} devices, of which this process has "
-            "none: install PyTorch for them and check that the driver sees one, or use backend='gloo' on the CPU"
+            f"backend {backend or accelerators[0]!r} needs a {accelerators[0]} device, but this process has none: "
+            "install a PyTorch build for it and check that the driver sees one, or use backend='gloo' on the CPU"
         )
     return _indexed(torch.device(accelerators[0]))
 
@@ -52,34 +52,34 @@ def _check_backend(device: torch.device, backend: str | None) -> None:
     name = backend or _default_backends().get(device.type)
     kind = _DEVICE_OF_BACKEND.get(name or "", device.type)
     if kind != device.type:
-        given = "of connect" if backend else "of the default process group for it"
+        source = "given to connect" if backend else "of the default process group"
         raise ValueError(
-            f"backend {name!r}, {given}, moves tensors of {kind} devices, and device is {device}: give both for one "
-            "kind, such as init_process_group('cpu:gloo,cuda:nccl') and device='cuda', or leave out device"
+            f"backend {name!r} ({source}) moves tensors of {kind} devices, but device is {device}: give a backend "
+            "and a device that match, such as init_process_group('cpu:gloo,cuda:nccl') and device='cuda', or omit it"
         )
 
 
 def choose_backend(device: torch.device, backend: str | None) -> str:
-    """``backend``, else what the default group uses for ``device``. Raises ValueError if it has none."""
+    """``backend``, or the default group's backend for ``device``. Raises ValueError if there is none."""
     name = backend or _default_backends().get(device.type)
     if name is None:
         raise ValueError(
-            f"the default process group has no backend for {device}: it has {_default_backends()}; write "
-            f"init_process_group('cpu:gloo,{device.type}:...') with its backend, such as cuda:nccl, or give connect "
-            "backend="
+            f"the default process group has no backend for {device}, only {_default_backends()}: call "
+            f"init_process_group('cpu:gloo,{device.type}:...') with a backend for it, such as cuda:nccl, or pass "
+            "backend= to connect"
         )
     return name
 
 
 def warm_up_libraries(device: torch.device, check: Callable[[], None]) -> None:
-    """Multiply matrices, forward and backward, before anything is under way on ``device``: once in each thread.
+    """Run a matmul forward and backward on ``device`` before anything is queued there, once per thread.
 
-    The first product of a thread, and autograd has threads of its own, makes the thread's handle of cuBLAS, which waits
-    for all that is queued on the device: also for a receive that waits for this rank. ``check`` is called while the
-    product is under way, and may raise.
+    The first matmul of a thread, autograd's own threads included, creates the thread's cuBLAS handle. That waits for
+    everything queued on the device, and so would deadlock behind a receive that waits for this rank. ``check`` is
+    polled while the matmul runs, and may raise.
     """
-    opened: set[torch.device] = _opened.__dict__.setdefault("devices", set())
-    if device.type == "cpu" or device in opened:
+    warm: set[torch.device] = _warm.__dict__.setdefault("devices", set())
+    if device.type == "cpu" or device in warm:
         return
     with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         ones = torch.ones(16, 16, dtype=torch.float32, device=device, requires_grad=True)
@@ -89,26 +89,29 @@ def warm_up_libraries(device: torch.device, check: Callable[[], None]) -> None:
     while not end.query():
         check()
         time.sleep(_POLL_SECONDS)
-    opened.add(device)
+    warm.add(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Of ``device``, which need not be the current one: an event records a stream of that one unless told otherwise."""
+    """The current stream of ``device``, which need not be the current device.
+
+    ``Event.record()`` without a stream would record one of the current device.
+    """
     stream: torch.Stream = torch.get_device_module(device).current_stream(device)
     return stream
 
 
 def synchronize_current_stream(device: torch.device) -> None:
-    """Wait on the host for what was launched on the current stream of ``device``.
+    """Block the host until the current stream of ``device`` is idle.
 
-    Not for the whole device: a lane's stream may hold a receive that only ends when this rank goes on.
+    Synchronizing the whole device could deadlock: a lane's stream may hold a receive that needs this rank to go on.
     """
     if device.type != "cpu":
         current_stream(device).synchronize()
 
 
 def _default_backends() -> dict[str, str]:
-    """Device kind to backend, of the default group."""
+    """The default group's backends by device type."""
     if not dist.is_initialized():
         return {"cpu": "gloo"}
     config = dist.get_backend_config()
@@ -118,7 +121,7 @@ def _default_backends() -> dict[str, str]:
 def _is_available(kind: str) -> bool:
     try:
         return bool(torch.get_device_module(kind).is_available())
-    except (RuntimeError, AttributeError):  # a kind that this build does not know
+    except (RuntimeError, AttributeError):  # this build does not know the device type
         return False
 
 
@@ -127,7 +130,7 @@ def _indexed(device: torch.device) -> torch.device:
         return torch.device("cpu")
     if not _is_available(device.type):
         raise ValueError(
-            f"device {device.type!r} was asked for, but this process has none: install a PyTorch build for it and "
+            f"device {device.type!r} was requested, but this process has none: install a PyTorch build for it and "
             "check that the driver sees one, or use device='cpu'"
         )
     index = torch.get_device_module(device).current_device() if device.index is None else device.index

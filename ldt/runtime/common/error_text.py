@@ -1,4 +1,4 @@
-"""What an exception says, read so that whatever its class does neither breaks nor holds up the report of it."""
+"""Reads exceptions safely: a broken or slow ``__str__``, ``__class__`` or metaclass cannot break the report."""
 
 from __future__ import annotations
 
@@ -25,31 +25,31 @@ __all__ = [
 TEXT_LIMIT = MOST_CHARACTERS
 _NAME_LIMIT = 200
 TRACEBACK_LINES = 12
-_SECONDS = 0.5
+_TIMEOUT_SECONDS = 0.5
 
 
 def safe_isinstance(error: BaseException, kinds: type | tuple[type, ...]) -> bool:
-    """``isinstance`` by what ``error`` is, whatever its ``__class__`` says."""
+    """``isinstance`` by the real type of ``error``: an overridden ``__class__`` is ignored."""
     return issubclass(type(error), kinds)
 
 
 def type_name(error: BaseException) -> str:
-    """The name of its class, whatever a metaclass says."""
+    """The class name of ``error``: an overriding metaclass is ignored."""
     return plain(type.__dict__["__name__"].__get__(type(error)), _NAME_LIMIT)
 
 
 def safe_str(error: BaseException) -> str:
-    """``str(error)``, at most 4000 characters that can be printed; a remark where that raises or does not end."""
+    """The first 4000 printable characters of ``str(error)``; a placeholder if that raises or hangs."""
     return _read(lambda: str.__getitem__(str(error), slice(TEXT_LIMIT)), "(its text cannot be read)")
 
 
 def traceback_tail(error: BaseException) -> str:
-    """The last lines of its traceback."""
+    """The last lines of the traceback of ``error``."""
     return _read(lambda: _last_lines(_trace_of(error)), "")
 
 
 def raised_at(error: BaseException) -> tuple[str, int, str] | None:
-    """The file, line and function that raised it; None if nothing did."""
+    """The file, line and function that raised ``error``; None if it was never raised."""
     traces = _traces_of(error)
     if not traces:
         return None
@@ -58,7 +58,7 @@ def raised_at(error: BaseException) -> tuple[str, int, str] | None:
 
 
 def traceback_files(error: BaseException) -> list[str]:
-    """The files of its traceback, that of what raised it last."""
+    """The files of the traceback of ``error``, ending with the one that raised it."""
     return [trace.tb_frame.f_code.co_filename for trace in _traces_of(error)]
 
 
@@ -82,22 +82,25 @@ def _last_lines(trace: TracebackType | None) -> str:
 
 
 def _read(read: Callable[[], str], otherwise: str) -> str:
-    """What ``read`` gives. It runs code of the user's: on a thread of its own, which is ended if it takes too long."""
+    """The result of ``read``, or ``otherwise`` if that fails.
+
+    ``read`` runs user code, so it gets a thread of its own, which is stopped after half a second.
+    """
     found = [otherwise]
 
     def run() -> None:
         try:
             found[0] = plain(read())
-        except BaseException:  # whatever it is, the error that is reported is another one
+        except BaseException:  # the error to report is another one
             return
 
     thread = threading.Thread(target=run, name="ldt-error-text", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # there are too many, or the interpreter ends
+    except RuntimeError:  # too many threads, or the interpreter is shutting down
         run()
         return found[0]
-    thread.join(_SECONDS)
+    thread.join(_TIMEOUT_SECONDS)
     if thread.is_alive():
         ident = ctypes.c_ulong(thread.ident or 0)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))

@@ -1,4 +1,4 @@
-"""Remembers answers, the most recent ones."""
+"""Caches the most recently used values."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ Value = TypeVar("Value")
 
 
 class LruCache(Generic[Value]):
-    """The ``size`` answers used last, by what was asked."""
+    """Keeps the ``size`` most recently used values."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._answers: OrderedDict[Hashable, Value] = OrderedDict()
+        self._values: OrderedDict[Hashable, Value] = OrderedDict()
 
-    def get(self, key: Hashable, ask: Callable[[], Value]) -> Value:
-        """The answer for ``key``, from ``ask`` if it is not there."""
-        if key not in self._answers:
-            self._answers[key] = ask()
-            if len(self._answers) > self._size:
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(key)
-        return self._answers[key]
+    def get(self, key: Hashable, compute: Callable[[], Value]) -> Value:
+        """The value for ``key``, from ``compute`` if it is not cached."""
+        if key not in self._values:
+            self._values[key] = compute()
+            if len(self._values) > self._size:
+                self._values.popitem(last=False)
+        self._values.move_to_end(key)
+        return self._values[key]
 
     def find(self, key: Hashable) -> Value | None:
-        """The answer for ``key``, None if it is not there."""
-        if key not in self._answers:
+        """The value for ``key``, or None if it is not cached."""
+        if key not in self._values:
             return None
-        self._answers.move_to_end(key)
-        return self._answers[key]
+        self._values.move_to_end(key)
+        return self._values[key]
 
     def clear(self) -> None:
-        self._answers.clear()
+        self._values.clear()
 
     def __len__(self) -> int:
-        return len(self._answers)
+        return len(self._values)

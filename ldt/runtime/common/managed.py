@@ -1,4 +1,4 @@
-"""Context managers of generators that leave the exceptions of the user's code as they are."""
+"""Context managers from generators that pass the user's exceptions through unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Managed(AbstractContextManager[_T], Generic[_T]):
         try:
             self._body.throw(error)  # type: ignore[attr-defined]
         except BaseException as raised:
-            # A generator makes a RuntimeError of a StopIteration.
+            # A generator turns a StopIteration into a RuntimeError.
             if raised is not error and not (
                 safe_isinstance(error, StopIteration) and raised.__cause__ is error
             ):
@@ -40,7 +40,7 @@ class _Managed(AbstractContextManager[_T], Generic[_T]):
 
 
 def managed(function: Callable[_P, Iterator[_T]]) -> Callable[_P, AbstractContextManager[_T]]:
-    """As ``contextlib.contextmanager``, which sets an attribute of what is raised within; frozen classes refuse."""
+    """Like ``contextlib.contextmanager``, but sets no attribute on exceptions: those of frozen classes would refuse."""
 
     @functools.wraps(function)
     def manager(*args: _P.args, **kwargs: _P.kwargs) -> AbstractContextManager[_T]:

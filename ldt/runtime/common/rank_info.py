@@ -1,4 +1,4 @@
-"""Where a rank is in a topology, and who is with it there."""
+"""A rank's position in the topology, and the ranks it shares a node or a stage with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RankInfo"]
 
 
 class RankInfo:
-    """The place of one rank: ``rank`` is its number within the topology, ``ranks[rank]`` the global one."""
+    """Position of one rank: ``rank`` is its index in the topology, ``ranks[rank]`` its global rank."""
 
     def __init__(self, topology: Topology, ranks: tuple[int, ...], rank: int) -> None:
         self.topology = topology
@@ -29,7 +29,7 @@ class RankInfo:
 
     @property
     def is_leader(self) -> bool:
-        """True for the first rank of a node; unless messages are cut in shares, it alone talks to other nodes."""
+        """Whether this is the first rank of its node: with one stripe per channel, only it talks to other nodes."""
         return self.tp_rank == 0
 
     @property
@@ -37,7 +37,7 @@ class RankInfo:
         return self.stage == 0
 
     def stage_of(self, global_rank: int) -> int:
-        """The stage of a rank of this mesh."""
+        """The stage of a global rank of this mesh."""
         return self.node_of(global_rank).stage
 
     @property
@@ -45,21 +45,21 @@ class RankInfo:
         return self.ranks[self.rank]
 
     def node_of(self, global_rank: int) -> Node:
-        """The node of a rank of this mesh."""
+        """The node of a global rank of this mesh."""
         return self.topology.node_of(self.ranks.index(global_rank))
 
     def describe(self, global_rank: int) -> str:
-        """As it is named in texts: its rank, and where that is."""
+        """How logs and errors name a rank: "rank 2 (stage 1, replica 0)"."""
         node = self.node_of(global_rank)
         return f"rank {global_rank} (stage {node.stage}, replica {node.replica})"
 
     @property
     def edge_replica(self) -> int:
-        """The replica of the edge that this rank is of, or works for."""
+        """The edge replica that this rank belongs to or computes for."""
         return self.replica % self.topology.edge_dp
 
     def edge_leader(self, replica: int) -> int:
-        """Rank (in the topology) of the leader of a replica of the edge."""
+        """Topology rank of the leader of an edge replica."""
         return self.topology.leader_of(Node(0, replica))
 
     @property
@@ -69,16 +69,16 @@ class RankInfo:
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The global ranks at this rank's place in all replicas of its stage."""
+        """The global ranks with this rank's ``tp_rank`` in all replicas of its stage."""
         nodes = (Node(self.stage, replica) for replica in range(self.topology.replicas(self.stage)))
         return tuple(self.ranks[self.topology.ranks_of(node)[self.tp_rank]] for node in nodes)
 
     def spans_node(self, other: DeviceMesh) -> bool:
-        """Whether ``other``, a device mesh of this rank, goes over other ranks of its node."""
+        """Whether ``other``, a device mesh with this rank, includes other ranks of its node."""
         return self._spans(other, self.node_ranks)
 
     def spans_replicas(self, other: DeviceMesh) -> bool:
-        """Whether ``other``, a device mesh of this rank, goes over this rank's place in other replicas."""
+        """Whether ``other``, a device mesh with this rank, includes its peers in other replicas."""
         return self._spans(other, self.replica_ranks)
 
     def _spans(self, other: DeviceMesh, ranks: tuple[int, ...]) -> bool:

@@ -1,4 +1,7 @@
-"""What other ranks learn of an exception: everything of one on the cloud, of one on the edge nothing it may quote."""
+"""Decides what other ranks learn of an exception.
+
+A cloud rank's exception is sent in full. An edge rank's is redacted, as its text may quote a sample.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ __all__ = ["InputTypeError", "InputValueError", "QuotingError", "redacted", "unr
 
 
 class InputValueError(LdtError, ValueError):
-    """What the caller gave cannot be used. The text has names, numbers and shapes, never what is in a sample."""
+    """The caller's input cannot be used. The text holds names, numbers and shapes, never values of a sample."""
 
 
 class InputTypeError(LdtError, TypeError):
-    """As InputValueError, for a thing of the wrong type."""
+    """Like InputValueError, for input of the wrong type."""
 
 
 class QuotingError(LdtError):
-    """An error of the package's own whose text quotes an exception of the user's code; ``plain`` does not.
+    """An error of this package whose text quotes an exception of user code; ``plain`` does not.
 
-    To users and other ranks it is an LdtError, in texts and tracebacks, too.
+    Users and other ranks see an LdtError, in messages and tracebacks, too.
     """
 
     __module__ = LdtError.__module__
@@ -40,7 +43,7 @@ class QuotingError(LdtError):
         self.plain = plain
 
     def and_also(self, more: str) -> QuotingError:
-        """The same, with ``more`` at the end, which quotes nothing."""
+        """The same error with ``more``, which quotes nothing, appended."""
         return QuotingError(f"{self}{more}", plain=f"{self.plain}{more}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -51,15 +54,15 @@ QuotingError.__name__ = LdtError.__name__
 
 
 def unredacted(error: BaseException) -> tuple[str, str]:
-    """The text of ``error``, at most 4000 characters, and the last lines of its traceback."""
+    """The text of ``error``, at most 4000 characters, and the tail of its traceback."""
     return f"{type_name(error)}: {safe_str(error)}"[:TEXT_LIMIT], traceback_tail(error)
 
 
 def redacted(error: BaseException) -> str:
-    """What may leave the edge: the type of ``error`` and the file, line and function that raised it.
+    """What may leave the edge: the type of ``error``, and the file, line and function that raised it.
 
-    An exception's own text may quote a sample, and so may a source line. The text of the package's own exceptions
-    holds names, shapes and figures only and is kept.
+    An exception's text may quote a sample, and so may a source line. Exceptions of this package quote only names,
+    shapes and numbers, so their text is kept.
     """
     kind = type_name(error)
     if safe_isinstance(error, QuotingError):
@@ -72,6 +75,6 @@ def redacted(error: BaseException) -> str:
 
 
 def _is_of_package(kind: type) -> bool:
-    """Not a class of the user's that is derived from one of the package."""
+    """False for a user's class derived from one of this package."""
     module: object = type.__dict__["__module__"].__get__(kind)
     return isinstance(module, str) and module.partition(".")[0] == "ldt"

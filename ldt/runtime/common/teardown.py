@@ -1,4 +1,4 @@
-"""Ends several things, each whatever becomes of the others."""
+"""Runs all teardown steps, even if some raise."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["run_teardown"]
 logger = logging.getLogger(__name__)
 
 
-def run_teardown(ends: Iterable[tuple[str, Callable[[], object]]]) -> BaseException | None:
-    """Do all of ``ends``, which are named in the log where one raises. Returns the first error."""
+def run_teardown(steps: Iterable[tuple[str, Callable[[], object]]]) -> BaseException | None:
+    """Run every named step, and log each one that raises. Returns the first error."""
     first: BaseException | None = None
-    for what, end in ends:
+    for what, step in steps:
         try:
-            end()
-        except BaseException as error:  # also Ctrl-C: what is not ended now never is
+            step()
+        except BaseException as error:  # Ctrl-C, too: a step that is skipped now never runs
             logger.exception("could not %s", what)
             first = first or error
     return first

@@ -1,4 +1,4 @@
-"""What a hop carries, in figures: shape, dtype and whether a gradient comes back. Never values."""
+"""Describes the tensors of a hop: shape, dtype and whether a gradient comes back. Never values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ __all__ = ["HopSpecs", "TensorSpec", "backward_specs", "describe", "first_differ
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a hop. ``requires_grad`` means that it may require a gradient, which the receiver then sends back.
+    """One tensor of a hop.
 
-    ``order`` is its layout in memory: the dimensions from the outermost to the innermost, empty for the usual order.
-    It travels in that order, and arrives in it, gradients too: kernels may sum in the order of memory. A tensor whose
-    elements do not fill its memory (a slice, an expanded tensor) has the usual order and arrives contiguous.
-    ``shard`` is the dimension that is split over the ranks of each stage (see ``ldt.runtime.comm.shards``), None where
-    each has all; ``shape`` is that of the whole.
-    ``used`` says whether the next chunk uses it where gradients are concerned: False if it does not, and sends none
-    back, None if that shows in each microbatch. ``decisive`` says that a reentrant checkpoint behind the hop trains its
-    layers only if this tensor requires a gradient. Both are found by all ranks alike and not told.
+    Attributes:
+        shape: Of the whole tensor, also where it is sharded.
+        dtype: Element type.
+        requires_grad: Whether the tensor may require a gradient, which the receiver then sends back.
+        order: Memory layout: the dimensions from outermost to innermost, empty for the default order. The tensor and
+            its gradient travel and arrive in this order, since kernels may sum in memory order. A tensor whose elements
+            do not fill its memory (a slice, an expanded tensor) has the default order and arrives contiguous.
+        shard: The dimension split over the ranks of each stage (see ``ldt.runtime.comm.shards``), or None if every
+            rank has the whole tensor.
+        used: Whether the next chunk's backward uses the tensor. False: no gradient is sent back. None: it depends on
+            the microbatch.
+        decisive: Whether a reentrant checkpoint behind the hop trains its layers only if this tensor requires a
+            gradient. Every rank derives ``used`` and ``decisive`` itself; they are not sent.
     """
 
     shape: tuple[int, ...]
@@ -36,31 +41,31 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of ``tensor`` as it is."""
+        """The spec of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _order_of(tensor))
 
     def without_grad(self) -> TensorSpec:
-        """The same tensor in a forward-only step."""
+        """The spec in a forward-only step."""
         return replace(self, requires_grad=False)
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     # -- on the wire -----------------------------------------------------------------------------------------
 
     @property
     def wire_shape(self) -> tuple[int, ...]:
-        """The shape in the order of memory."""
+        """The shape in memory order."""
         return tuple(self.shape[dim] for dim in self.order) if self.order else self.shape
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of ``tensor`` that is contiguous if its layout is the agreed one."""
+        """A view of ``tensor`` in memory order; contiguous if its layout is the agreed one."""
         return tensor.permute(self.order) if self.order else tensor
 
     def from_wire(self, received: torch.Tensor) -> torch.Tensor:
-        """The tensor, as a view of what was received in ``wire_shape``."""
+        """The tensor as a view of ``received``, which has ``wire_shape``."""
         if not self.order:
             return received
         return received.permute([self.order.index(dim) for dim in range(len(self.order))])
@@ -68,7 +73,7 @@ class TensorSpec:
     # -- as text ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        """``[[4, 8], "float32", true, [], null]``."""
+        """Shape, dtype, requires_grad, order and shard: ``[[4, 8], "float32", true, [], null]``."""
         return [
             list(self.shape),
             str(self.dtype).removeprefix("torch."),
@@ -79,7 +84,7 @@ class TensorSpec:
 
     @classmethod
     def from_json(cls, data: Any) -> TensorSpec:
-        """Read what ``to_json`` gives. It comes from another rank: raises ValueError if it is not a spec."""
+        """Inverse of ``to_json``. ``data`` comes from another rank: raises ValueError if it is not a spec."""
         match data:
             case [[*shape], str(name), bool(requires_grad), [*order], shard] if all(
                 type(size) is int and size >= 0 for size in shape
@@ -114,13 +119,13 @@ def specs_of(tensors: Sequence[torch.Tensor]) -> HopSpecs:
 
 
 def backward_specs(specs: Sequence[TensorSpec]) -> HopSpecs:
-    """What a message backward holds for a hop of ``specs``: gradients, and which of those in doubt there really are.
+    """The specs of the backward message for a hop of ``specs``: the gradients, and flags for the uncertain ones.
 
-    The latter as one byte each, 1 or 0, in a last tensor; a gradient that there is not is sent as zeros then.
+    The last tensor holds one byte for each tensor whose ``used`` is None: 1 if it has a gradient, 0 if zeros are sent.
     """
     grads = tuple(spec for spec in specs if spec.requires_grad and spec.used is not False)
-    in_doubt = sum(spec.used is None for spec in grads)
-    return (*grads, TensorSpec((in_doubt,), torch.uint8)) if in_doubt else grads
+    uncertain = sum(spec.used is None for spec in grads)
+    return (*grads, TensorSpec((uncertain,), torch.uint8)) if uncertain else grads
 
 
 def describe(specs: Sequence[TensorSpec]) -> str:
@@ -129,12 +134,12 @@ def describe(specs: Sequence[TensorSpec]) -> str:
 
 
 _CAUSES = (
-    "autocast and the mode of modules (train or eval) must be the same on all ranks, and if a layer was changed since "
-    "the last step, call pipeline.forget_shapes() on every rank; what hooks make of it, or a state, is to be declared: "
-    "give the module a method output_spec"
+    "autocast and train/eval mode must be the same on all ranks; if a layer changed since the last step, call "
+    "pipeline.forget_shapes() on every rank; if hooks or state change the output, declare it in the module's method "
+    "output_spec"
 )
 _DECLARED = (
-    "its output_spec must say what its forward returns, also under autocast and in train and eval mode; if a layer was "
+    "its output_spec must match what its forward returns, also under autocast and in train and eval mode; if a layer "
     "changed since the last step, call pipeline.forget_shapes() on every rank"
 )
 
@@ -142,34 +147,34 @@ _DECLARED = (
 def first_difference(
     expected: Sequence[TensorSpec], got: Sequence[TensorSpec], declared: bool = False
 ) -> str | None:
-    """Where ``got`` is not what was agreed, as the second half of an error text; None if it is.
+    """How ``got`` differs from the agreed specs, as the second half of an error text; None if it does not.
 
-    ``declared`` says that an ``output_spec`` has told what to expect.
-    A tensor that was announced with a gradient and has none is no difference: its gradient comes and is dropped. It is
-    one where a reentrant checkpoint would train its layers, as it cannot know.
+    ``declared`` says that ``expected`` comes from an ``output_spec``.
+    A tensor that was agreed with a gradient and has none is no difference: its gradient is received and dropped. It is
+    one if the tensor is ``decisive``: the reentrant checkpoint would train its layers all the same.
     """
     causes = _DECLARED if declared else _CAUSES
     if len(expected) != len(got):
         agreed = f"{len(expected)} tensors were agreed ({describe(expected)})"
-        return f"{agreed}, it has {len(got)} ({describe(got)}); {causes}"
+        return f"{agreed}, got {len(got)} ({describe(got)}); {causes}"
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
         if (want.shape, want.dtype, want.shard) != (have.shape, have.dtype, have.shard):
-            return f"tensor {index} was agreed as {want}, it is {have}; {causes}"
+            return f"tensor {index} was agreed as {want}, got {have}; {causes}"
         if want.decisive and not have.requires_grad:
             return (
-                f"tensor {index} requires no gradient, but was agreed as {want}, for which a checkpoint "
-                "with use_reentrant=True on a later stage would train its layers; in the unsplit model it does "
-                "not. Let the tensor always require a gradient, or use use_reentrant=False there"
+                f"tensor {index} requires no gradient, but was agreed as {want}: a checkpoint with use_reentrant=True "
+                "on a later stage would train its layers, which the unsplit model does not. Let the tensor always "
+                "require a gradient, or use use_reentrant=False there"
             )
         if have.requires_grad and not want.requires_grad and declared:
             return (
-                f"tensor {index} requires a gradient, but the output_spec of the chunk says {want}: let it return "
-                "TensorSpec(..., requires_grad=True) there, which evals do not mind"
+                f"tensor {index} requires a gradient, but the output_spec of the chunk says {want}: return "
+                "TensorSpec(..., requires_grad=True) there; eval ignores it"
             )
         if have.requires_grad and not want.requires_grad:
             return (
-                f"tensor {index} requires a gradient, but was agreed as {want}; if layers were unfrozen since "
-                "the last step, call pipeline.forget_shapes() on every rank; if it depends on the state of the chunk, "
-                "give the module a method output_spec"
+                f"tensor {index} requires a gradient, but was agreed as {want}; if layers were unfrozen since the last "
+                "step, call pipeline.forget_shapes() on every rank; if it depends on the chunk's state, give the "
+                "module a method output_spec"
             )
     return None

@@ -174,7 +174,7 @@ def other_dtensors() -> str:
 def test_dtensors_that_are_not_split(pool: RankPool) -> None:
     for text in pool.run(other_dtensors, ranks=range(3)):
         assert "tensor 0 is a DTensor of (Replicate(),) over DeviceMesh" in text
-        assert "make it one that is Shard over mesh.tp_mesh alone" in text
+        assert "redistribute it to Shard over mesh.tp_mesh alone" in text
 
 
 @given(st.integers(0, 40), st.integers(1, 8), st.integers(1, 8))

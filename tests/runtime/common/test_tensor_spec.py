@@ -78,6 +78,6 @@ def test_differences() -> None:
     assert first_difference([grad], [plain]) is None, "its gradient comes and is dropped"
     assert "call pipeline.forget_shapes()" in str(first_difference([plain], [grad]))
     assert "1 tensors were agreed" in str(first_difference([plain], [plain, plain]))
-    assert "tensor 1 was agreed as float32[2, 3], it is float32[3, 2]" in str(
+    assert "tensor 1 was agreed as float32[2, 3], got float32[3, 2]" in str(
         first_difference([plain, plain], [plain, transposed])
     )

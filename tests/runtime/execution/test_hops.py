@@ -377,7 +377,7 @@ def test_a_chunk_whose_shapes_cannot_be_told(pool: RankPool, at: int) -> None:
 @pytest.mark.parametrize("at", [0, 1])
 def test_an_output_that_is_not_what_was_declared(pool: RankPool, at: int) -> None:
     texts = pool.run(undeclared, WronglyDeclared, at, ranks=[0, 1])
-    expected = "tensor 0 was agreed as float32[5, 8] with grad, it is float32[4, 8] with grad"
+    expected = "tensor 0 was agreed as float32[5, 8] with grad, got float32[4, 8] with grad"
     assert all(expected in text for text in texts), texts
     assert all(f"{at}F0" in text for text in texts[1 - at : 2 - at])
 

@@ -100,7 +100,7 @@ def test_train_and_eval_mode_between_calls(pool: RankPool) -> None:
     """It changes what hops carry, and needs no word if all ranks do it."""
     assert pool.run(switched_modes, [0, 1, 2]) == [""] * 3
     for text in pool.run(switched_modes, [1]):
-        assert "the mode of modules (train or eval) must be the same on all ranks" in text
+        assert "autocast and train/eval mode must be the same on all ranks" in text
 
 
 class Tying(ToyChunk):

@@ -93,7 +93,7 @@ def checked(kind: str) -> str:
         (
             "declares",
             "output of chunk 1 for microbatch 0 is not what it declares (output_spec): tensor 0 was agreed as "
-            "float32[4, 16] with grad, it is float32[3, 16] with grad",
+            "float32[4, 16] with grad, got float32[3, 16] with grad",
         ),
         (
             "width",
@@ -146,7 +146,7 @@ def blamed(kind: str, validating: bool) -> str:
             "forgets",
             (
                 "output of chunk 1 for microbatch 0 is not what ",
-                "tensor 0 requires a gradient, but the output_spec of the chunk says float32[3, 16]: let it return "
+                "tensor 0 requires a gradient, but the output_spec of the chunk says float32[3, 16]: return "
                 "TensorSpec(..., requires_grad=True) there",
             ),
         ),
