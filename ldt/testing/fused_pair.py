@@ -22,7 +22,7 @@ from ldt._C import (
     PeerSender,
     PeerStream,
 )
-from ldt.runtime.comm.transports import communicator_of
+from ldt._torch_private import nccl_communicator
 
 __all__ = ["LEADER", "SENDER", "FusedPair"]
 
@@ -76,7 +76,7 @@ def _of_groups(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Process
 
 
 def _of_nccl(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
-    ends = [communicator_of(group, device) for group in (p2p, stage)]
+    ends = [nccl_communicator(group, device) for group in (p2p, stage)]
     if dist.get_rank() == SENDER:
         return NcclCommunicators(p2p=ends[0], stage=None), NcclCommunicators(p2p=None, stage=ends[1])
     return NcclCommunicators(p2p=ends[0], stage=ends[1]), None

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
+from ldt._torch_private import TCPStore
 from ldt.testing.slowness import allowed, slowness_at_start
 
 __all__ = ["RankError", "RankPool"]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ldt._torch_private import foreach_norm
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.module_state import is_part
@@ -103,7 +104,7 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> list[float]:
     found: list[float] = []
     for device, some in by_device.items():
         if some:
-            found += torch.stack(list(torch._foreach_norm(some, norm_type, dtype=_wide(device)))).tolist()
+            found += torch.stack(foreach_norm(some, norm_type, _wide(device))).tolist()
     return found
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
 
 import ldt
+from ldt._torch_private import TCPStore
 from ldt.runtime import Mesh
 from ldt.testing.fused_pair import FusedPair
 

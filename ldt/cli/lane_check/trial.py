@@ -62,7 +62,7 @@ def try_lane(kind: LaneKind, seconds: float = 60.0) -> Trial:
 
     They are ended when neither has come to a new phase for ``seconds``; for the first, imports, they have longer.
     """
-    from torch._C._distributed_c10d import TCPStore
+    from ldt._torch_private import TCPStore
 
     with ExitStack() as stack:
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from ldt._torch_private import tree_leaves
 from ldt.integrations.hf.meta_model import PassOn, decoder_of
 
 __all__ = ["prove_text", "prove_vision"]

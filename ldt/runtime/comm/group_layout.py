@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ldt._torch_private import make_process_group
 from ldt.runtime.comm.transfer import LEADERS, Stripe, Transfers
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
@@ -138,20 +137,7 @@ def make_group(
     Raises what the backend raises when a member is missing after ``timeout``. Operations of a gloo group have no
     limit, those of others have ``timeout`` until ``set_timeout`` gives them another.
     """
-    ranks = list(ranks)
-    group: dist.ProcessGroup
-    with _no_communicator_split():
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            ranks.index(dist.get_rank()),
-            ranks,
-            backend,
-            store,
-            c10d.GroupName(name),
-            timeout=timeout,
-            group_desc=name,
-        )
-    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    group = make_process_group(name, ranks, backend, timeout, store)
     if backend == GLOO:
         group.set_timeout(_NO_LIMIT)
     return group
@@ -168,18 +154,3 @@ def unique_dims() -> tuple[str, str]:
     """
     number = next(_meshes)
     return ("dp", "tp") if number == 1 else (f"dp_{number}", f"tp_{number}")
-
-
-@contextmanager
-def _no_communicator_split() -> Iterator[None]:
-    """Splitting the default NCCL communicator (``init_process_group(device_id=...)``) needs all its ranks at once."""
-    default = c10d._get_default_group()
-    bound = getattr(default, "bound_device_id", None)
-    if bound is None:
-        yield
-        return
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = bound

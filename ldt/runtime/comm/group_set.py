@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ldt._torch_private import abort_group, is_registered
 from ldt.runtime.comm.group_layout import GLOO, make_group
 from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.health.connections import Connections
@@ -132,10 +132,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
 def _unregister(group: dist.ProcessGroup, *, abort: bool) -> None:
     """torch forgets ``group``. To abort it is for after a failure: else what is queued in it would be flushed first."""
-    if group not in c10d._world.pg_map:  # the whole world was destroyed before
+    if not is_registered(group):  # the whole world was destroyed before
         return
-    if abort and hasattr(c10d, "_abort_process_group"):
-        c10d._abort_process_group(group)
+    if abort:
+        abort_group(group)
     else:
         dist.destroy_process_group(group)
 

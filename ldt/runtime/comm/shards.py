@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from ldt._torch_private import AsyncCollectiveTensor, local_tensor
 from ldt.errors import LdtError
 from ldt.runtime.common.chunk_outputs import check_sendable
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
@@ -111,7 +111,7 @@ class NodeShards:
             (placement,) = tensor.placements
             assert isinstance(placement, Shard)
             spec = replace(TensorSpec.of(tensor), order=(), shard=placement.dim % tensor.dim())
-            self._check_part(tuple(tensor._local_tensor.shape), spec, what)
+            self._check_part(tuple(local_tensor(tensor).shape), spec, what)
             return spec
         check_sendable(tensor, what)
         return TensorSpec.of(tensor)

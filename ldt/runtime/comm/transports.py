@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 
 from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
 from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
+from ldt._torch_private import nccl_communicator
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId, LaneIpcLinks, connect_ipc_links, ipc_links
@@ -142,7 +143,7 @@ class TransportSelector:
         p2p, stage = (
             None
             if name not in self.layout.groups
-            else communicator_of(self.layout.groups[name], self.layout.device)
+            else nccl_communicator(self.layout.groups[name], self.layout.device)
             for name in names
         )
         return LaneTransport("nccl", NcclCommunicators(p2p=p2p, stage=stage))
@@ -153,13 +154,6 @@ def _streams(routes: Sequence[IpcLink], rank: int) -> int:
     ends = [route for route in routes if rank in route[1:3]]
     receives = any(route.target == rank and not route.in_stage for route in ends)
     return bool(ends) + (receives and any(route.in_stage for route in routes))
-
-
-def communicator_of(group: dist.ProcessGroup, device: torch.device) -> int:
-    """The address of the group's NCCL communicator on ``device``, which is made now, with all other ranks of it."""
-    backend: Any = group._get_backend(device)
-    backend.eager_connect_single_device(device)
-    return int(backend._comm_ptr())
 
 
 def warn_of_settings(device: torch.device) -> None:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ldt._torch_private import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 
 __all__ = ["as_tensors", "check_device", "check_sendable", "merge_tensors", "split_tensors"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 
+from ldt._torch_private import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from ldt.runtime.dry_run.forward_hooks import call_with_layer_hooks, is_of
 from ldt.runtime.dry_run.python_state import ATOMS, pickled, refused, slots_of, state_of
 

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn.modules import module as modules
 
+from ldt._torch_private import forward_hooks, forward_pre_hooks, global_forward_hooks
 from ldt.untrusted import plain
 
 __all__ = ["ForwardHooks", "call_with_layer_hooks", "is_of", "left_out"]
@@ -60,25 +60,24 @@ class ForwardHooks:
 def left_out(module: nn.Module) -> Iterator[str]:
     """The hooks that a run of the module's stand-in leaves out, by name."""
     for path, part in module.named_modules():
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            yield from (_named(hook, path) for hook in hooks.values() if not is_of(hook, _OF_LAYERS))
-    for everyones in (modules._global_forward_pre_hooks, modules._global_forward_hooks):
-        yield from (_named(hook, "all modules") for hook in everyones.values())
+        hooks = (hook for hook, _ in (*forward_pre_hooks(part), *forward_hooks(part)))
+        yield from (_named(hook, path) for hook in hooks if not is_of(hook, _OF_LAYERS))
+    yield from (_named(hook, "all modules") for hook in global_forward_hooks())
 
 
 def call_with_layer_hooks(made: nn.Module, original: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``made``'s forward, with the hooks of ``original`` by which layers work."""
-    for key, hook in original._forward_pre_hooks.items():
+    for hook, takes_kwargs in forward_pre_hooks(original):
         if is_of(hook, _OF_LAYERS):
-            if key in original._forward_pre_hooks_with_kwargs:
+            if takes_kwargs:
                 args, kwargs = hook(made, args, kwargs) or (args, kwargs)
                 continue
             result = hook(made, args)
             args = args if result is None else result if isinstance(result, tuple) else (result,)
     output = made.forward(*args, **kwargs)
-    for key, hook in original._forward_hooks.items():
+    for hook, takes_kwargs in forward_hooks(original):
         if is_of(hook, _OF_LAYERS):
-            by_name = (kwargs,) if key in original._forward_hooks_with_kwargs else ()
+            by_name = (kwargs,) if takes_kwargs else ()
             result = hook(made, args, *by_name, output)
             output = output if result is None else result
     return output

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dis
-import functools
 import inspect
 import random
 import sys
@@ -16,10 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ldt._torch_private import (
+    is_lru_cache,
+    without_dispatch_modes,
+    without_function_modes,
+    without_saved_tensors_hooks,
+)
 from ldt.runtime.dry_run.fake_module import is_plain
 from ldt.runtime.dry_run.python_state import ATOMS, slots_of
 
@@ -40,9 +42,9 @@ def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
     more is neither put back nor looked into. Code of installed libraries is not searched.
     """
     with ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        stack.enter_context(_without_function_modes())
-        stack.enter_context(_without_saved_tensors_hooks())
+        stack.enter_context(without_dispatch_modes())
+        stack.enter_context(without_function_modes())
+        stack.enter_context(without_saved_tensors_hooks())
         stack.enter_context(_without_autocast_cache())
         stack.enter_context(_uncompiled())
         stack.enter_context(_random_states(device))
@@ -51,39 +53,6 @@ def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
             surroundings.of_class(type(part))
         stack.callback(surroundings.put_back)
         yield
-
-
-@contextmanager
-def _without_function_modes() -> Iterator[None]:
-    """But for those of ``torch.device`` and ``torch.set_default_device``, which say where tensors are made."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
-    _exchange(modes, kept)
-    try:
-        yield
-    finally:
-        _exchange(kept, modes)
-
-
-def _exchange(old: list[Any], new: list[Any]) -> None:
-    for _ in old:
-        _pop_mode()  # type: ignore[no-untyped-call]
-    for mode in new:
-        _push_mode(mode)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def _without_saved_tensors_hooks() -> Iterator[None]:
-    engine = torch._C._autograd
-    found = []
-    while (pair := engine._top_saved_tensors_default_hooks(False)) is not None:
-        found.append(pair)
-        engine._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pair in reversed(found):
-            engine._push_saved_tensors_default_hooks(*pair)
 
 
 @contextmanager
@@ -155,7 +124,7 @@ class _Surroundings:
             value = value.func
         if isinstance(value, FunctionType):
             self._of_function(value)
-        elif isinstance(value, functools._lru_cache_wrapper):
+        elif is_lru_cache(value):
             self._of_cache(value)
         elif isinstance(value, (list, collections.deque, dict, set, bytearray)):
             self._of_container(value)

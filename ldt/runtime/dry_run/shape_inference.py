@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from ldt._torch_private import FakeTensorMode, fake_tensor, pytree
 from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors

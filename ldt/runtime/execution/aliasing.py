@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ldt._torch_private import view_base
 from ldt.errors import LdtError
 from ldt.runtime.common.untrusted import parse, read_or_raise
 
@@ -74,8 +75,7 @@ def passthrough_outputs(inputs: Sequence[torch.Tensor], output: Any) -> list[tup
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found = []
     for index, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
-        is_view = isinstance(tensor, torch.Tensor) and tensor._is_view()
-        root = id(tensor._base if is_view else tensor)
+        root = id(view_base(tensor) if isinstance(tensor, torch.Tensor) else tensor)
         if root in index_of:
             found.append((index_of[root], index))
     return found

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from ldt._torch_private import AsyncCollectiveTensor
 from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors

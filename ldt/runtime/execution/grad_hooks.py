@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ldt._torch_private import backward_optimizers, grad_hooks
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.grad_reduce import is_reduced_elsewhere, refuse_sparse_layers
 from ldt.runtime.mesh.mesh import Mesh
@@ -52,12 +53,7 @@ def _hooked(module: nn.Module) -> list[nn.Parameter]:
     return [
         parameter
         for parameter in held
-        if parameter is not None
-        and (
-            parameter._backward_hooks
-            or parameter._post_accumulate_grad_hooks
-            or getattr(parameter, "_in_backward_optimizers", None)
-        )
+        if parameter is not None and (grad_hooks(parameter) or backward_optimizers(parameter))
     ]
 
 
@@ -73,12 +69,11 @@ def _text(owner: str, name: str, hook: str, per_token: bool) -> str:
 
 
 def _hook_names(parameter: nn.Parameter) -> Iterator[str]:
-    if getattr(parameter, "_in_backward_optimizers", None):
+    if backward_optimizers(parameter):
         yield "an optimizer in the backward"
-    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
-        for hook in (hooks or {}).values():
-            if not _module_of(hook).startswith(_WRAPPERS):
-                yield getattr(hook, "__qualname__", type(hook).__qualname__)
+    for hook in grad_hooks(parameter):
+        if not _module_of(hook).startswith(_WRAPPERS):
+            yield getattr(hook, "__qualname__", type(hook).__qualname__)
 
 
 def _module_of(hook: Callable[..., Any]) -> str:

@@ -9,15 +9,12 @@ from typing import Any
 import torch
 
 from ldt._C import VersionCounters, is_memory_own
+from ldt._torch_private import storage_id, storage_use_count
 from ldt.errors import LdtError
 from ldt.runtime.execution.stash import Slot
 from ldt.runtime.model.module_state import repeats_elements, unwrapped_tensors
 
 __all__ = ["InFlightTensors", "own_memory", "self_overlapping"]
-
-_use_count: Any = getattr(
-    torch._C, "_storage_Use_Count", lambda _: 1 << 30
-)  # without it, everything is copied
 
 
 def own_memory(tensors: list[Any], always: Container[int] = ()) -> list[int]:
@@ -75,8 +72,8 @@ def _changed(slot: Slot, index: int) -> str:
 def _copy_held(tensors: list[Any], always: Container[int]) -> list[int]:
     memory = [() if tensor is None else _memory(tensor) for tensor in tensors]
     shared = [index for index, storages in enumerate(memory) if any(_users(s) > 1 for s in storages)]
-    in_list = Counter(storage._cdata for index in shared for storage in memory[index])
-    held = [any(_users(s) > max(1, in_list[s._cdata]) for s in storages) for storages in memory]
+    in_list = Counter(storage_id(storage) for index in shared for storage in memory[index])
+    held = [any(_users(s) > max(1, in_list[storage_id(s)]) for s in storages) for storages in memory]
     for index, storages in enumerate(memory):  # last, since each copy removes a user
         if held[index] or index in always or not all(storage.resizable() for storage in storages):
             tensors[index] = tensors[index].clone()
@@ -99,5 +96,5 @@ def _memory(tensor: Any) -> tuple[torch.UntypedStorage, ...]:
 
 def _users(storage: torch.UntypedStorage) -> int:
     """The number of tensors that refer to it; ``storage`` itself does not count."""
-    count: int = _use_count(storage._cdata)
+    count = storage_use_count(storage)
     return count - 1

@@ -8,8 +8,8 @@ from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from ldt._torch_private import tree_leaves
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast, EdgeMessage, Subject

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from ldt._torch_private import pytree
 from ldt.errors import NonFiniteError
 
 __all__ = ["NanCheck"]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 
+from ldt._torch_private import local_tensor
 from ldt.errors import LdtError
 from ldt.runtime.model.module_state import parts_of
 
@@ -185,7 +186,7 @@ def _by_part(row: Sequence[Any]) -> dict[str, object]:
 
 @torch.no_grad()
 def _sum(tensor: torch.Tensor) -> object:
-    local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    local = local_tensor(tensor)
     if local.layout is not torch.strided or not local.is_floating_point():
         return None
     return repr(local.sum(dtype=torch.float64).item())  # text, because NaN does not equal itself

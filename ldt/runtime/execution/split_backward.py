@@ -16,15 +16,15 @@ CPU).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
-from torch.utils import checkpoint
 
+from ldt._torch_private import recompute_once
 from ldt.errors import LdtError
 from ldt.runtime.common.autograd_graph import accumulate_grad_nodes, children, depth_first, reachable
 from ldt.runtime.execution.side_effects import FunctionWatch, SecondPart
@@ -100,7 +100,7 @@ class WeightPart:
         alone = [group for group in self._groups if len(group.sources) == 1]
         shared = [group for group in self._groups if len(group.sources) > 1]
         with self._around():
-            with _recompute_once():  # only for backwards that have no node in common
+            with recompute_once():  # only for backwards that have no node in common
                 for group in alone:
                     self._accumulate(group)
             for group in shared:
@@ -126,12 +126,6 @@ class WeightPart:
             edges: Any = [edge for edge, _ in starts]
             targets: Any = [GradientEdge(leaf, 0) for leaf in group.leaves]
             torch.autograd.backward(edges, [grad for _, grad in starts], retain_graph=True, inputs=targets)
-
-
-def _recompute_once() -> AbstractContextManager[object]:
-    """Let several backwards recompute once under torch.utils.checkpoint. Without GraphExecGroup each recomputes."""
-    group = getattr(checkpoint, "GraphExecGroup", None)
-    return nullcontext() if group is None else group()
 
 
 def _replace_with(kept: _Grads, _: _Grads) -> _Grads:

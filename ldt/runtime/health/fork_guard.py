@@ -7,8 +7,8 @@ import os
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ldt._torch_private import groups_and_stores
 from ldt.errors import LdtError
 
 __all__ = ["check_process", "check_world"]
@@ -33,7 +33,7 @@ def check_world() -> None:
 
 def _inherit() -> None:
     """Process groups and their stores join threads when they go, which a child does not have: they stay for ever."""
-    for group, (_, store) in c10d._world.pg_map.items():
+    for group, store in list(groups_and_stores()):
         if group not in _inherited:
             _inherited[group] = os.getppid()
             for kept in (group, store):

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
+from ldt._torch_private import HashStore, default_store
 from ldt.runtime.comm.transfer import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
@@ -140,7 +140,7 @@ def _give_up(mesh: Mesh, error: BaseException) -> NoReturn:
 def _meeting_place(me: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
     """The store, and the mesh's name there."""
     if dist.is_initialized():
-        store = c10d._get_default_store()
+        store = default_store()
         return store, mesh_key(store, me, ranks)
     return _private_store(), "ldt/alone"
 
@@ -180,6 +180,4 @@ def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, 
 
 def _private_store() -> Any:
     """Where one rank that needs no others keeps what it publishes."""
-    from torch._C._distributed_c10d import HashStore
-
     return HashStore()

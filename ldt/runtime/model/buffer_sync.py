@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ldt._torch_private import non_persistent_buffers
 from ldt.errors import LdtError
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.data_parallel import unwrapped
@@ -72,7 +73,7 @@ def _buffers_of(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
         ignored = module.parameters_to_ignore
     for path, owner in unwrapped(module).named_modules():
         for name, buffer in owner._buffers.items():  # TorchScript's cannot be iterated, nor have they get
-            kept = wrapped or name not in owner._non_persistent_buffers_set
+            kept = wrapped or name not in non_persistent_buffers(owner)
             if buffer is not None and kept and f"{path}.{name}".removeprefix(".") not in ignored:
                 yield owner, name
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ldt._torch_private import is_traceable_wrapper_subclass
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.model.module_state import unwrapped_tensors
 

@@ -13,8 +13,8 @@ from typing import Any, Union
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from ldt._torch_private import tree_leaves
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.model.data_parallel import is_fully_sharded, unwrapped
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ldt._torch_private import is_traceable_wrapper_subclass
 from ldt.runtime.common.rank_info import RankInfo
 
 __all__ = [

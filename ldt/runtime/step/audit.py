@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ldt._torch_private import pytree
 from ldt.runtime.common.redact import InputValueError, QuotingError
 from ldt.runtime.model.module_state import unwrapped_tensors
 from ldt.runtime.step.microbatch import Microbatch

@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ldt._torch_private import pytree
 from ldt.runtime.common.lru import LruCache
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.tensor_spec import TensorSpec

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ldt._torch_private import optimizer_load_hooks
 from ldt.errors import CheckpointError
 from ldt.runtime.common.redact import InputValueError, QuotingError
 from ldt.train.checkpoint.json_values import from_json, to_json
@@ -204,8 +205,9 @@ def load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     optimizer that has its own way to load, or hooks there, is left to it.
     """
     optimizer.load_state_dict(state)
-    hooks = (optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks)
-    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or any(hooks):
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or any(
+        optimizer_load_hooks(optimizer)
+    ):
         return
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from ldt._torch_private import validate_global_plan
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.topology import Node
 from ldt.train.checkpoint.files import damaged
@@ -98,10 +98,7 @@ def _kind(entry: TensorStorageMetadata) -> tuple[list[int], torch.dtype, torch.l
 
 
 def _check_whole(folder: Path, key: str, entry: TensorStorageMetadata) -> None:
-    found: Any = _validate_global_plan(_SEVERAL, Metadata({key: entry}))
-    if isinstance(found, bool):  # up to torch 2.11 it says what it found in the log
-        found = [] if found else ["they overlap, or leave something out"]
-    errors = list(found)
+    errors = validate_global_plan(_SEVERAL, Metadata({key: entry}))
     if not entry.size and len(entry.chunks) != 1:  # torch does not look at a tensor without dimensions
         errors.append(f"it has no dimensions, and {len(entry.chunks)} pieces")
     if errors:
