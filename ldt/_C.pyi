@@ -1,4 +1,4 @@
-"""What the compiled module offers. Checked against the module by tests/build."""
+"""The compiled module. tests/build checks this stub against it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -8,26 +8,28 @@ import torch
 from torch.distributed import DistBackendError, ProcessGroup, Work
 
 class LaneError(DistBackendError):
-    """A lane or a work of it failed; the text says which, with both sides' figures."""
+    """A lane or one of its works failed; the text says which, and what both ends have."""
 
 class Lane:
-    """Carries messages between two nodes, first in first out (design, section 5).
+    """Carries messages between two nodes first in, first out (design, section 5).
 
-    ``p2p`` connects leaders and is None on a rank that only hears the broadcast; ``stage`` is the
-    receiving stage's broadcast group, None for a stage of one rank and on senders; ``stage_root`` is the
-    receiving leader's group rank in it. The groups must be the lane's own. ``device`` is the CPU or a
-    device with streams, with its index. ``chunk_bytes``: the broadcast of one piece of that size runs while the next
-    is received; the same on all ranks. ``timeout``: how long one message may take once it is its turn; a number
-    counts seconds, infinity is allowed, and 100 years is the most that is waited.
-    ``announce``: compare size, dtype and shape with the other side before each payload (default: on the CPU only).
+    Args:
+        name: Begins every error text.
+        p2p: Process group of the leaders; None on a member, which only joins the broadcast.
+        stage: Broadcast group of the receiving stage; None for a stage of one rank and on senders. Both groups must be
+            the lane's own.
+        stage_root: Group rank of the receiving leader in ``stage``.
+        device: The CPU, or a device with streams and an index.
+        chunk_bytes: Size of a piece: its broadcast overlaps the next receive. Equal on both ends and all ranks.
+        timeout: How long one message may take once it is its turn; a number counts seconds. Infinity is allowed and
+            means 100 years.
+        announce: Compare size, dtype and shape with the other end before each payload (default: on the CPU only).
+            Equal on both ends and all ranks.
+        transport: Moves the payload on a device with streams; None: the groups do. The same kind on both ends.
 
-    ``announce`` and ``chunk_bytes`` must be equal on both ends and on all ranks of the stage. With announcements,
-    different ``chunk_bytes``, sizes, dtypes or shapes are an error on every rank concerned, and the lane goes on.
-    Without, they are undefined: the caller has agreed on them ahead. If one end announces and the other does not,
-    each waits for what the other never sends, until the timeout fails the lane; on the CPU, the error of the end
-    that announces then says so.
-
-    ``carrier``: what moves the payload on a device with streams, None for the groups; the same kind on both ends.
+    With announcements, different ``chunk_bytes``, sizes, dtypes or shapes raise an error on every rank concerned, and
+    the lane remains usable. Without, the result is undefined. If only one end announces, each waits for what the other
+    never sends, and the timeout fails the lane; on the CPU, the error of the announcing end says so.
     """
 
     def __init__(
@@ -41,110 +43,109 @@ class Lane:
         chunk_bytes: int | None = None,
         timeout: timedelta | float = ...,
         announce: bool | None = None,
-        carrier: NcclCommunicators | PeerRoutes | None = None,
+        transport: NcclCommunicators | IpcLinks | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
     @property
     def chunk_bytes(self) -> int: ...
     def send(self, tensors: Sequence[torch.Tensor], peer: int, label: str = "") -> Work:
-        """Starts sending to leader ``peer``, a group rank of ``p2p``. Raises LaneError: bad tensors, failed lane."""
+        """Start sending to leader ``peer``, a group rank of ``p2p``. Raises LaneError: bad tensors, failed lane."""
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int | None = None, label: str = "") -> Work:
-        """Starts receiving into ``tensors`` and broadcasting them in the stage: one work. Members ignore ``peer``."""
+        """Start receiving into ``tensors`` and broadcasting them in the stage: one work. Members ignore ``peer``."""
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A fresh tensor over the lane's receive pool; the memory goes back when the last reference dies."""
+        """A fresh tensor from the lane's receive pool; its memory returns when the last reference dies."""
 
     def buffers(self, sizes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """``empty`` for all tensors of a message. Small ones share memory in which they arrive together."""
+        """``empty`` for all tensors of a message. Small ones share a block, in which they arrive together."""
 
     def close(self, timeout: timedelta | float = ...) -> None:
-        """Waits for what is in flight, at most ``timeout`` (10 s), aborts the rest, stops the threads. Idempotent."""
+        """Wait up to ``timeout`` (10 s) for messages in flight, abort the rest, stop the threads. Idempotent."""
 
     def abort(self, reason: str) -> None:
-        """Everything pending and everything later fails with ``reason``. Returns at once."""
+        """Fail everything pending and everything later with ``reason``. Returns at once."""
 
     def overdue(self) -> str:
-        """What has been under way for longer than the timeout, in words; empty where the backend looks after that."""
+        """Describe a message under way for longer than the timeout; empty if none, or if the backend has a timeout."""
 
     def stats(self) -> dict[str, float]:
-        """Counts of sent_bytes, sent_messages, received_bytes, received_messages, broadcast_bytes, bounced, and so on.
+        """Counters: sent_bytes, received_bytes, broadcast_bytes, sent_messages, received_messages and the like.
 
-        ``bounced``: tensors that the copy engine brought in two steps, as the sender's host came first. The others
-        are wait_seconds and pool_bytes.
+        ``bounced``: tensors that the copy engine received with an extra copy, as the sender's host came first.
+        ``wait_seconds``: host time blocked in ``wait``. ``pool_bytes``: memory of the receive pool.
         """
 
 class NcclCommunicators:
-    """The payload goes by NCCL's own calls. Addresses of the communicators of the lane's groups, None without one."""
+    """A transport by NCCL calls: the addresses of the communicators of the lane's groups, None without one."""
 
     def __init__(self, *, p2p: int | None, stage: int | None) -> None: ...
 
 def has_nccl() -> bool:
     """Whether torch has loaded a libnccl.so.2 that lanes can call."""
 
-class PeerMemory:
-    """Memory of this process that others on the host write to, for one lane. Raises LaneError: not on this device."""
+class IpcPool:
+    """Memory of one lane that other processes on the host can map. Raises LaneError: no usable copy engine."""
 
     def __init__(self, device: torch.device) -> None: ...
 
-class PeerReceiver:
-    """The receiving end of a route into ``memory``."""
+class IpcReceiver:
+    """The receiving end of an IPC link into ``memory``."""
 
-    def __init__(self, memory: PeerMemory) -> None: ...
+    def __init__(self, memory: IpcPool) -> None: ...
     def offer(self) -> str:
-        """What the PeerSender of the other process needs, in one line."""
+        """What the IpcSender of the other process connects to, in one line."""
 
-class PeerSender:
-    """The sending end of a route. Raises LaneError if ``offer`` cannot be used: other host, no access.
+class IpcSender:
+    """The sending end of an IPC link. Raises LaneError if ``offer`` cannot be used: other host, no access.
 
-    Of what lies in ``memory``, the other end may read by itself.
+    The other end may read tensors in ``memory`` directly.
     """
 
-    def __init__(self, device: torch.device, offer: str, memory: PeerMemory | None = None) -> None: ...
+    def __init__(self, device: torch.device, offer: str, memory: IpcPool | None = None) -> None: ...
 
-class PeerStream:
-    """A stream for a lane, whose waits hold up nothing that this rank computes. Raises LaneError if there is none."""
+class IsolatedStream:
+    """A stream for a lane that shares no hardware queue with compute. Raises LaneError if there is none."""
 
     def __init__(self, device: torch.device) -> None: ...
 
-class PeerRoutes:
-    """The payload goes by the copy engine: a lane's ends of routes on this rank, ``senders`` and ``receivers`` by peer.
+class IpcLinks:
+    """A transport by the copy engine: the lane's ends of IPC links on this rank, by peer.
 
-    In a stage, what was received goes on along a chain of its ranks: ``from_stage`` is the end before, ``to_stage`` the
-    one behind.
+    Inside a stage, its ranks forward what was received along a chain: from ``from_stage`` to ``to_stage``.
     """
 
     def __init__(
         self,
         *,
-        stream: PeerStream,
-        memory: PeerMemory | None,
-        senders: Mapping[int, PeerSender],
-        receivers: Mapping[int, PeerReceiver],
-        from_stage: PeerReceiver | None,
-        to_stage: PeerSender | None,
+        stream: IsolatedStream,
+        memory: IpcPool | None,
+        senders: Mapping[int, IpcSender],
+        receivers: Mapping[int, IpcReceiver],
+        from_stage: IpcReceiver | None,
+        to_stage: IpcSender | None,
     ) -> None: ...
 
 def is_memory_own(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether torch has allocated the memory of each, and no other tensor or storage object refers to it.
+    """Whether torch allocated the memory of each tensor, and no other tensor or storage refers to it.
 
-    False where this cannot be told: of tensors without strides, and of those that wrap others.
+    False where that is unknown: for tensors without strides and for wrappers of other tensors.
     """
 
 class VersionCounters:
-    """How often each of ``tensors`` has been written to by now, as torch counts it. Holds no memory of theirs.
+    """A snapshot of the version counters of ``tensors`` (``torch.Tensor._version``). Keeps no memory alive.
 
-    Passed over are None and tensors of inference mode, which have no counter. Writes by ``.data``, or in kernels that
-    torch does not know, are not counted.
+    Skips None and tensors of inference mode, which have no counter. Writes through ``.data``, and by kernels outside
+    torch, are not counted.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None: ...
     def first_changed(self) -> int | None:
-        """The place of the first tensor that has been written to since."""
+        """The index of the first tensor that was written to since."""
 
 def abort_all(reason: str) -> None:
-    """Aborts and stops every lane of this process; runs at exit."""
+    """Abort and stop every lane of this process; runs at exit."""
 
 MAX_METADATA_ELEMENTS: int
 METADATA_NAMES: tuple[str, ...]

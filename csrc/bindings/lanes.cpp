@@ -75,7 +75,7 @@ void bind_lanes(py::module_& module) {
            py::arg("stage").none(true), py::arg("stage_root") = 0,
            py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
            py::arg("timeout") = Timeout{1800}, py::arg("announce") = py::none(),
-           py::arg("carrier") = py::none())
+           py::arg("transport") = py::none())
       .def("send", &Lane::send, py::arg("tensors"), py::arg("peer"), py::arg("label") = "",
            py::call_guard<py::gil_scoped_release>())
       .def(

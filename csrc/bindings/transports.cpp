@@ -18,20 +18,20 @@ void bind_transports(py::module_& module) {
 
   module.def("has_nccl", [] { return nccl_library() != nullptr; });
 
-  py::class_<IpcPool, std::shared_ptr<IpcPool>>(module, "PeerMemory")
+  py::class_<IpcPool, std::shared_ptr<IpcPool>>(module, "IpcPool")
       .def(py::init([](c10::Device device) {
              return std::make_shared<IpcPool>(device, require_copy_engine(device));
            }),
            py::arg("device"));
-  py::class_<IpcReceiver, std::shared_ptr<IpcReceiver>>(module, "PeerReceiver")
+  py::class_<IpcReceiver, std::shared_ptr<IpcReceiver>>(module, "IpcReceiver")
       .def(py::init<std::shared_ptr<IpcPool>>(), py::arg("memory"))
       .def("offer", &IpcReceiver::offer);
-  py::class_<IpcSender, std::shared_ptr<IpcSender>>(module, "PeerSender")
+  py::class_<IpcSender, std::shared_ptr<IpcSender>>(module, "IpcSender")
       .def(py::init<c10::Device, const std::string&, std::shared_ptr<IpcPool>>(), py::arg("device"),
            py::arg("offer"), py::arg("memory") = py::none());
-  py::class_<IsolatedStream, std::shared_ptr<IsolatedStream>>(module, "PeerStream")
+  py::class_<IsolatedStream, std::shared_ptr<IsolatedStream>>(module, "IsolatedStream")
       .def(py::init<c10::Device>(), py::arg("device"));
-  py::class_<IpcLinks>(module, "PeerRoutes")
+  py::class_<IpcLinks>(module, "IpcLinks")
       .def(py::init([](std::shared_ptr<IsolatedStream> stream, std::shared_ptr<IpcPool> memory,
                        std::map<int, std::shared_ptr<IpcSender>> senders,
                        std::map<int, std::shared_ptr<IpcReceiver>> receivers,

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import (
+    IpcLinks,
+    IpcPool,
+    IpcReceiver,
+    IpcSender,
+    IsolatedStream,
     Lane,
     LaneError,
     NcclCommunicators,
-    PeerMemory,
-    PeerReceiver,
-    PeerRoutes,
-    PeerSender,
-    PeerStream,
 )
 from ldt._torch_private import nccl_communicator
 
@@ -39,14 +39,18 @@ class FusedPair:
         self.rank, self.device = dist.get_rank(), device
         self.sends: Lane | None = None
         groups = [dist.new_group([SENDER, LEADER], backend=backend) for _ in range(2)]
-        to_leader, to_member = _CARRIERS[transport](device, *groups)
+        to_leader, to_member = _TRANSPORTS[transport](device, *groups)
         self._groups = p2p, stage = groups
         options["device"] = device
         if self.rank == SENDER:
-            self.sends = Lane("sends", p2p=p2p, stage=None, carrier=to_leader, **options)
-            self.hears = Lane("hears", p2p=None, stage=stage, stage_root=LEADER, carrier=to_member, **options)
+            self.sends = Lane("sends", p2p=p2p, stage=None, transport=to_leader, **options)
+            self.hears = Lane(
+                "hears", p2p=None, stage=stage, stage_root=LEADER, transport=to_member, **options
+            )
         else:
-            self.hears = Lane("hears", p2p=p2p, stage=stage, stage_root=LEADER, carrier=to_leader, **options)
+            self.hears = Lane(
+                "hears", p2p=p2p, stage=stage, stage_root=LEADER, transport=to_leader, **options
+            )
 
     def launch(self, message: Sequence[torch.Tensor]) -> tuple[list[dist.Work], list[torch.Tensor]]:
         """Send ``message`` from rank 0. Returns the works of this rank and what arrives on both."""
@@ -66,50 +70,50 @@ class FusedPair:
             dist.destroy_process_group(group)
 
 
-Carriers = tuple[
+Transports = tuple[
     Any, Any
 ]  # of the lane from sender to leader, and on rank 0 of the lane that hears the broadcast
 
 
-def _of_groups(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
+def _of_groups(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Transports:
     return None, None
 
 
-def _of_nccl(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
+def _of_nccl(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Transports:
     ends = [nccl_communicator(group, device) for group in (p2p, stage)]
     if dist.get_rank() == SENDER:
         return NcclCommunicators(p2p=ends[0], stage=None), NcclCommunicators(p2p=None, stage=ends[1])
     return NcclCommunicators(p2p=ends[0], stage=ends[1]), None
 
 
-def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Carriers:
+def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Transports:
     me = dist.get_rank()
     exchange = dist.new_group([SENDER, LEADER], backend="gloo")
     memory, receiver, offer = _all_or_none(exchange, lambda: _receiving_end(device))
     offers: list[str] = [""] * 2
     dist.all_gather_object(offers, offer, group=exchange)
     mine = memory if me == LEADER else None
-    sender = _all_or_none(exchange, lambda: PeerSender(device, offers[1 - me], mine))
+    sender = _all_or_none(exchange, lambda: IpcSender(device, offers[1 - me], mine))
 
-    def routes(**ends: Any) -> PeerRoutes:
+    def routes(**ends: Any) -> IpcLinks:
         none: dict[str, Any] = {
-            "stream": PeerStream(device),
+            "stream": IsolatedStream(device),
             "memory": None,
             "senders": {},
             "receivers": {},
             "from_stage": None,
             "to_stage": None,
         }
-        return PeerRoutes(**{**none, **ends})
+        return IpcLinks(**{**none, **ends})
 
     if me == SENDER:
         return routes(senders={LEADER: sender}), routes(memory=memory, from_stage=receiver)
     return routes(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
 
 
-def _receiving_end(device: torch.device) -> tuple[PeerMemory, PeerReceiver, str]:
-    memory = PeerMemory(device)
-    receiver = PeerReceiver(memory)
+def _receiving_end(device: torch.device) -> tuple[IpcPool, IpcReceiver, str]:
+    memory = IpcPool(device)
+    receiver = IpcReceiver(memory)
     return memory, receiver, receiver.offer()
 
 
@@ -129,7 +133,7 @@ def _all_or_none(group: dist.ProcessGroup, make: Callable[[], Made]) -> Made:
     return made
 
 
-_CARRIERS: Mapping[str, Callable[[torch.device, dist.ProcessGroup, dist.ProcessGroup], Carriers]] = {
+_TRANSPORTS: Mapping[str, Callable[[torch.device, dist.ProcessGroup, dist.ProcessGroup], Transports]] = {
     "c10d": _of_groups,
     "nccl": _of_nccl,
     "copy_engine": _of_copy_engine,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from npu_lanes import forward_end, send
 
 import ldt
-from ldt._C import PeerMemory, PeerReceiver
+from ldt._C import IpcPool, IpcReceiver
 from ldt.testing import RankPool
 from ldt.topology import Topology
 
@@ -27,7 +27,7 @@ def _figures(device: torch.device) -> tuple[int, int, int]:
 
     What another rank still had mapped when this one closed goes when memory is asked for the next time: here.
     """
-    PeerReceiver(PeerMemory(device))
+    IpcReceiver(IpcPool(device))
     gc.collect()
     maps = Path("/proc/self/maps").read_text().count("memfd:ldt")
     return len(list(Path("/proc/self/fd").iterdir())), maps, threading.active_count()

@@ -166,7 +166,7 @@ def make_endpoints(
                 stage_root=stripe.target,
                 timeout=timeout,
                 announce=False,
-                carrier=None if transport is None else transport.handle,
+                transport=None if transport is None else transport.handle,
             )
         return made[key, stripe]
 

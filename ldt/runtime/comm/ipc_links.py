@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ldt._C import LaneError, PeerMemory, PeerReceiver, PeerRoutes, PeerSender, PeerStream
+from ldt._C import IpcLinks, IpcPool, IpcReceiver, IpcSender, IsolatedStream, LaneError
 from ldt.runtime.comm.group_layout import lane_name
 from ldt.runtime.comm.transfer import Stripe, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
@@ -53,18 +53,18 @@ def ipc_links(topology: Topology, policy: LanePolicy, transfers: Transfers) -> d
 class LaneIpcLinks:
     """What this rank has of a lane's routes. Peers are ranks of the topology here, and group ranks for the lane."""
 
-    stream: PeerStream | None = None
-    memory: PeerMemory | None = None
-    senders: dict[int, PeerSender] = field(default_factory=dict)
-    receivers: dict[int, PeerReceiver] = field(default_factory=dict)
-    from_stage: PeerReceiver | None = None
-    to_stage: PeerSender | None = None
+    stream: IsolatedStream | None = None
+    memory: IpcPool | None = None
+    senders: dict[int, IpcSender] = field(default_factory=dict)
+    receivers: dict[int, IpcReceiver] = field(default_factory=dict)
+    from_stage: IpcReceiver | None = None
+    to_stage: IpcSender | None = None
 
     def offer(self, route: IpcLink, device: torch.device) -> str:
         """Makes this rank's end of a route that it is the target of."""
-        self.stream = self.stream or PeerStream(device)
-        self.memory = self.memory or PeerMemory(device)
-        receiver = PeerReceiver(self.memory)
+        self.stream = self.stream or IsolatedStream(device)
+        self.memory = self.memory or IpcPool(device)
+        receiver = IpcReceiver(self.memory)
         if route.in_stage:
             self.from_stage = receiver
         else:
@@ -73,17 +73,17 @@ class LaneIpcLinks:
 
     def accept(self, route: IpcLink, device: torch.device, offer: str) -> None:
         """Makes this rank's end of a route that it is the source of."""
-        self.stream = self.stream or PeerStream(device)
-        sender = PeerSender(device, offer, self.memory if route.in_stage else None)
+        self.stream = self.stream or IsolatedStream(device)
+        sender = IpcSender(device, offer, self.memory if route.in_stage else None)
         if route.in_stage:
             self.to_stage = sender
         else:
             self.senders[route.target] = sender
 
-    def for_lane(self, members: Sequence[int]) -> PeerRoutes:
+    def for_lane(self, members: Sequence[int]) -> IpcLinks:
         """``members`` are the ranks of the lane's point-to-point group, in its order."""
         assert self.stream is not None, "a lane without a route here"
-        return PeerRoutes(
+        return IpcLinks(
             stream=self.stream,
             memory=self.memory,
             senders={members.index(rank): end for rank, end in self.senders.items()},

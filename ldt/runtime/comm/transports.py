@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from ldt._C import NcclCommunicators, PeerRoutes, has_nccl
+from ldt._C import IpcLinks, NcclCommunicators, has_nccl
 from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt._torch_private import nccl_communicator
 from ldt.errors import LdtError
@@ -29,7 +29,7 @@ class LaneTransport(NamedTuple):
     """How a lane's payload moves, and what the lane is given for it."""
 
     kind: str
-    handle: PeerRoutes | NcclCommunicators
+    handle: IpcLinks | NcclCommunicators
 
 
 def check_transport(transport: str, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ldt
-from ldt._C import LaneError, PeerMemory, PeerSender
+from ldt._C import IpcPool, IpcSender, LaneError
 from ldt.runtime.comm.ipc_links import ipc_links
 from ldt.runtime.comm.transfer import Transfers
 from ldt.runtime.comm.transports import warn_of_settings
@@ -60,9 +60,9 @@ def test_ranks_that_want_different_transports_are_named(pool: RankPool) -> None:
 
 def test_a_device_without_a_copy_engine_says_so() -> None:
     with pytest.raises(LaneError, match=r"no copy engine for devices of type|CUDA|CUresult"):
-        PeerMemory(torch.device("cuda", 99))
+        IpcPool(torch.device("cuda", 99))
     with pytest.raises(LaneError):
-        PeerSender(torch.device("cuda", 99), "not an offer")
+        IpcSender(torch.device("cuda", 99), "not an offer")
 
 
 def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
