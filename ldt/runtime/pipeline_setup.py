@@ -17,9 +17,9 @@ from ldt.runtime.execution.grad_hooks import check_gradients
 from ldt.runtime.execution.loss import LossFn, LossReduction, check_reduction, check_scaler
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.buffer_sync import BufferSync
-from ldt.runtime.model.data_parallel import check_groups, check_sharded_alike, sharding_of, unwrapped
+from ldt.runtime.model.data_parallel import check_equal_sharding, check_groups, sharding_of, unwrapped
 from ldt.runtime.model.initial_weights import Weights
-from ldt.runtime.model.keywords import metadata_taken, read_by_shapes
+from ldt.runtime.model.keywords import metadata_accepted, metadata_read_by_output_spec
 from ldt.runtime.model.loss_module import loss_module
 from ldt.runtime.model.ties import Ties
 from ldt.runtime.step.audit import Audit
@@ -90,7 +90,7 @@ class WeightAgreement:
         self._ties = Ties(mesh, modules if options.check_weights else {})
 
     def tell(self, own: Own) -> None:
-        own.weights, own.marks = self._weights.tell(), self._ties.tell()
+        own.weights, own.marks = self._weights.digests(), self._ties.marks()
 
     def settle(self, answers: Sequence[Own]) -> None:
         """Raise LdtError on every rank if weights differ that must be equal, or one is in two places; or send them."""
@@ -135,8 +135,8 @@ class Parts:
         }
         self.own = Own(
             sharding=sharding_of(modules),
-            metadata=[] if mesh.is_edge else metadata_taken(modules),
-            reads=read_by_shapes(modules),
+            metadata=[] if mesh.is_edge else metadata_accepted(modules),
+            reads=metadata_read_by_output_spec(modules),
             scaled=given.grad_scaler is not None,
         )
         self.weights = WeightAgreement(mesh, modules, self.loss_module, given.options)
@@ -158,8 +158,8 @@ def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
     try:
         answers: list[Own] = all_agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
         assert parts is not None, "agree raises what was caught"
-        parts.plans.keep_lockstep(
-            check_sharded_alike(mesh.rank_info, [answer.sharding for answer in answers])
+        parts.plans.require_lockstep(
+            check_equal_sharding(mesh.rank_info, [answer.sharding for answer in answers])
         )
         parts.weights.settle(answers)
     except BaseException:
@@ -178,7 +178,7 @@ def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightO
         ties = Ties(mesh, modules if options.check_weights else {}, call)
     except Exception as caught:
         error = caught
-    marks = {} if ties is None else ties.tell()
+    marks = {} if ties is None else ties.marks()
     told = all_agree(mesh, call, error, {}, marks, _by_chunk)
     assert ties is not None, "agree raises what was caught"
     ties.compare(told, contents=not options.allow_equal_weights)

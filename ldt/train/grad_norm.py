@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ldt._torch_private import foreach_norm
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.module_state import is_part
+from ldt.runtime.model.module_state import is_tensor_parallel
 
 __all__ = ["clip_grad_norm_"]
 
@@ -75,7 +75,7 @@ def _counts_here(tensor: torch.Tensor, grad: torch.Tensor, mesh: Mesh) -> bool:
     """True on the one rank, or one for each shard, whose elements of ``grad`` are counted."""
     first_in_node, first_replica = mesh.tp_rank == 0, mesh.replica == 0
     if not isinstance(grad, DTensor):
-        return (first_in_node or is_part(tensor)) and first_replica
+        return (first_in_node or is_tensor_parallel(tensor)) and first_replica
     place = zip(grad.device_mesh.get_coordinate() or (), grad.placements, strict=True)
     first = all(coordinate == 0 for coordinate, placement in place if isinstance(placement, Replicate))
     # Where its device mesh does not go, over the node or over replicas, it is the same everywhere.

@@ -136,15 +136,17 @@ REFUSALS: tuple[Refusal, ...] = (
 MUST_REFUSE: tuple[Refusal, ...] = (
     Refusal(
         "a layer that is on two stages, or two",
-        "two stages hold it, and each would train its own|it was made two",
+        "two stages hold it, and their copies would diverge|copy split it into two tensors",
         trains_apart,
     ),
     Refusal(
         "a loss with what is no parameter",
-        "loss_fn computes with a tensor of shape .* that requires a gradient",
+        "loss_fn uses a tensor of shape .* that requires a gradient",
         lambda job: job.loss == "Hidden" and _reduces(job),
     ),
-    Refusal("outputs that differ over a stage", "would get that of one rank for all", _differs_over_a_stage),
+    Refusal(
+        "outputs that differ over a stage", "would receive one rank's tensor for all", _differs_over_a_stage
+    ),
     Refusal("hooks on gradients that change later", "has a hook on its gradient", _hooks_too_soon),
     Refusal(
         "ranks that hold the same begin unequal", "train one model and must begin equal", _begins_unequal

@@ -108,7 +108,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what stages share is known by its name alone",
-        ("ldt.runtime.model.ties:content_of",),
+        ("ldt.runtime.model.ties:content_digest",),
         _nothing,
         lambda job: bool(job.ties) and not job.names and not job.torn,
     ),
@@ -132,13 +132,13 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "parts of a stage's ranks are no parts in the norm",
-        ("ldt.train.grad_norm:is_part",),
+        ("ldt.train.grad_norm:is_tensor_parallel",),
         lambda tensor: False,
         lambda job: job.has("Parallel") and job.clips and max(job.tp) > 1,
     ),
     Mutant(
         "parts of a stage's ranks are no parts in a checkpoint",
-        ("ldt.train.checkpoint.tensor_parallel:is_part",),
+        ("ldt.train.checkpoint.tensor_parallel:is_tensor_parallel",),
         lambda tensor: False,
         lambda job: (
             job.has("Parallel") and max(job.tp) > 1 and any(call.kind == "load" for call in job.calls)
@@ -158,7 +158,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "what the loss trains besides is not looked for",
-        ("ldt.runtime.execution.loss:refuse_unknown",),
+        ("ldt.runtime.execution.loss:check_trained_leaves",),
         _nothing,
         lambda job: job.loss == "Hidden" and _changes_gradients(job),
     ),

@@ -41,7 +41,7 @@ def _with_plain_objects(copies: Any, value: Any) -> Any:
     return value if isinstance(value, SimpleNamespace) else _copy_of(copies, value)
 
 
-_copy_of = fake_module.FakeCopies.of
+_copy_of = fake_module.FakeCopies.copy_of
 GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
         "tokens do not count",
@@ -138,7 +138,7 @@ DRY_RUN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a dry run leaves globals behind",
-        ("ldt.runtime.dry_run.isolation:_Surroundings.put_back",),
+        ("ldt.runtime.dry_run.isolation:_Snapshot.restore",),
         _nothing,
         lambda job: job.has("Cache"),
     ),
@@ -150,19 +150,19 @@ DRY_RUN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a dry run has plain objects in common",
-        ("ldt.runtime.dry_run.fake_module:FakeCopies.of",),
+        ("ldt.runtime.dry_run.fake_module:FakeCopies.copy_of",),
         _with_plain_objects,
         lambda job: job.has("Memory", "Cache", "RunningMean", "ForwardHook"),
     ),
     Mutant(
         "a dry run calls hooks",
-        ("ldt.runtime.dry_run.forward_hooks:is_of",),
+        ("ldt.runtime.dry_run.forward_hooks:is_defined_in",),
         lambda *args: True,
         lambda job: job.has("ForwardHook"),
     ),
     Mutant(
         "state that decides is not seen",
-        ("ldt.runtime.dry_run.fake_module:FakeCopies.moved",),
+        ("ldt.runtime.dry_run.fake_module:FakeCopies.state_changed",),
         lambda copies: False,
         lambda job: job.has("LayerDrop", "OddDetach"),
     ),

@@ -107,7 +107,7 @@ def other_groups(job: Job, edge: Path, cloud: Path) -> Any:
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
-        (other_steps, "ranks [1, 2] have other steps than this rank"),
+        (other_steps, "equal steps: ranks [1, 2] differ from this rank"),
         (no_number, "step must be a whole number, got str"),
         (keeps_none, "keep must be at least 1 and less than 1e+18, got 0"),
         (tensor_as_position, " is a Tensor, which a checkpoint cannot keep"),

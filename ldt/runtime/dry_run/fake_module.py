@@ -1,4 +1,4 @@
-"""A stand-in for a module: copies of its parts and of what they hold, with fake tensors in place of tensors."""
+"""Copies a module and everything it holds, with fake tensors in place of tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ldt._torch_private import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
-from ldt.runtime.dry_run.forward_hooks import call_with_layer_hooks, is_of
-from ldt.runtime.dry_run.python_state import ATOMS, pickled, refused, slots_of, state_of
+from ldt.runtime.dry_run.forward_hooks import call_with_layer_hooks, is_defined_in
+from ldt.runtime.dry_run.python_state import ATOMS, reduce_iterator, slots_of, state_of, uncopyable_iterator
 
 __all__ = ["FakeCopies", "is_plain"]
 
@@ -37,40 +37,39 @@ _BY_REFERENCE = frozenset({"torch", "numpy", *sys.stdlib_module_names} - {"types
 
 
 class FakeCopies:
-    """Copies what is reachable from modules and functions: containers, objects of plain classes, closures.
+    """Copies everything reachable from modules and functions: containers, objects of plain classes, closures.
 
-    Tensors become fakes of ``mode``, the same one for the same tensor, and nothing of their memory is copied, but for
-    TorchScript modules, which are copied as they are. Random generators and arrays are copied. What is left as it is:
-    objects of the standard library and of compiled classes, such as files, locks and process groups, and whatever has a
-    ``__del__``. Modules run without their hooks, but for those by which layers of ``parallelize_module`` and of
-    ``torch.nn.utils`` work.
+    Each tensor becomes one fake tensor of ``mode`` without copying memory; TorchScript modules are deep-copied. Random
+    generators and arrays are copied. Objects of the standard library and of compiled classes, such as files, locks and
+    process groups, and objects with a ``__del__`` are shared with the original. Copied modules run without hooks,
+    except those that layers of ``parallelize_module`` and ``torch.nn.utils`` depend on.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._copies: dict[int, Any] = {}
-        self._originals: list[Any] = []  # so that no other object gets their ids
+        self._originals: list[Any] = []  # keeps their ids from being reused
 
-    def of(self, value: Any) -> Any:
-        """The copy of ``value``."""
+    def copy_of(self, value: Any) -> Any:
+        """Return the copy of ``value``."""
         if type(value) in ATOMS:
             return value
         if id(value) not in self._copies:
             self._originals.append(value)
-            self._keep(value, value)  # until there is a copy
+            self._record(value, value)  # until the copy exists
             try:
-                self._keep(value, self._copy(value))
-            except Exception:  # of a class of its own mind: it stays as it is
-                self._keep(value, value)
+                self._record(value, self._copy(value))
+            except Exception:  # a class that resists copying: its object is shared
+                self._record(value, value)
         return self._copies[id(value)]
 
-    def moved(self) -> bool:
-        """Whether a random generator of the host, or a number or word that something keeps, is not as its original."""
+    def state_changed(self) -> bool:
+        """Whether a random generator of the host, an iterator or a plain value differs from its original."""
         pairs = ((value, self._copies[id(value)]) for value in self._originals)
         return any(state_of(one) != state_of(other) for one, other in pairs if one is not other)
 
     def release(self) -> None:
-        """Let go of all copies, which hold each other."""
+        """Clear all copies: they form reference cycles."""
         copies = [made for value in self._originals if (made := self._copies[id(value)]) is not value]
         self._copies.clear()
         for made in copies:
@@ -80,15 +79,15 @@ class FakeCopies:
                 del made.cell_contents
             elif isinstance(made, nn.Module) or is_plain(type(made)):
                 if hasattr(type(made), "__del__"):
-                    made.__class__ = nn.Module  # its own would end what the original still uses
+                    made.__class__ = nn.Module  # its own __del__ would release what the original still uses
                 if hasattr(made, "__dict__"):
                     vars(made).clear()
 
-    def _keep(self, value: Any, made: Any) -> Any:
+    def _record(self, value: Any, made: Any) -> Any:
         self._copies[id(value)] = made
         return made
 
-    # -- one method per kind -----------------------------------------------------------------------------------
+    # -- one method per type -----------------------------------------------------------------------------------
 
     @singledispatchmethod
     def _copy(self, value: Any) -> Any:
@@ -100,13 +99,13 @@ class FakeCopies:
         if not is_plain(type(value)):
             return value
         try:
-            made = self._keep(value, object.__new__(type(value)))
-        except TypeError:  # of a compiled base
+            made = self._record(value, object.__new__(type(value)))
+        except TypeError:  # it has a compiled base
             return value
         for name, entry in slots_of(value):
-            object.__setattr__(made, name, self.of(entry))
+            object.__setattr__(made, name, self.copy_of(entry))
         if hasattr(value, "__dict__"):
-            vars(made).update({name: self.of(entry) for name, entry in vars(value).items()})
+            vars(made).update({name: self.copy_of(entry) for name, entry in vars(value).items()})
         return made
 
     @_copy.register
@@ -119,15 +118,17 @@ class FakeCopies:
 
     @_copy.register
     def _(self, value: nn.Module) -> Any:
-        if isinstance(value, torch.jit.ScriptModule):  # cannot hold fakes, and what it changes is in no dict
-            return self._keep(value, copy.deepcopy(value))
+        if isinstance(
+            value, torch.jit.ScriptModule
+        ):  # cannot hold fakes, and keeps its state outside of __dict__
+            return self._record(value, copy.deepcopy(value))
         compiled = vars(value).get("_modules", {}).get("_orig_mod")
-        if compiled is not None:  # torch.compile: what it was made of has the same shapes
-            return self.of(compiled)
-        made = self._keep(value, object.__new__(type(value)))
+        if compiled is not None:  # torch.compile: the original module has the same shapes
+            return self.copy_of(compiled)
+        made = self._record(value, object.__new__(type(value)))
         for name, entry in vars(value).items():
-            vars(made)[name] = collections.OrderedDict() if name in _HOOKS else self.of(entry)
-        # What torch.nn.Module calls in place of the forward with its hooks and those of all modules.
+            vars(made)[name] = collections.OrderedDict() if name in _HOOKS else self.copy_of(entry)
+        # torch.nn.Module calls this in place of the forward with its own and the global hooks.
         impl = vars(value).get("_compiled_call_impl")
         original = impl.args[1] if isinstance(impl, partial) and impl.func is call_with_layer_hooks else value
         vars(made)["_compiled_call_impl"] = partial(call_with_layer_hooks, made, original)
@@ -136,20 +137,20 @@ class FakeCopies:
     @_copy.register(list)
     @_copy.register(collections.deque)
     def _(self, value: Any) -> Any:
-        made = self._keep(value, copy.copy(value))
-        for place, entry in () if ATOMS.issuperset(map(type, value)) else enumerate(value):
-            made[place] = self.of(entry)
+        made = self._record(value, copy.copy(value))
+        for index, entry in () if ATOMS.issuperset(map(type, value)) else enumerate(value):
+            made[index] = self.copy_of(entry)
         return made
 
     @_copy.register(dict)
     @_copy.register(weakref.WeakKeyDictionary)
     @_copy.register(weakref.WeakValueDictionary)
     def _(self, value: Any) -> Any:
-        made = self._keep(value, copy.copy(value))
+        made = self._record(value, copy.copy(value))
         kind = next(
             kind for kind in _DICTS if isinstance(value, kind)
-        )  # not what a class of the user's makes of it
-        pairs = [(self.of(key), self.of(entry)) for key, entry in value.items()]
+        )  # bypasses overrides of a user's subclass
+        pairs = [(self.copy_of(key), self.copy_of(entry)) for key, entry in value.items()]
         if any(key is not old for (key, _), old in zip(pairs, value, strict=True)):
             kind.clear(made)
         for key, entry in pairs:
@@ -160,7 +161,7 @@ class FakeCopies:
     @_copy.register(frozenset)
     def _(self, value: Any) -> Any:
         old = list(value)
-        entries = list(map(self.of, old))
+        entries = list(map(self.copy_of, old))
         same = all(one is other for one, other in zip(entries, old, strict=True))
         root = tuple if isinstance(value, tuple) else frozenset
         return value if same else root.__new__(type(value), entries)
@@ -168,8 +169,8 @@ class FakeCopies:
     @_copy.register(set)
     @_copy.register(weakref.WeakSet)
     def _(self, value: Any) -> Any:
-        made = self._keep(value, copy.copy(value))
-        entries = list(map(self.of, value))
+        made = self._record(value, copy.copy(value))
+        entries = list(map(self.copy_of, value))
         made.clear()
         made.update(entries)
         return made
@@ -179,12 +180,12 @@ class FakeCopies:
         if type(value).__module__ not in ("builtins", "itertools"):
             return self._copy_object(value)
         try:
-            make, args, *state = pickled(value)
+            make, args, *state = reduce_iterator(value)
         except TypeError:
-            return refused(type(value).__name__)
-        made = make(*map(self.of, args))
+            return uncopyable_iterator(type(value).__name__)
+        made = make(*map(self.copy_of, args))
         if state:
-            made.__setstate__(self.of(state[0]))
+            made.__setstate__(self.copy_of(state[0]))
         return made
 
     @_copy.register(bytearray)
@@ -194,8 +195,8 @@ class FakeCopies:
 
     @_copy.register
     def _(self, value: SimpleNamespace) -> Any:
-        made = self._keep(value, copy.copy(value))
-        vars(made).update({name: self.of(entry) for name, entry in vars(value).items()})
+        made = self._record(value, copy.copy(value))
+        vars(made).update({name: self.copy_of(entry) for name, entry in vars(value).items()})
         return made
 
     @_copy.register
@@ -205,24 +206,24 @@ class FakeCopies:
     @_copy.register
     def _(self, value: weakref.ref) -> Any:  # type: ignore[type-arg]
         target = value()
-        return value if target is None else weakref.ref(self.of(target))
+        return value if target is None else weakref.ref(self.copy_of(target))
 
     @_copy.register
     def _(self, value: MethodType) -> Any:
-        return MethodType(self.of(value.__func__), self.of(value.__self__))
+        return MethodType(self.copy_of(value.__func__), self.copy_of(value.__self__))
 
     @_copy.register
     def _(self, value: functools.partial) -> Any:  # type: ignore[type-arg]
-        args, keywords = self.of(value.args), self.of(value.keywords)
-        return type(value)(self.of(value.func), *args, **keywords)
+        args, keywords = self.copy_of(value.args), self.copy_of(value.keywords)
+        return type(value)(self.copy_of(value.func), *args, **keywords)
 
     @_copy.register
     def _(self, value: FunctionType) -> Any:
-        if not value.__closure__ or is_of(value, ("torch",)):
+        if not value.__closure__ or is_defined_in(value, ("torch",)):
             return value
         code, space, name, defaults = value.__code__, value.__globals__, value.__name__, value.__defaults__
-        made = self._keep(
-            value, FunctionType(code, space, name, defaults, tuple(map(self.of, value.__closure__)))
+        made = self._record(
+            value, FunctionType(code, space, name, defaults, tuple(map(self.copy_of, value.__closure__)))
         )
         made.__kwdefaults__ = value.__kwdefaults__
         vars(made).update(vars(value))
@@ -230,14 +231,14 @@ class FakeCopies:
 
     @_copy.register
     def _(self, value: CellType) -> Any:
-        made = self._keep(value, CellType())
-        with suppress(ValueError):  # an empty one
-            made.cell_contents = self.of(value.cell_contents)
+        made = self._record(value, CellType())
+        with suppress(ValueError):  # an empty cell
+            made.cell_contents = self.copy_of(value.cell_contents)
         return made
 
 
 def is_plain(kind: type) -> bool:
-    """Whether objects of ``kind`` are nothing but their attributes, as far as one can tell."""
+    """Whether objects of ``kind`` consist of their attributes alone, as far as one can tell."""
     root, _, rest = kind.__module__.partition(".")
     of_ours = root == "ldt" and rest.partition(".")[0] in ("runtime", "_C")
     return not (

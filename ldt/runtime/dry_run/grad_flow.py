@@ -1,4 +1,4 @@
-"""Which gradients come back over a hop: what a chunk does with each tensor that it gets, asked of a dry run's graph."""
+"""Predicts which gradients come back over a hop, from the autograd graph of a dry run."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.autograd.graph import Node
 from ldt.runtime.common.autograd_graph import reachable
 from ldt.runtime.common.tensor_spec import HopSpecs
 
-__all__ = ["Answer", "DryRun", "Reach", "of_loss", "unknown", "used"]
+__all__ = ["DryRun", "InferredOutputs", "Reach", "of_loss", "unknown", "used"]
 
 
 class Reach(NamedTuple):
-    """The inputs of a chunk, by number, that the gradient of one output gives one: surely, and perhaps.
+    """The inputs of a chunk, by number, that get a gradient from one output: surely (``sure``) or possibly (``maybe``).
 
-    ``only`` are those by which alone the output requires a gradient, as no parameter lies behind it.
+    ``only`` are the inputs through which alone the output requires a gradient: no parameter contributes to it.
     """
 
     sure: tuple[int, ...] = ()
@@ -26,11 +26,11 @@ class Reach(NamedTuple):
     only: tuple[int, ...] = ()
 
 
-class Answer(NamedTuple):
-    """What a chunk returns for some inputs, and for each of its outputs how far back the gradient goes.
+class InferredOutputs(NamedTuple):
+    """The output specs of a chunk for some inputs, and for each output the inputs that its gradient reaches.
 
-    ``reentrant`` are the inputs by which alone a reentrant checkpoint trains its layers: it does if they require a
-    gradient.
+    ``reentrant`` are the inputs on which alone a reentrant checkpoint depends: it trains its layers only if one of
+    them requires a gradient.
     """
 
     specs: HopSpecs
@@ -43,43 +43,45 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class DryRun:
-    """The graph of a run on fake tensors. ``inputs`` has the nodes by which those that need a gradient entered it.
+    """The autograd graph of a run on fake tensors.
 
-    ``moved`` says that the code asked a random generator of the host, or counted or noted something that it keeps, so
-    that another run may go other ways.
-    ``hooked`` that hooks were left out, which may change what requires a gradient.
+    ``inputs`` has the graph nodes of the inputs that require a gradient, by number. ``state_changed`` says that the
+    code used a random generator of the host or changed Python state, so another run may take other branches.
+    ``hooks_skipped`` says that hooks did not run, which may change what requires a gradient.
     """
 
     output: Any
     inputs: Mapping[int, Node]
-    parameters: Sequence[torch.Tensor]  # those that are trained
-    moved: bool
-    hooked: bool
+    parameters: Sequence[torch.Tensor]  # that require a gradient
+    state_changed: bool
+    hooks_skipped: bool
 
     def may_require_grad(self, outputs: Sequence[torch.Tensor]) -> list[bool]:
-        """Which of ``outputs`` may require a gradient, in this run or in one that goes other ways."""
-        trains = self.moved and bool(self.parameters or self.inputs)
-        possible = [(self.hooked or trains) and (o.is_floating_point() or o.is_complex()) for o in outputs]
+        """Return which of ``outputs`` may require a gradient, in this run or in one that takes other branches."""
+        trains = self.state_changed and bool(self.parameters or self.inputs)
+        possible = [
+            (self.hooks_skipped or trains) and (o.is_floating_point() or o.is_complex()) for o in outputs
+        ]
         return [o.requires_grad or also for o, also in zip(outputs, possible, strict=True)]
 
     def reaches(self, outputs: Sequence[torch.Tensor]) -> tuple[Reach, ...]:
-        """How far back the gradient of each of ``outputs`` goes."""
+        """Return the reach of each output's gradient."""
         whole = self._is_whole(outputs)
         found = []
         for output in outputs:
             nodes = _behind([output])
-            sure = tuple(i for i, node in self.inputs.items() if node in nodes and not self.moved)
+            sure = tuple(i for i, node in self.inputs.items() if node in nodes and not self.state_changed)
             maybe = () if whole else tuple(i for i in self.inputs if i not in sure)
             found.append(Reach(sure, maybe, self._only_by(output.grad_fn)))
         return tuple(found)
 
     def reentrant(self, outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """The inputs by which alone reentrant checkpoints before ``outputs`` train their layers."""
+        """Return the inputs on which alone reentrant checkpoints before ``outputs`` depend."""
         checkpoints = [node for node in _behind(outputs) if node.name().startswith("CheckpointFunction")]
         return tuple(sorted({i for node in checkpoints for i in self._only_by(node)}))
 
     def _only_by(self, start: Node | None) -> tuple[int, ...]:
-        """The inputs that lie behind a node, none if parameters do as well."""
+        """Return the inputs that a node depends on, none if it depends on parameters as well."""
         if start is None:
             return ()
         nodes = set(reachable([start], set(self.inputs.values())))
@@ -88,14 +90,14 @@ class DryRun:
         return tuple(i for i, node in self.inputs.items() if node in nodes)
 
     def _is_whole(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the run took all ways that there are, as far as one can tell: all parameters were used."""
+        """Whether the run took all branches, as far as one can tell: it used every parameter."""
         leaves = [getattr(node, "variable", None) for node in _behind(outputs)]
         variables = {id(variable) for variable in (*leaves, *outputs)}
-        return not self.moved and all(id(parameter) in variables for parameter in self.parameters)
+        return not self.state_changed and all(id(parameter) in variables for parameter in self.parameters)
 
 
 def of_loss(run: DryRun, outputs: Sequence[torch.Tensor]) -> Reach:
-    """How far back the gradient of a loss goes that uses at least one of ``outputs``."""
+    """Return the reach of the gradient of a loss that uses at least one of ``outputs``."""
     reaches = run.reaches(outputs or [torch.empty(0)])
     every = [i for i in run.inputs if reaches and all(i in reach.sure for reach in reaches)]
     some = [i for i in run.inputs if any(i in (*reach.sure, *reach.maybe) for reach in reaches)]
@@ -103,17 +105,17 @@ def of_loss(run: DryRun, outputs: Sequence[torch.Tensor]) -> Reach:
 
 
 def unknown(inputs: HopSpecs) -> Reach:
-    """Of an output of a chunk that cannot be run on fake tensors: of one input it is taken for granted."""
+    """Return the reach of an output of a chunk that cannot run on fake tensors: a single input is assumed reached."""
     numbers = tuple(i for i, spec in enumerate(inputs) if spec.requires_grad)
     return Reach(sure=numbers) if len(numbers) == 1 else Reach(maybe=numbers)
 
 
 def used(
-    inputs: HopSpecs, outputs: Sequence[bool | None], answer: Answer, decisive: Collection[int] = ()
+    inputs: HopSpecs, outputs: Sequence[bool | None], answer: InferredOutputs, decisive: Collection[int] = ()
 ) -> HopSpecs:
-    """``inputs`` of a chunk with what is known of their use, given that of its ``outputs``.
+    """Return ``inputs`` of a chunk with their ``used`` and ``decisive`` set, given the use of its ``outputs``.
 
-    ``decisive`` are the numbers of outputs by which alone a checkpoint of a later chunk trains its layers.
+    ``decisive`` are the numbers of outputs on which alone a reentrant checkpoint of a later chunk depends.
     """
     reaches = answer.reaches
     sure = {i for reach, out in zip(reaches, outputs, strict=True) if out is True for i in reach.sure}

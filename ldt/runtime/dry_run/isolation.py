@@ -1,4 +1,4 @@
-"""Runs code of a module so that nothing outside of the module sees it: modes, random generators, globals, closures."""
+"""Runs a module's code without side effects: restores modes, random states, globals and closures."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ldt.runtime.dry_run.python_state import ATOMS, slots_of
 
 __all__ = ["host_random_states", "isolated"]
 
-_MAX_OBJECTS = 10_000  # that are looked at for one module
-_MAX_ENTRIES = 100_000  # of all containers together; one that has more than are left stays as it is
+_MAX_OBJECTS = 10_000  # visited for one module
+_MAX_ENTRIES = 100_000  # over all containers; a container that exceeds what is left is not restored
 _ABSENT = object()
 _LIBRARIES = ("site-packages", "dist-packages", f"{sys.prefix}/lib/python")
 
 
 @contextmanager
 def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """What runs in here leaves no trace in modes, random generators, nor in what the code of ``module`` can reach.
+    """Restore modes, random states and all state that the code of ``module`` can reach on exit.
 
-    That is: global variables, variables of enclosing functions and attributes of classes that its functions name, with
-    the entries of containers and the attributes of plain objects in them, up to 100,000 entries: a container that has
-    more is neither put back nor looked into. Code of installed libraries is not searched.
+    That is: global variables, closures and class attributes that its functions name, and in them the entries of
+    containers and the attributes of plain objects, up to 100,000 entries. A container with more is neither restored
+    nor searched. Code of installed libraries is not searched.
     """
     with ExitStack() as stack:
         stack.enter_context(without_dispatch_modes())
@@ -48,10 +48,10 @@ def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
         stack.enter_context(_without_autocast_cache())
         stack.enter_context(_uncompiled())
         stack.enter_context(_random_states(device))
-        surroundings = _Surroundings()
+        snapshot = _Snapshot()
         for part in module.modules():
-            surroundings.of_class(type(part))
-        stack.callback(surroundings.put_back)
+            snapshot.add_class(type(part))
+        stack.callback(snapshot.restore)
         yield
 
 
@@ -66,7 +66,7 @@ def _without_autocast_cache() -> Iterator[None]:
 
 
 def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled functions run as they were written."""
+    """Run compiled functions in eager mode."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -87,35 +87,35 @@ def _random_states(device: torch.device) -> Iterator[None]:
 
 
 def host_random_states() -> tuple[object, ...]:
-    """Where the random generators of Python and NumPy stand, to be compared."""
+    """Return the states of the random generators of Python and NumPy, for comparison."""
     numpy = sys.modules.get("numpy")
     name, keys, *rest = ("", b"") if numpy is None else numpy.random.get_state()
     return random.getstate(), name, bytes(keys), *rest
 
 
-class _Surroundings:
-    """Remembers what functions of a module can reach besides the module, to put it back."""
+class _Snapshot:
+    """A snapshot of the state that functions of a module can reach outside of the module."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], object]] = []
         self._seen: dict[int, object] = {}
         self._entries_left = _MAX_ENTRIES
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for undo in self._undo:
             undo()
 
-    def of_class(self, kind: type) -> None:
-        """The attributes of ``kind`` and its bases, and what their methods reach."""
+    def add_class(self, kind: type) -> None:
+        """Add the attributes of ``kind`` and its bases, and everything their methods reach."""
         for base in kind.__mro__:
-            if self._is_new(base) and not _is_of_library(sys.modules.get(base.__module__)):
+            if self._mark_seen(base) and not _in_library(sys.modules.get(base.__module__)):
                 own = {name: value for name, value in vars(base).items() if not name.startswith("__")}
                 self._undo.append(partial(_reset_class, base, own))
                 for value in vars(base).values():
-                    self.of(value)
+                    self.add(value)
 
-    def of(self, value: Any) -> None:
-        """What can be reached from ``value``."""
+    def add(self, value: Any) -> None:
+        """Add everything reachable from ``value``."""
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             value = value.__func__
         elif isinstance(value, property):
@@ -123,70 +123,70 @@ class _Surroundings:
         elif isinstance(value, partial):
             value = value.func
         if isinstance(value, FunctionType):
-            self._of_function(value)
+            self._add_function(value)
         elif is_lru_cache(value):
-            self._of_cache(value)
+            self._add_cache(value)
         elif isinstance(value, (list, collections.deque, dict, set, bytearray)):
-            self._of_container(value)
+            self._add_container(value)
         elif isinstance(value, (random.Random, torch.Generator)):
-            self._of_generator(value)
+            self._add_generator(value)
         elif isinstance(value, (nn.Module, SimpleNamespace)) or is_plain(type(value)):
-            self._of_object(value)
+            self._add_object(value)
 
-    def _is_new(self, value: Any) -> bool:
+    def _mark_seen(self, value: Any) -> bool:
         if id(value) in self._seen or len(self._seen) >= _MAX_OBJECTS:
             return False
         self._seen[id(value)] = value
         return True
 
-    def _of_function(self, function: FunctionType) -> None:
-        if not self._is_new(function) or any(path in function.__code__.co_filename for path in _LIBRARIES):
+    def _add_function(self, function: FunctionType) -> None:
+        if not self._mark_seen(function) or any(path in function.__code__.co_filename for path in _LIBRARIES):
             return
         for cell in function.__closure__ or ():
             content = _content(cell)
             self._undo.append(partial(_refill, cell, content))
-            self.of(content)
+            self.add(content)
         space = function.__globals__
         for name in _names(function.__code__):
             value = space.get(name, _ABSENT)
             self._undo.append(partial(_reset, space, name, value))
             if isinstance(value, type) and value.__module__ == function.__module__:
-                self.of_class(value)
-            self.of(value)
+                self.add_class(value)
+            self.add(value)
 
-    def _of_container(self, value: Any) -> None:
-        if len(value) > self._entries_left or not self._is_new(value):
+    def _add_container(self, value: Any) -> None:
+        if len(value) > self._entries_left or not self._mark_seen(value):
             return
         self._entries_left -= len(value)
         self._undo.append(partial(_replace, value, value.copy()))
         for entry in value.values() if isinstance(value, dict) else value:
             if type(entry) not in ATOMS:
-                self.of(entry)
+                self.add(entry)
 
-    def _of_cache(self, value: Any) -> None:
-        """What it keeps is of fake tensors, or can be computed again."""
-        if self._is_new(value):
+    def _add_cache(self, value: Any) -> None:
+        """Clear the cache on restore: its entries are of fake tensors, or can be computed again."""
+        if self._mark_seen(value):
             self._undo.append(value.cache_clear)
-            self.of(value.__wrapped__)
+            self.add(value.__wrapped__)
 
-    def _of_generator(self, value: Any) -> None:
-        if self._is_new(value):
+    def _add_generator(self, value: Any) -> None:
+        if self._mark_seen(value):
             python = isinstance(value, random.Random)
             get, put = (value.getstate, value.setstate) if python else (value.get_state, value.set_state)
             self._undo.append(partial(put, get()))
 
-    def _of_object(self, value: Any) -> None:
-        if not self._is_new(value):
+    def _add_object(self, value: Any) -> None:
+        if not self._mark_seen(value):
             return
         for name, entry in slots_of(value):
             self._undo.append(partial(object.__setattr__, value, name, entry))
-            self.of(entry)
+            self.add(entry)
         if hasattr(value, "__dict__"):
-            self._of_container(vars(value))
+            self._add_container(vars(value))
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Those of global variables that ``code`` and the functions within read or write."""
+    """Yield the global variables that ``code`` and its inner functions read or write."""
     steps = dis.get_instructions(code)
     yield from {str(step.argval) for step in steps if step.opname.endswith(("_GLOBAL", "_NAME"))}
     for inner in code.co_consts:
@@ -194,7 +194,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(inner)
 
 
-def _is_of_library(found: Any) -> bool:
+def _in_library(found: Any) -> bool:
     path = getattr(found, "__file__", None) or ""
     return found is None or inspect.isbuiltin(found) or any(part in path for part in _LIBRARIES)
 
@@ -231,7 +231,7 @@ def _reset_class(kind: type, own: dict[str, Any]) -> None:
 
 
 def _replace(value: Any, entries: Any) -> None:
-    """Put the entries of a container back where they are others now."""
+    """Restore the entries of a container if they changed."""
     if _identities(value) == _identities(entries):
         return
     value.clear()

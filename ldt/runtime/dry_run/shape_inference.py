@@ -1,4 +1,4 @@
-"""What a chunk returns, found without computing anything: it runs on fake tensors, or says so itself."""
+"""Infers the output specs of a chunk without computing: by a run on fake tensors, or from its ``output_spec``."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from ldt.runtime.common.error_text import safe_str
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.dry_run.fake_module import FakeCopies
-from ldt.runtime.dry_run.forward_hooks import left_out
-from ldt.runtime.dry_run.grad_flow import Answer, DryRun, of_loss, unknown
+from ldt.runtime.dry_run.forward_hooks import skipped_hooks
+from ldt.runtime.dry_run.grad_flow import DryRun, InferredOutputs, of_loss, unknown
 from ldt.runtime.dry_run.isolation import host_random_states, isolated
 from ldt.runtime.model.data_parallel import is_fully_sharded
 from ldt.runtime.model.keywords import keywords_of
 
 __all__ = ["dry_run", "infer", "infer_reach", "infer_specs", "needs_values", "warm_up"]
 
-# What a right forward may raise for want of values: it reads them, or runs an operator that is not known for fakes.
+# Raised by a correct forward that reads values of a fake tensor, or runs an operator without a fake implementation.
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-_SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # of plain RuntimeErrors
+_SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # in the text of a RuntimeError
 _Read = TypeVar("_Read")
 _Arguments = tuple[Sequence[Any], dict[str, Any]]  # positional, by keyword
 _DECLARE = (
     "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec "
     "per output"
 )
-_ADVICE = f". If its forward is right but depends on values, {_DECLARE}"
+_ADVICE = f". If its forward is correct but depends on values, {_DECLARE}"
 
 
 def needs_values(error: Exception) -> bool:
-    """Whether a right forward may raise ``error`` on fake tensors, which have no values."""
+    """Whether a correct forward may raise ``error`` on fake tensors, which have no values."""
     return isinstance(error, _NEEDS_VALUES) or any(sign in safe_str(error) for sign in _SIGNS)
 
 
 def infer_specs(*arguments: Any, **options: Any) -> HopSpecs:
-    """The specs alone of what ``infer`` tells."""
+    """Return only the output specs that ``infer`` finds."""
     return infer(*arguments, **options).specs
 
 
@@ -64,30 +64,30 @@ def infer(
     device: torch.device,
     training: bool,
     shards: NodeShards | None = None,
-) -> Answer:
-    """What ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
+) -> InferredOutputs:
+    """Infer what ``module`` returns for arguments that are tensors, or TensorSpecs of tensors on ``device``.
 
-    Calls ``module.output_spec`` if there is one, with specs of all and of the keywords that it takes, but metadata as
-    they are. Otherwise by a dry run. Raises LdtError naming the chunk if that does not work.
+    Calls ``module.output_spec`` if it exists, with the specs of all arguments and of the keywords that it takes, but
+    with the metadata themselves. Otherwise does a dry run. Raises LdtError naming the chunk on failure.
     """
     declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
     shards = shards or NodeShards()
 
-    def read(run: DryRun) -> Answer:
+    def read(run: DryRun) -> InferredOutputs:
         tensors = as_tensors(run.output, chunk)
         specs = shards.specs_of(tensors, f"output of chunk {chunk}")
         if not training:
-            return Answer(specs)
+            return InferredOutputs(specs)
         may = run.may_require_grad(tensors)
         specs = tuple(replace(spec, requires_grad=flag) for spec, flag in zip(specs, may, strict=True))
-        return Answer(specs, run.reaches(tensors), run.reentrant(tensors))
+        return InferredOutputs(specs, run.reaches(tensors), run.reentrant(tensors))
 
     try:
         if declared is not None:
             specs = _declared(declared, args, kwargs)
-            answer = Answer(specs, (unknown(_specs_in(args)),) * len(specs))
+            answer = InferredOutputs(specs, (unknown(_specs_in(args)),) * len(specs))
         elif is_fully_sharded(module):
-            raise LdtError(f"modules of fully_shard cannot be run on fake tensors: {_DECLARE}")
+            raise LdtError(f"modules in fully_shard cannot run on fake tensors: {_DECLARE}")
         else:
             answer = dry_run(module, args, kwargs, device, training, shards, read)
     except Exception as error:
@@ -98,7 +98,7 @@ def infer(
             f"{what}: {unredacted(error)[0].rstrip('. ')}{advice}",
             plain=f"{what}: {redacted(error).rstrip('. ')}{advice}",
         ) from error
-    return answer if training else Answer(tuple(spec.without_grad() for spec in answer.specs))
+    return answer if training else InferredOutputs(tuple(spec.without_grad() for spec in answer.specs))
 
 
 def infer_reach(
@@ -108,25 +108,26 @@ def infer_reach(
     device: torch.device,
     shards: NodeShards,
     loss_trains: bool = False,
-) -> Answer:
-    """How far back the gradient of a loss goes through the last chunk: whatever it returns, and if it can be run.
+) -> InferredOutputs:
+    """Infer how far the gradient of a loss reaches back through the last chunk, whatever it returns.
 
-    A loss that trains weights of its own, as ``loss_trains`` says, may use an output that requires no gradient.
+    With ``loss_trains`` the loss has trained weights and may use an output that requires no gradient. If the chunk
+    cannot run on fake tensors, the reach is unknown.
     """
 
-    def read(run: DryRun) -> Answer:
+    def read(run: DryRun) -> InferredOutputs:
         leaves = [leaf for leaf in pytree.tree_leaves(run.output) if isinstance(leaf, torch.Tensor)]
         differentiable = [t for t in leaves if t.requires_grad or (loss_trains and not _is_whole_number(t))]
-        return Answer((), (of_loss(run, differentiable),), run.reentrant(leaves))
+        return InferredOutputs((), (of_loss(run, differentiable),), run.reentrant(leaves))
 
     if not is_fully_sharded(module):
-        with suppress(Exception):  # if it is not right, its forward will say so
+        with suppress(Exception):  # a faulty forward raises when the chunk runs
             return dry_run(module, args, kwargs, device, True, shards, read)
-    return Answer((), (unknown(_specs_in(args)),))
+    return InferredOutputs((), (unknown(_specs_in(args)),))
 
 
 def _declared(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> HopSpecs:
-    """What an ``output_spec`` says."""
+    """Return the specs that an ``output_spec`` declares."""
     of_args, of_kwargs = _with_specs((args, kwargs))
     takes = keywords_of(method)
     of_kwargs |= {name: kwargs[name] for name in takes.metadata if name in kwargs}
@@ -144,14 +145,14 @@ def _specs_in(values: Any) -> HopSpecs:
 
 
 def _with_split_dim(spec: TensorSpec) -> TensorSpec:
-    """The spec with its ``shard`` counted from the front. Raises ValueError if there is no such dimension."""
+    """Return the spec with a non-negative ``shard``. Raises ValueError if there is no such dimension."""
     dims = len(spec.shape)
     if spec.shard is None:
         return spec
     if not -dims <= spec.shard < dims or spec.order:
         raise InputValueError(
-            f"the shard of a spec that output_spec returns must be one of its {dims} dimensions, its order as usual; "
-            f"got {spec!r}"
+            f"the shard of a spec that output_spec returns must be one of its {dims} dimensions, in the default memory "
+            f"order; got {spec!r}"
         )
     return replace(spec, shard=spec.shard % dims)
 
@@ -171,21 +172,20 @@ def dry_run(
     shards: NodeShards,
     read: Callable[[DryRun], _Read],
 ) -> _Read:
-    """What ``read`` makes of a run of a stand-in for the module on fake tensors, for tensors and TensorSpecs.
+    """Run a copy of the module on fake tensors and return what ``read`` makes of the run.
 
-    There are no data, no random numbers and no hooks but those by which layers work, and nothing of it is left in the
-    module, in what its attributes hold, or in what its functions can reach. Raises LdtError where a fake tensor is kept
-    all the same.
+    Arguments are tensors or TensorSpecs. The run has no data, draws no random numbers and skips user-defined hooks. It
+    leaves no trace in the module, in what its attributes hold, or in what its functions can reach. Raises LdtError if
+    a fake tensor is kept nevertheless.
     """
     answer, made = _dry_run(module, args, kwargs, device, training, shards, read)
     if _any_alive(made):
         gc.collect()
     if _any_alive(made):
         raise LdtError(
-            "its forward keeps tensors where they are found again in the next one, but cannot be put back (in an "
-            "object of a compiled class), or where they keep themselves (in a hook of their own graph, as "
-            "save_on_cpu() does on a CPU): they were tensors without values. Keep them elsewhere, or "
-            f"{_DECLARE}"
+            "its forward keeps tensors that a dry run cannot remove: in an object of a compiled class, or in a "
+            "reference cycle (a hook of their own graph, as save_on_cpu() makes on a CPU). The next forward would find "
+            f"tensors without values. Keep them elsewhere, or {_DECLARE}"
         )
     return answer
 
@@ -199,9 +199,9 @@ def _dry_run(
     shards: NodeShards,
     read: Callable[[DryRun], _Read],
 ) -> tuple[_Read, list[weakref.ref[torch.Tensor]]]:
-    """Also what is left of its tensors."""
+    """Also return weak references to the tensors of the run."""
     mode = _FakeTensors()
-    copies, more = FakeCopies(mode), FakeCopies(mode)
+    copies, second_copies = FakeCopies(mode), FakeCopies(mode)
 
     def fake(leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
@@ -216,35 +216,35 @@ def _dry_run(
         nodes = enumerate(getattr(arg, "grad_fn", None) for arg in fake_args)
         inputs = {i: node for i, node in nodes if node is not None}
         output = fake_module(*fake_args, **fake_kwargs)
-        moved = copies.moved() or host_random_states() != drawn
+        state_changed = copies.state_changed() or host_random_states() != drawn
         trained = [parameter for parameter in fake_module.parameters() if parameter.requires_grad]
-        return DryRun(output, inputs, trained, moved, any(left_out(module)))
+        return DryRun(output, inputs, trained, state_changed, any(skipped_hooks(module)))
 
     with isolated(module, device), torch.set_grad_enabled(training), mode:
         try:
-            fake_module = copies.of(module)
+            fake_module = copies.copy_of(module)
             first = run(fake_module, copies)
             answer = read(first)
-            if first.moved and training:
-                with suppress(Exception):  # not all run twice: then the doubt stays
-                    answer = _settled(first, run(more.of(fake_module), more), read)
+            if first.state_changed and training:
+                with suppress(Exception):  # a module that cannot run twice keeps its uncertain reach
+                    answer = _merge_runs(first, run(second_copies.copy_of(fake_module), second_copies), read)
         finally:
-            more.release()
+            second_copies.release()
             copies.release()
     return answer, mode.made
 
 
-def _settled(first: DryRun, second: DryRun, read: Callable[[DryRun], _Read]) -> _Read:
-    """What both runs say, without doubt if they agree and the second, from where the first had left off, moved nothing.
+def _merge_runs(first: DryRun, second: DryRun, read: Callable[[DryRun], _Read]) -> _Read:
+    """Merge two runs: the result is certain if they agree and the second, which continued the first, changed no state.
 
-    So it is with caches that are filled once; what counts moves in each.
+    That is the case for a cache that is filled once, but not for a counter.
     """
-    answers = [read(replace(run, moved=False)) for run in (first, second)]
-    return answers[0] if answers[0] == answers[1] and not second.moved else read(first)
+    answers = [read(replace(run, state_changed=False)) for run in (first, second)]
+    return answers[0] if answers[0] == answers[1] and not second.state_changed else read(first)
 
 
 class _FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Remembers, weakly, what it made."""
+    """Records weak references to the fake tensors that it creates."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -266,7 +266,7 @@ class _FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
 def _fake_of(spec: TensorSpec, device: torch.device, shards: NodeShards) -> torch.Tensor:
     part = spec.from_wire(torch.empty(shards.local_shape(spec), dtype=spec.dtype, device=device))
     if spec.requires_grad and torch.is_grad_enabled():
-        # Not a leaf: like a received tensor, it may be modified in place.
+        # Not a leaf, so that it may be modified in place, like a received tensor.
         part = part.requires_grad_().clone()
     return shards.whole(part, spec)
 
@@ -280,6 +280,6 @@ def _is_whole_number(tensor: torch.Tensor) -> bool:
 
 
 def warm_up() -> None:
-    """The first fake tensor imports for a second or two: do it on all ranks at once, not one after the other."""
+    """Create the first fake tensor: its imports take a second or two, better on all ranks at once than in turn."""
     with FakeTensorMode():
         torch.empty(1) + 1

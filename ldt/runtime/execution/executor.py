@@ -111,7 +111,7 @@ class Executor:
         self._separate_gradients(action.chunk)
 
     def _backward_input(self, action: Action, entry: Entry) -> None:
-        self._runners[action.chunk].sync.refuse_split(action.chunk)
+        self._runners[action.chunk].sync.check_split_backward(action.chunk)
         self._run_backward(action, entry, self._runners[action.chunk].backward_input)
 
     def _backward_weight(self, action: Action, entry: Entry) -> None:

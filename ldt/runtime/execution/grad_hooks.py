@@ -12,7 +12,7 @@ from ldt._torch_private import backward_optimizers, grad_hooks
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.grad_reduce import is_reduced_elsewhere, refuse_sparse_layers
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.module_state import parts_of
+from ldt.runtime.model.module_state import all_submodules
 
 __all__ = ["check_gradients"]
 
@@ -49,7 +49,7 @@ def check_gradients(
 
 def _hooked(module: nn.Module) -> list[nn.Parameter]:
     """The parameters with any hook. Each step looks again."""
-    held = [parameter for part in parts_of(module) for parameter in part._parameters.values()]
+    held = [parameter for part in all_submodules(module) for parameter in part._parameters.values()]
     return [
         parameter
         for parameter in held

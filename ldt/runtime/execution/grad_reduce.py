@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.module_state import parts_of
+from ldt.runtime.model.module_state import all_submodules
 
 __all__ = [
     "EarlierGradients",
@@ -133,7 +133,7 @@ def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
     if mesh.topology.replicas(mesh.stage) == 1:
         return
     for owner, module in modules.items():
-        for part in parts_of(module):
+        for part in all_submodules(module):
             if (
                 isinstance(part, (nn.Embedding, nn.EmbeddingBag))
                 and part.sparse

@@ -13,7 +13,7 @@ from ldt._torch_private import tree_leaves
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast, EdgeMessage, Subject
-from ldt.runtime.model.loss_module import refuse_unknown
+from ldt.runtime.model.loss_module import check_trained_leaves
 from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import Call
 
@@ -81,7 +81,7 @@ class StepLoss:
         if torch.is_grad_enabled():
             _check_attached(loss, output, microbatch)
             if self._trained is not None and not self._roots:
-                refuse_unknown(loss, output, self._trained)
+                check_trained_leaves(loss, output, self._trained)
             root = loss / self._num_microbatches if self._reduction == "mean" else loss
             self._roots[microbatch] = self._scale(root)
         return loss

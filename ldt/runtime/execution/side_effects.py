@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from ldt._torch_private import local_tensor
 from ldt.errors import LdtError
-from ldt.runtime.model.module_state import parts_of
+from ldt.runtime.model.module_state import all_submodules
 
 __all__ = ["FunctionWatch", "SecondPart"]
 
@@ -51,7 +51,7 @@ class PartWatch:
         self._accumulate = accumulate
         self._contents = contents
         self._allowed: set[int] = set()  # parameters that functions may change: their own
-        owned = [(part._parameters, part._buffers) for part in parts_of(module)]
+        owned = [(part._parameters, part._buffers) for part in all_submodules(module)]
         self._all = _Snapshot(
             lambda: [t for kinds in owned for kind in kinds for t in kind.values() if t is not None], contents
         )

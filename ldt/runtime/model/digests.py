@@ -1,4 +1,4 @@
-"""Short digests of what tensors hold, made where they are: equal bits give equal ones, on any kind of device."""
+"""Computes digests of tensors on their own device; equal bits give equal digests on any kind of device."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from ldt.runtime.model.module_state import unwrapped_tensors
 __all__ = ["components", "digests", "raw_bytes"]
 
 _WORD = 8  # bytes
-_PIECE = 1 << 20  # words that are multiplied at once, which takes as much memory again
-_SMALL = 1 << 16  # bytes on the CPU that are hashed as they are, which takes a call instead of ten
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)  # as int64: one word that differs changes a sum whose weights are odd
+_PIECE = 1 << 20  # words multiplied at once; the product takes the same memory again
+_SMALL = 1 << 16  # a CPU tensor of fewer bytes is hashed directly: one call instead of ten
+# As int64. With odd weights, one differing word changes the sum.
+_ODD_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 @torch.no_grad()
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """16 hexadecimal digits for each: of a DTensor, this rank's part; of one without memory, nothing.
+    """Return 16 hexadecimal digits per tensor, of the local shard of a DTensor.
 
-    A weighted sum of its bits in whole numbers, so that NaN equals NaN and no order of sums matters. Reads a number for
-    each 8 MiB from a device, all at once.
+    The digest is a weighted integer sum of the bits, so NaN equals NaN and the order of summation does not matter. A
+    tensor without memory contributes nothing. Copies one number per 8 MiB from a device, all in one transfer.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = [list(_sums(tensor, weights)) for tensor in tensors]
     numbers = iter(_read([number for of_one in sums for number in of_one]))
-    return [_hashed(repr([next(numbers) for _ in of_one]).encode()) for of_one in sums]
+    return [_hash(repr([next(numbers) for _ in of_one]).encode()) for of_one in sums]
 
 
 def components(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain strided tensors that hold what this rank has of ``tensor``; none where it has no memory yet."""
+    """Yield the plain strided tensors that store this rank's part of ``tensor``; none if it has no memory yet."""
     if is_lazy(tensor) or tensor.is_meta:
         return
     tensor = tensor.detach()
@@ -64,7 +65,7 @@ def _scales(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a strided ``tensor`` in the order of its elements, uint8; a view where that can be."""
+    """Return the bytes of a strided ``tensor`` in element order, as uint8; a view where possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -72,7 +73,7 @@ def _sums(tensor: torch.Tensor, weights: dict[torch.device, torch.Tensor]) -> It
     for part in components(tensor):
         raw = raw_bytes(part)
         if raw.device.type == "cpu" and raw.numel() < _SMALL:
-            yield _hashed(as_bytes(raw))
+            yield _hash(as_bytes(raw))
             continue
         if raw.storage_offset() % _WORD:
             raw = raw.clone()
@@ -85,12 +86,12 @@ def _sums(tensor: torch.Tensor, weights: dict[torch.device, torch.Tensor]) -> It
 def _weights_for(piece: torch.Tensor, made: dict[torch.device, torch.Tensor]) -> torch.Tensor:
     size, device = piece.numel(), piece.device
     if device not in made or made[device].numel() < size:
-        made[device] = torch.arange(1, 1 + size, device=device).mul_(_ODD).bitwise_or_(1)
+        made[device] = torch.arange(1, 1 + size, device=device).mul_(_ODD_FACTOR).bitwise_or_(1)
     return made[device][:size]
 
 
 def _read(numbers: Sequence[torch.Tensor | str]) -> list[int | str]:
-    """The numbers on the host, a wait for each device."""
+    """Copy the numbers to the host, with one wait per device."""
     by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
     found: list[Any] = list(numbers)
     for index, number in enumerate(numbers):
@@ -102,5 +103,5 @@ def _read(numbers: Sequence[torch.Tensor | str]) -> list[int | str]:
     return found
 
 
-def _hashed(data: bytes) -> str:
+def _hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()

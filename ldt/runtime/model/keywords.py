@@ -1,4 +1,4 @@
-"""What chunks are given by name: on the edge any input of a microbatch, on the cloud what metadata rebuild."""
+"""Selects the keyword arguments of chunks: any input of a microbatch on the edge, metadata on the cloud."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from torch import nn
 from ldt._C import METADATA_NAMES
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 
-__all__ = ["Keywords", "check_taken", "declares", "keywords_of", "metadata_taken", "read_by_shapes"]
+__all__ = [
+    "Keywords",
+    "check_accepted",
+    "declares",
+    "keywords_of",
+    "metadata_accepted",
+    "metadata_read_by_output_spec",
+]
 
 
 @dataclass(frozen=True)
@@ -20,18 +27,18 @@ class Keywords:
     """The arguments that a function takes by name."""
 
     names: frozenset[str]
-    by_place: tuple[str, ...]  # those that it takes by place, in order
-    required: frozenset[str]  # those that it takes by name alone, and has no default for
-    any_name: bool
+    positional: tuple[str, ...]  # that can be passed by position, in order
+    required: frozenset[str]  # keyword-only, without default
+    any_name: bool  # it has **kwargs
 
     @property
     def metadata(self) -> list[str]:
-        """Those that metadata can tell, by their names."""
+        """The arguments whose names are names of metadata."""
         return [name for name in METADATA_NAMES if name in self.names]
 
-    def pick(self, offered: Mapping[str, Any], given: int = 0) -> dict[str, Any]:
-        """Those of ``offered`` that the function takes when its first ``given`` arguments are given by place."""
-        taken = set(self.by_place[:given])
+    def pick(self, offered: Mapping[str, Any], num_positional: int = 0) -> dict[str, Any]:
+        """Return those of ``offered`` that the function accepts after ``num_positional`` positional arguments."""
+        taken = set(self.positional[:num_positional])
         return {
             name: value
             for name, value in offered.items()
@@ -40,59 +47,62 @@ class Keywords:
 
 
 def keywords_of(function: Callable[..., Any]) -> Keywords:
-    """The keywords of a function, or of a module's forward, also of a compiled module's.
+    """Return the keywords of a function or of a module's forward, compiled or not.
 
-    Raises TypeError for what has no signature.
+    Raises TypeError for a function without a signature.
     """
     kind = type(function).__qualname__
     if isinstance(function, nn.Module):
         function = getattr(function, "_orig_mod", function).forward
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # of functions that are not Python's
+    except ValueError:  # not a Python function
         raise InputTypeError(
-            f"cannot tell which arguments {kind} takes, as torch.jit.trace has left no names of them: call it from "
+            f"cannot tell which arguments {kind} takes, as torch.jit.trace does not keep their names: call it from "
             "the forward of a module, such as nn.Sequential(traced)"
         ) from None
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    by_place = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    positional = tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
     required = frozenset(p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    return Keywords(frozenset(p.name for p in named), by_place, required, any_name)
+    return Keywords(frozenset(p.name for p in named), positional, required, any_name)
 
 
-def metadata_taken(modules: Mapping[int, nn.Module]) -> list[str]:
-    """The metadata that cloud chunks take. Raises ValueError for one that must be given what only the edge has."""
+def metadata_accepted(modules: Mapping[int, nn.Module]) -> list[str]:
+    """Return the metadata that cloud chunks accept.
+
+    Raises ValueError for a chunk with a required keyword argument that is no metadata.
+    """
     taken: set[str] = set()
     for index, module in modules.items():
         keywords = keywords_of(module)
         for name in sorted(keywords.required - set(METADATA_NAMES)):
             raise InputValueError(
-                f"chunk {index} ({type(module).__name__}) must be given {name!r} by name, which only chunks on the "
-                f"edge can be: what crosses to the cloud is {', '.join(METADATA_NAMES)}; give it a default, or send "
-                "what it stands for as a tensor of the hop"
+                f"chunk {index} ({type(module).__name__}) requires the keyword argument {name!r}, which is available "
+                f"on the edge only: the metadata that cross to the cloud are {', '.join(METADATA_NAMES)}; give it a "
+                "default, or send it as a tensor of the hop"
             )
         taken |= set(METADATA_NAMES if keywords.any_name else keywords.metadata)
     return sorted(taken)
 
 
 def declares(module: nn.Module) -> bool:
-    """Whether it says itself what it returns, by an ``output_spec``."""
+    """Whether ``module`` declares its outputs with an ``output_spec``."""
     return getattr(module, "output_spec", None) is not None
 
 
-def read_by_shapes(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
-    """By chunk the metadata whose values its ``output_spec`` names, so that its answer may depend on them."""
+def metadata_read_by_output_spec(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
+    """Return by chunk the metadata that its ``output_spec`` takes, on whose values the output specs may depend."""
     declared = {index: getattr(module, "output_spec", None) for index, module in modules.items()}
     return {
         str(index): keywords_of(method).metadata for index, method in declared.items() if method is not None
     }
 
 
-def check_taken(
+def check_accepted(
     kwargs: Iterable[str], microbatch: int, on_edge: Iterable[Keywords], on_cloud: Iterable[str]
 ) -> None:
-    """Raise ValueError naming an input of a microbatch that no chunk takes: it would be forgotten in silence."""
+    """Raise ValueError for an input of a microbatch that no chunk takes: it would be dropped silently."""
     on_edge = list(on_edge)
     if any(keywords.any_name for keywords in on_edge):
         return
@@ -100,6 +110,6 @@ def check_taken(
     for name in kwargs:
         if name not in names:
             raise InputValueError(
-                f"microbatch {microbatch} has an input {name!r} that no chunk takes: those on the edge take "
-                f"{', '.join(sorted(names)) or 'none by name'}, those on the cloud {', '.join(on_cloud) or 'none'}"
+                f"microbatch {microbatch} has an input {name!r} that no chunk takes: chunks on the edge take "
+                f"{', '.join(sorted(names)) or 'no keywords'}, chunks on the cloud {', '.join(on_cloud) or 'none'}"
             )

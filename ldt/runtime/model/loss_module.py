@@ -1,4 +1,4 @@
-"""The parameters and buffers of a loss function: modules that it is, holds or refers to."""
+"""Finds the parameters and buffers of a loss function: modules that it is, holds or refers to."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ldt._torch_private import tree_leaves
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.model.data_parallel import is_fully_sharded, unwrapped
 
-__all__ = ["loss_module", "refuse_unknown"]
+__all__ = ["check_trained_leaves", "loss_module"]
 
 _Trained = Union[nn.Module, nn.Parameter]  # noqa: UP007 (evaluated)
-_DEPTH = 6  # of things within things
-_OF_OBJECTS = ("LOAD_ATTR", "LOAD_METHOD")
-_OF_VARIABLES = (
+_MAX_DEPTH = 6  # of nested containers and functions
+_ATTRIBUTE_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
+_VARIABLE_LOADS = (
     "LOAD_FAST",
     "STORE_FAST_LOAD_FAST",
     "LOAD_DEREF",
@@ -31,31 +31,32 @@ _OF_VARIABLES = (
     "LOAD_GLOBAL",
     "LOAD_NAME",
 )
-_LOADS = (*_OF_VARIABLES, *_OF_OBJECTS)
+_LOADS = (*_VARIABLE_LOADS, *_ATTRIBUTE_LOADS)
 
 
 def loss_module(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
-    """A module that has all that ``loss_fn`` trains, itself where it is one; None if there is nothing.
+    """Return a module with everything that ``loss_fn`` trains, ``loss_fn`` itself if it is one; None if nothing.
 
-    Modules and parameters are looked for in partials and containers, and in what the code of functions and methods
-    refers to: attributes of their object, defaults, variables of the functions around them, globals. Of a module whose
-    attributes alone are read there, only those count: none of it does for ``model.config.vocab_size``.
-    Raises ValueError for a part in ``fully_shard``.
+    Searches partials, containers, and everything that the code of functions and methods reads: attributes of their
+    object, defaults, closures and globals. If code reads only some attributes of a module, only those count:
+    ``model.config.vocab_size`` trains nothing. Raises ValueError for a module in ``fully_shard``.
     """
-    found = dict(_found(loss_fn, "", _DEPTH, set()))
+    found = dict(_find_trained(loss_fn, "", _MAX_DEPTH, set()))
     held = found.get("")
     if not isinstance(held, nn.Module):
         held = nn.Module()
-        for path, thing in found.items():
+        for path, value in found.items():
             name = path.replace(".", "_") or "parameter"
-            held.add_module(name, thing) if isinstance(thing, nn.Module) else setattr(held, name, thing)
+            held.add_module(name, value) if isinstance(value, nn.Module) else setattr(held, name, value)
     if is_fully_sharded(held):
-        raise InputValueError("a part of loss_fn is in fully_shard, which is for chunks: leave it whole")
+        raise InputValueError(
+            "loss_fn has a module in fully_shard, which is for chunks only: do not shard it"
+        )
     return held if any(True for _ in chain(held.parameters(), held.buffers())) else None
 
 
-def refuse_unknown(loss: torch.Tensor, output: Any, known: Container[int]) -> None:
-    """Raise ValueError for what is trained between ``output`` and its ``loss`` and not ``known``, by ``id``."""
+def check_trained_leaves(loss: torch.Tensor, output: Any, known: Container[int]) -> None:
+    """Raise ValueError for a trained leaf between ``output`` and ``loss`` whose ``id`` is not ``known``."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     nodes, seen = [loss.grad_fn], {id(tensor.grad_fn) for tensor in tensors}
     while nodes:
@@ -64,114 +65,114 @@ def refuse_unknown(loss: torch.Tensor, output: Any, known: Container[int]) -> No
             continue
         seen.add(id(node))
         nodes += [following for following, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)  # of a node that accumulates
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad node
         if leaf is not None and leaf.numel() and id(leaf) not in known:
             raise InputValueError(
-                f"loss_fn computes with a tensor of shape {list(leaf.shape)} that requires a gradient and that this "
-                "pipeline does not find, so that its gradient would not be divided or averaged as others are: make it "
-                "a parameter of an nn.Module, and give that as loss_fn"
+                f"loss_fn uses a tensor of shape {list(leaf.shape)} that requires a gradient but was not found in "
+                "loss_fn or the chunks, so its gradient would not be divided or averaged: make it a parameter of an "
+                "nn.Module, and pass that module as loss_fn"
             )
 
 
-def _found(thing: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, _Trained]]:
-    """The outermost modules and parameters that ``thing`` holds, by how they are got at."""
-    if depth == 0 or id(thing) in seen:
+def _find_trained(value: Any, path: str, depth: int, seen: set[int]) -> Iterator[tuple[str, _Trained]]:
+    """Yield the outermost modules and parameters that ``value`` holds, with the attribute path to each."""
+    if depth == 0 or id(value) in seen:
         return
-    seen.add(id(thing))
-    if isinstance(thing, nn.Module):
-        yield path, unwrapped(thing)
-    elif isinstance(thing, nn.Parameter):
-        yield path, thing
+    seen.add(id(value))
+    if isinstance(value, nn.Module):
+        yield path, unwrapped(value)
+    elif isinstance(value, nn.Parameter):
+        yield path, value
     else:
-        for name, part in _parts(thing):
-            yield from _found(part, f"{path}.{name}".strip("."), depth - 1, seen)
+        for name, part in _children(value):
+            yield from _find_trained(part, f"{path}.{name}".strip("."), depth - 1, seen)
 
 
-def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    match thing:
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    match value:
         case functools.partial():
-            yield "", thing.func
-            named = [(str(index), part) for index, part in enumerate(thing.args)]
-            yield from _arguments(thing.func, [*named, *thing.keywords.items()])
-        case MethodType() if isinstance(thing.__self__, nn.Module) and thing.__name__ == "forward":
-            yield "", thing.__self__
+            yield "", value.func
+            named = [(str(index), part) for index, part in enumerate(value.args)]
+            yield from _read_arguments(value.func, [*named, *value.keywords.items()])
+        case MethodType() if isinstance(value.__self__, nn.Module) and value.__name__ == "forward":
+            yield "", value.__self__
         case MethodType():
-            yield from _of_method(thing.__self__, thing.__func__)
+            yield from _read_by_method(value.__self__, value.__func__)
         case FunctionType():
-            yield from _of_function(thing)
+            yield from _read_by_function(value)
         case Mapping():
-            yield from ((str(key), part) for key, part in thing.items())
+            yield from ((str(key), part) for key, part in value.items())
         case list() | tuple():
-            yield from ((str(index), part) for index, part in enumerate(thing))
-        case _ if not isinstance(thing, (type, torch.Tensor)):
-            yield from _of_method(thing, inspect.getattr_static(type(thing), "__call__", None))
+            yield from ((str(index), part) for index, part in enumerate(value))
+        case _ if not isinstance(value, (type, torch.Tensor)):
+            yield from _read_by_method(value, inspect.getattr_static(type(value), "__call__", None))
 
 
-def _of_method(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
-    """What the code reads of ``owner``, also by its other methods."""
-    if not isinstance(function, FunctionType):  # of nothing that is called, or of a class written in C
+def _read_by_method(owner: Any, function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of ``owner`` that its method ``function`` reads, directly or by other methods."""
+    if not isinstance(function, FunctionType):  # not callable, or a class written in C
         return
-    yield from _of_function(function)
+    yield from _read_by_function(function)
     reads = _reads(function.__code__)
     for name in sorted(_names_read(function.__code__)):
         if isinstance(getattr(type(owner), name, None), property):
             yield name, MethodType(getattr(type(owner), name).fget, owner)
         elif hasattr(owner, name):
-            yield from _used(name, getattr(owner, name), reads.get(name))
+            yield from _read_parts(name, getattr(owner, name), reads.get(name))
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What its code reads that is not given to it. What torch's own functions read holds nothing of a job's."""
+def _read_by_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what ``function`` reads besides its arguments. Globals of torch's own functions are skipped."""
     code, reads = function.__code__, _reads(function.__code__)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # not assigned yet
-            yield from _used(name, cell.cell_contents, reads.get(name))
-    yield from _arguments(function, (function.__kwdefaults__ or {}).items())
+            yield from _read_parts(name, cell.cell_contents, reads.get(name))
+    yield from _read_arguments(function, (function.__kwdefaults__ or {}).items())
     defaults = function.__defaults__ or ()
     first = code.co_argcount - len(defaults)
     for index, value in enumerate(defaults):
-        yield from _used(f"default{index}", value, reads.get(code.co_varnames[first + index]))
+        yield from _read_parts(f"default{index}", value, reads.get(code.co_varnames[first + index]))
     if not (function.__module__ or "").startswith("torch."):
         for name in sorted(_globals_read(code) & function.__globals__.keys()):
-            yield from _used(name, function.__globals__[name], reads.get(name))
+            yield from _read_parts(name, function.__globals__[name], reads.get(name))
 
 
-def _arguments(function: Any, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """What ``function`` reads of what it is ``given``, by name or by place."""
+def _read_arguments(function: Any, given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield what ``function`` reads of the arguments ``given`` to it, by name or by position."""
     code = function.__code__ if isinstance(function, FunctionType) else None
     reads = {} if code is None else _reads(code)
-    places = () if code is None else code.co_varnames[: code.co_argcount]
+    positional = () if code is None else code.co_varnames[: code.co_argcount]
     for name, value in given:
-        by_place = name.isdecimal() and int(name) < len(places)
-        yield from _used(name, value, reads.get(places[int(name)] if by_place else name))
+        by_position = name.isdecimal() and int(name) < len(positional)
+        yield from _read_parts(name, value, reads.get(positional[int(name)] if by_position else name))
 
 
 # -- what code reads -------------------------------------------------------------------------------------------
 
-_Chain = tuple[str, ...]  # of attributes: of ``config`` and ``vocab_size`` for ``model.config.vocab_size``
+_Chain = tuple[str, ...]  # of attributes: ("config", "vocab_size") for ``model.config.vocab_size``
 
 
-def _used(name: str, value: Any, chains: set[_Chain] | None) -> Iterator[tuple[str, Any]]:
-    """``value``, or of a module the parts that code reads by ``chains``; all of it where that is not known."""
-    ends = {way: _end_of(value, way) for way in chains or {()}} if isinstance(value, nn.Module) else {}
+def _read_parts(name: str, value: Any, chains: set[_Chain] | None) -> Iterator[tuple[str, Any]]:
+    """Yield ``value``, or if it is a module, the attributes that code reads by ``chains``; all of it if unknown."""
+    ends = {path: _resolve(value, path) for path in chains or {()}} if isinstance(value, nn.Module) else {}
     if not ends or any(end is value for end in ends.values()):
         yield name, value
         return
-    for way, end in sorted(ends.items(), key=lambda pair: pair[0]):
-        path = ".".join((name, *way))
+    for attributes, end in sorted(ends.items(), key=lambda pair: pair[0]):
+        path = ".".join((name, *attributes))
         yield path, end
         if not isinstance(end, (nn.Module, torch.Tensor)):
             yield path, getattr(end, "__dict__", None)
 
 
-def _end_of(module: nn.Module, chain: _Chain) -> Any:
-    """What ``module.a.b`` is; for a method what it is of, for a tensor that was computed the trained thing it is of."""
+def _resolve(module: nn.Module, chain: _Chain) -> Any:
+    """Return ``module.a.b``: the object of a method, and the closest module or parameter of a computed tensor."""
     trained: Any = module
     value: Any = module
     for name in chain:
         try:
             value = getattr(value, name)
-        except Exception:  # code of the user's; it may never get there
+        except Exception:  # user code, which may never be reached
             return trained
         value = getattr(value, "__self__", value)
         trained = value if isinstance(value, (nn.Module, nn.Parameter)) else trained
@@ -179,17 +180,19 @@ def _end_of(module: nn.Module, chain: _Chain) -> Any:
 
 
 def _reads(code: CodeType) -> dict[str, set[_Chain]]:
-    """The variables and attributes that code and functions in it load, with the attributes that it then reads."""
+    """Return the variables and attributes that code and its inner functions load, with the attributes read of each."""
     found: dict[str, set[_Chain]] = {}
     after: _Chain = ()
     for step in reversed([step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]):
         if not step.opname.startswith(_LOADS):
             after = ()
             continue
-        names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # some load two variables
+        names = (
+            step.argval if isinstance(step.argval, tuple) else (step.argval,)
+        )  # some opcodes load two variables
         for name in reversed(names):
             found.setdefault(name, set()).add(after)
-            after = (name, *after) if step.opname.startswith(_OF_OBJECTS) else ()
+            after = (name, *after) if step.opname.startswith(_ATTRIBUTE_LOADS) else ()
     for part in _codes_in(code):
         for name, chains in _reads(part).items():
             found.setdefault(name, set()).update(chains)
@@ -201,10 +204,10 @@ def _names_read(code: CodeType) -> set[str]:
 
 
 def _globals_read(code: CodeType) -> set[str]:
-    mine = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    return mine.union(*map(_globals_read, _codes_in(code)))
+    own = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return own.union(*map(_globals_read, _codes_in(code)))
 
 
 def _codes_in(code: CodeType) -> list[CodeType]:
-    """Of functions and comprehensions in it."""
+    """The code of inner functions and comprehensions."""
     return [part for part in code.co_consts if isinstance(part, CodeType)]

@@ -1,4 +1,4 @@
-"""What a rank's modules hold, by name, and which ranks hold the same of it."""
+"""Lists the parameters and buffers of a rank's modules, and tells which ranks hold the same shard of them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from ldt._torch_private import is_traceable_wrapper_subclass
 from ldt.runtime.common.rank_info import RankInfo
 
 __all__ = [
+    "HasWholeModelNames",
     "HeldTensor",
-    "NamesItself",
-    "is_part",
-    "parts_of",
+    "all_submodules",
+    "is_tensor_parallel",
     "repeats_elements",
-    "spread",
+    "sharded_over",
     "tensors_held",
     "unwrapped_name",
     "unwrapped_tensors",
 ]
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpoints
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # by torch.compile and by activation checkpointing
 
 
 @runtime_checkable
-class NamesItself(Protocol):
+class HasWholeModelNames(Protocol):
     """A chunk that knows what a tensor of its ``state_dict`` is called in the whole model."""
 
     def whole_model_name(self, name: str) -> str: ...
 
 
-def parts_of(module: nn.Module) -> dict[nn.Module, None]:
-    """As ``modules()``, in no particular order, for where that is asked in each step: it takes a third of the time."""
+def all_submodules(module: nn.Module) -> dict[nn.Module, None]:
+    """Return ``module.modules()`` in no particular order, in a third of the time: it is called in every step."""
     found, left = {module: None}, [module]
     while left:
         for part in left.pop()._modules.values():
@@ -48,23 +48,23 @@ def parts_of(module: nn.Module) -> dict[nn.Module, None]:
 
 
 def unwrapped_tensors(tensor: Any) -> Iterator[torch.Tensor]:
-    """``tensor``, or of a traceable wrapper subclass the tensors that it wraps, and those that they do."""
+    """Yield ``tensor``, or recursively the tensors that a traceable wrapper subclass wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()
     for part in (getattr(tensor, name) for name in names):
-        if isinstance(part, torch.Tensor):  # a DTensor of torch 2.13 names its device mesh, too
+        if isinstance(part, torch.Tensor):  # a DTensor of torch 2.13 also lists its device mesh
             yield from unwrapped_tensors(part)
 
 
 def repeats_elements(tensor: torch.Tensor) -> bool:
-    """Whether several elements are one number in memory, as of a tensor from ``expand``."""
+    """Whether several elements share one memory location, as in a tensor from ``expand``."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def unwrapped_name(name: str) -> str:
-    """What a tensor is called without the wrappers around modules."""
+    """Remove the prefixes that wrappers of modules add to a tensor's name."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -82,7 +82,7 @@ class HeldTensor(NamedTuple):
         return f"{self.name} of {self.where}"
 
     def describe(self) -> str:
-        """All but its values."""
+        """Return dtype, shape, placements and whether it requires a gradient."""
         if is_lazy(self.tensor):
             return "uninitialized"
         split = f" {self.tensor.placements}" if isinstance(self.tensor, DTensor) else ""
@@ -93,7 +93,7 @@ class HeldTensor(NamedTuple):
 
 
 def tensors_held(modules: Mapping[str, nn.Module]) -> Iterator[HeldTensor]:
-    """Parameters and buffers of ``modules``, each of one module once, by the first of its names."""
+    """Yield parameters and buffers of ``modules``; a tensor with several names in one module once, by the first."""
     for where, module in modules.items():
         for name, parameter in module.named_parameters():
             yield HeldTensor(where, name, parameter)
@@ -101,15 +101,15 @@ def tensors_held(modules: Mapping[str, nn.Module]) -> Iterator[HeldTensor]:
             yield HeldTensor(where, name, buffer)
 
 
-def is_part(tensor: torch.Tensor) -> bool:
-    """True for this rank's part of a weight of a tensor-parallel layer, marked as Megatron's layers mark theirs."""
+def is_tensor_parallel(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is this rank's part of a tensor-parallel layer's weight, marked as in Megatron-LM."""
     return not isinstance(tensor, DTensor) and bool(getattr(tensor, "tensor_model_parallel", False))
 
 
-def spread(tensor: torch.Tensor, rank_info: RankInfo) -> tuple[bool, bool]:
-    """Whether the ranks of a node have different parts of ``tensor``, and whether replicas have."""
+def sharded_over(tensor: torch.Tensor, rank_info: RankInfo) -> tuple[bool, bool]:
+    """Whether ``tensor`` is sharded over the ranks of a node, and whether over replicas."""
     if not isinstance(tensor, DTensor):
-        return is_part(tensor), False
+        return is_tensor_parallel(tensor), False
     dims = [
         tensor.device_mesh if tensor.device_mesh.ndim == 1 else _dimension(tensor.device_mesh, dim)
         for dim, placement in enumerate(tensor.placements)

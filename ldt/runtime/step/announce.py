@@ -1,4 +1,4 @@
-"""What the edge says of its calls before they begin: shapes and layouts of the microbatches, never their values."""
+"""Announces the edge's calls to all ranks: shapes and layouts of the microbatches, never their values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, EdgeMessage, Subject
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.keywords import check_taken
+from ldt.runtime.model.keywords import check_accepted
 from ldt.runtime.step.audit import Audit, Guard
 from ldt.runtime.step.call import Call
 from ldt.runtime.step.metadata import MicrobatchMetadata, StepCalledOff, StepMessage, pack
@@ -28,7 +28,7 @@ __all__ = ["Announcement", "Announcer"]
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a rank of the edge says of a call; a leader has sent it. ``error`` is why the call cannot be made."""
+    """A rank's announcement of a call; the leader has broadcast it. ``error`` is why the call cannot be made."""
 
     call: Call
     content: bytes
@@ -38,7 +38,7 @@ class Announcement:
 
 
 class Announcer:
-    """Those of one pipeline, of which chunks on the cloud take the metadata ``wanted``."""
+    """Announces the calls of one pipeline, on the edge. ``wanted`` names the metadata that cloud chunks accept."""
 
     def __init__(
         self, mesh: Mesh, shapes: ShapeCache, plans: PlanCache, wanted: Sequence[str], audit: Audit | None
@@ -49,20 +49,20 @@ class Announcer:
         self._wanted = wanted
         self._audit = audit
         self._signatures = Signatures()
-        self._given: deque[Announcement] = deque()
-        self._content = b""  # of the last one
+        self._pending: deque[Announcement] = deque()
+        self._last_content = b""
 
-    def give(self, call: Call, upcoming: Call | None) -> Announcement:
-        """Say what ``call`` is, unless that was said before, and what ``upcoming`` will be. Returns the former.
+    def announce(self, call: Call, upcoming: Call | None) -> Announcement:
+        """Announce ``call``, unless it was the last ``upcoming``, and ``upcoming``. Return the former announcement.
 
-        Raises LdtError if another call was announced than this one.
+        Raises LdtError if a different call was announced.
         """
-        if not self._given:
-            self._given.append(self._write(call))
-        announcement = self._given.popleft()
+        if not self._pending:
+            self._pending.append(self._write(call))
+        announcement = self._pending.popleft()
         self._check(announcement, call)
         if upcoming is not None:
-            self._given.append(self._write(upcoming))
+            self._pending.append(self._write(upcoming))
         return announcement
 
     def _write(self, call: Call) -> Announcement:
@@ -74,14 +74,14 @@ class Announcer:
             content = as_bytes(pack(self._message(call, call.microbatches)))
             if len(content) > MAX_CONTENT_BYTES:
                 raise InputValueError(
-                    f"the message of the step has {len(content)} bytes, at most {MAX_CONTENT_BYTES} can be sent: masks "
-                    "and positions by no rule take most; give the step fewer microbatches, or let chunks find positions"
+                    f"the step message has {len(content)} bytes, the limit is {MAX_CONTENT_BYTES}: masks and positions "
+                    "without a pattern take most of it; use fewer microbatches, or let chunks compute positions"
                 )
         except Exception as caught:
             error = caught
             content = as_bytes(pack(StepCalledOff(type_name(caught), self._mesh.shareable_text(caught))))
-        same = content == self._content
-        self._content = content
+        same = content == self._last_content
+        self._last_content = content
         subject = Subject.SAME_STEP if same else Subject.STEP
         if self._mesh.is_leader:
             edge_message = EdgeMessage(subject, call.number, b"" if same else content)
@@ -94,43 +94,43 @@ class Announcer:
         setting = self._shapes.setting()
         described = []
         for index, microbatch in enumerate(microbatches):
-            check_taken(microbatch.kwargs, index, self._shapes.keywords.values(), self._wanted)
+            check_accepted(microbatch.kwargs, index, self._shapes.keywords.values(), self._wanted)
             head = self._shapes.head_output(microbatch, call.training, setting)
             offered = {name: microbatch.kwargs.get(name) for name in self._wanted}
             tensors = {name: value for name, value in offered.items() if value is not None}
             if tensors:
                 self._guard(index, microbatch, tensors)
-            # Where chunks on the edge come later, equal numbers say that they return equal shapes.
+            # For chunks of later laps on the edge, equal numbers mean equal output shapes.
             number = self._signatures.number(microbatch) if self._mesh.topology.laps > 1 else index
             described.append(MicrobatchMetadata(number, (head,), tensors))
         digest = self._plans.digest(len(microbatches), call.training)
         return StepMessage(call.mode, digest, setting, self._shapes.autocast(), tuple(described))
 
     def _guard(self, index: int, microbatch: Microbatch, tensors: Mapping[str, Any]) -> None:
-        """Raise ValueError if metadata are, or are views of, what stays on the edge."""
+        """Raise ValueError if metadata are, or are views of, data that stay on the edge."""
         others = {name: value for name, value in microbatch.kwargs.items() if name not in tensors}
         rest = Microbatch(microbatch.args, others, microbatch.target)
         guard = Guard([rest], self._audit is not None)
         guard.check(filter(_is_tensor, tensors.values()), f"metadata of microbatch {index}")
 
     def _check(self, announcement: Announcement, call: Call) -> None:
-        said, given = announcement.call.microbatches, call.microbatches
-        if said is given or announcement.error is not None:
+        announced, given = announcement.call.microbatches, call.microbatches
+        if announced is given or announcement.error is not None:
             return
         if announcement.call.mode != call.mode:
             raise LdtError(
-                f"the call {announcement.call.mode}() was announced (upcoming=), but {call.mode}() is made: make the "
-                "call that was announced"
+                f"{announcement.call.mode}() was announced (upcoming=), but {call.mode}() was called: make the call "
+                "that was announced"
             )
-        if not _are_the_same(said, given) or announcement.versions != _versions(call):
+        if not _are_the_same(announced, given) or announcement.versions != _versions(call):
             raise LdtError(
-                f"the call {call.mode}() was announced (upcoming=) with other microbatches, or their tensors were "
-                "changed since: give the same list, and leave its tensors alone"
+                f"{call.mode}() was announced (upcoming=) with other microbatches, or their tensors changed since: "
+                "pass the same list, and do not modify its tensors"
             )
         if announcement.setting != self._shapes.setting():
             raise LdtError(
-                f"the call {announcement.call.mode}() was announced (upcoming=) in another setting than it was made "
-                "in: switch autocast and the mode of modules before a call is announced, not after it"
+                f"autocast or the train mode of a module changed after {announcement.call.mode}() was announced "
+                "(upcoming=): change them before the call is announced"
             )
 
 
@@ -139,13 +139,13 @@ def _is_tensor(value: object) -> bool:
 
 
 def _versions(call: Call) -> list[object]:
-    """How often each tensor was changed in place."""
+    """Return how often each tensor was modified in place."""
     microbatches = call.microbatches if isinstance(call.microbatches, list) else []
     return [version for microbatch in microbatches for version in microbatch.versions()]
 
 
-def _are_the_same(said: object, given: object) -> bool:
-    """Whether these are lists of the same objects."""
-    if not (isinstance(said, list) and isinstance(given, list) and len(said) == len(given)):
+def _are_the_same(announced: object, given: object) -> bool:
+    """Whether both are lists of the same objects."""
+    if not (isinstance(announced, list) and isinstance(given, list) and len(announced) == len(given)):
         return False
-    return all(one.is_same(other) for one, other in zip(said, given, strict=True))
+    return all(one.is_same(other) for one, other in zip(announced, given, strict=True))

@@ -1,4 +1,4 @@
-"""What leaves the edge: refused where it is a sample, a label or a loss, and written down if asked."""
+"""Refuses to send samples, labels or losses to the cloud, and logs everything that leaves the edge on request."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ __all__ = ["Audit", "Guard"]
 
 
 class Audit:
-    """Writes a line of JSON for all that a rank of the edge sends in its calls, to ``path``, which must be new.
+    """Writes a line of JSON to ``path`` for everything that a rank of the edge sends in its calls.
 
-    Of an "activation" or a "gradient": the call's number, channel, microbatch and tensor, its shape, dtype and bytes as
-    this rank has them. Of "metadata" and "tokens", which go to each other node: the call and the bytes. Raises OSError,
-    and LdtError if the file is there.
+    For an "activation" or a "gradient", a line has the call's number, channel, microbatch and tensor, with the shape,
+    dtype and bytes of this rank's tensor. For "metadata" and "tokens", which go to each other node, it has the call and
+    the bytes. Raises OSError, and LdtError if the file exists.
     """
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self._file = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 (as long as the pipeline lives)
+            self._file = Path(path).open("x", encoding="utf-8")  # noqa: SIM115 (open as long as the pipeline lives)
         except FileExistsError:
-            text = "the file of an audit exists already, and is never written over: name a new one"
+            text = "the audit file exists and is never overwritten: choose a new path"
             raise QuotingError(f"{text}, got {path}", plain=text) from None
 
     def discard(self) -> None:
-        """Remove the file: there is nothing to tell."""
+        """Close and delete the file."""
         self._file.close()
         Path(self._file.name).unlink()
 
     def write(self, purpose: str, call: int, nbytes: int, **details: Any) -> None:
-        """A line about ``nbytes`` that leave in the call of number ``call``."""
+        """Write a line about ``nbytes`` sent in call number ``call``."""
         self._file.write(json.dumps({"call": call, "purpose": purpose, "bytes": nbytes, **details}) + "\n")
         self._file.flush()
 
     def write_tensors(
         self, purpose: str, call: int, channel: str, microbatch: int, tensors: Sequence[torch.Tensor]
     ) -> None:
-        """A line about each tensor of a message."""
+        """Write a line for each tensor of a message."""
         for index, tensor in enumerate(tensors):
             self.write(
                 purpose,
@@ -62,97 +62,102 @@ class Audit:
 
 
 class Guard:
-    """Knows the memory that may not leave: that of samples and labels, and of losses as they come, of two steps.
+    """Refuses tensors that overlap protected memory: samples, labels, and the losses of this step and the last.
 
-    Found is whatever overlaps it: tensors, arrays that NumPy can see, in lists, dicts and other mappings. With
-    ``copies`` also tensors of equal contents, which costs comparisons and, on a device, waits for it. Parts of copies
-    are not found.
+    Protected are tensors and NumPy-compatible arrays, also inside lists, dicts and other mappings. With ``copies`` a
+    tensor of equal contents is refused, too, which costs comparisons and, on a device, a wait. Partial copies are not
+    detected.
     """
 
     def __init__(
         self, microbatches: Iterable[Microbatch], copies: bool = False, earlier: Guard | None = None
     ) -> None:
-        self._kept: list[_Kept] = []
-        self._losses: list[_Kept] = []
+        self._protected: list[_ProtectedMemory] = []
+        self._losses: list[_ProtectedMemory] = []
         for loss in [] if earlier is None else earlier._losses:
-            self._kept.append(loss._replace(what="a loss of the step before"))
+            self._protected.append(loss._replace(what="a loss of the step before"))
         for index, microbatch in enumerate(microbatches):
             for where, value in (
                 ("inputs", (microbatch.args, microbatch.kwargs)),
                 ("target", microbatch.target),
             ):
-                self._keep(f"the {where} of microbatch {index}", value)
+                self._protect(f"the {where} of microbatch {index}", value)
         self._copies = copies
 
     def add_loss(self, microbatch: int, loss: torch.Tensor) -> None:
-        """Refuse it from now on, in this step and the next; nothing is held, as a loss may have the memory of many."""
+        """Refuse ``loss`` in this step and the next. Keeps no reference: a loss may be a view of a large tensor."""
         for own in _tensors_in(loss.detach()):
-            kept = _Kept.of(f"the loss of microbatch {microbatch}", own, hold=False)
-            self._losses.append(kept)
-            self._kept.append(kept)
+            memory = _ProtectedMemory.of(f"the loss of microbatch {microbatch}", own, hold=False)
+            self._losses.append(memory)
+            self._protected.append(memory)
 
     def end(self) -> None:
-        """Let go of the samples: the step is over."""
-        self._kept.clear()
+        """Release the samples at the end of the step."""
+        self._protected.clear()
 
     def check(self, tensors: Iterable[torch.Tensor], where: str) -> None:
-        """Raise ValueError if one of ``tensors``, which are about to leave over ``where``, may not."""
+        """Raise ValueError if one of ``tensors`` must not be sent; texts call the message ``where``."""
         for tensor in filter(torch.Tensor.numel, tensors):
-            what = self._overlapped(tensor) or (self._copied(tensor) if self._copies else None)
+            what = self._find_overlap(tensor) or (self._find_copy(tensor) if self._copies else None)
             if what is not None:
                 raise InputValueError(
-                    f"{where} would send {what} to the cloud: samples, labels and losses stay on the edge. Send what a "
-                    "layer made of them"
+                    f"{where} would send {what} to the cloud: samples, labels and losses stay on the edge. Send the "
+                    "output of a layer instead"
                 )
 
-    def _keep(self, what: str, value: object) -> None:
+    def _protect(self, what: str, value: object) -> None:
         for tensor in _tensors_in(value):
-            self._kept.append(_Kept.of(what, tensor))
+            self._protected.append(_ProtectedMemory.of(what, tensor))
 
-    def _overlapped(self, tensor: torch.Tensor) -> str | None:
+    def _find_overlap(self, tensor: torch.Tensor) -> str | None:
         start, stop = _extent(tensor)
         found = (
-            kept.what
-            for kept in self._kept
-            if kept.start < stop and start < kept.stop and kept.device == tensor.device and kept.lives
+            memory.what
+            for memory in self._protected
+            if memory.start < stop
+            and start < memory.stop
+            and memory.device == tensor.device
+            and memory.is_alive
         )
         return next(found, None)
 
-    def _copied(self, tensor: torch.Tensor) -> str | None:
-        """Equally many elements of equal values. Of one or two elements, or of one value, that is chance."""
+    def _find_copy(self, tensor: torch.Tensor) -> str | None:
+        """Find a tensor of equal values. Skips tensors of one or two elements, and constants: they match by chance."""
         values = _values(tensor)
         if values.numel() <= 2 or bool((values == values[0]).all()):
             return None
-        for what, own in ((kept.what, kept.tensor) for kept in self._kept if kept.tensor is not None):
+        for what, own in (
+            (memory.what, memory.tensor) for memory in self._protected if memory.tensor is not None
+        ):
             alike = own.numel() == tensor.numel() and own.device == tensor.device
             if alike and torch.equal(_values(own), values):
                 return f"a copy of {what}"
         return None
 
 
-class _Kept(NamedTuple):
-    """Memory that may not leave, by its addresses."""
+class _ProtectedMemory(NamedTuple):
+    """Memory that must not be sent, by its addresses."""
 
     what: str
-    tensor: torch.Tensor | None  # keeps the memory its own
+    tensor: torch.Tensor | None  # keeps the memory allocated
     device: torch.device
     start: int
     stop: int
     memory: weakref.ref[torch.UntypedStorage]
 
     @classmethod
-    def of(cls, what: str, tensor: torch.Tensor, hold: bool = True) -> _Kept:
+    def of(cls, what: str, tensor: torch.Tensor, hold: bool = True) -> _ProtectedMemory:
         memory = weakref.ref(tensor.untyped_storage())
         return cls(what, tensor if hold else None, tensor.device, *_extent(tensor), memory)
 
     @property
-    def lives(self) -> bool:
-        """Whether the addresses are still those of this memory: nobody can send what is gone."""
+    def is_alive(self) -> bool:
+        """Whether the memory is still allocated; freed addresses may belong to another tensor by now."""
         return self.tensor is not None or self.memory() is not None
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses from its first element in memory to behind its last."""
+    """Return the address of the first element and the end address of the last."""
     if tensor.numel() == 0:
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -160,17 +165,17 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements in a row, in one type for all, so that a copy in another one is equal."""
+    """Return the elements as a flat complex128 tensor, so that a copy in another dtype compares equal."""
     return tensor.detach().reshape(-1).to(torch.complex128)
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """With memory of their own: of one that wraps others (DTensor), those; of an array, a tensor over its memory."""
+    """Yield the tensors that own memory: those inside a wrapper (DTensor), and a tensor over an array's memory."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield from unwrapped_tensors(leaf)
         elif isinstance(leaf, Mapping):
             yield from _tensors_in(list(leaf.values()))
         elif hasattr(leaf, "__array_interface__"):
-            with contextlib.suppress(TypeError, ValueError):  # of a type that torch has not
+            with contextlib.suppress(TypeError, ValueError):  # a dtype that torch does not have
                 yield torch.as_tensor(leaf, device="cpu")

@@ -1,4 +1,4 @@
-"""Calls that all ranks make together: what one of step() or eval() is, and how ranks find that they all may begin."""
+"""Describes a call of step() or eval(), and makes all ranks agree to begin a collective call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ldt.runtime.step.microbatch import Microbatch
 __all__ = ["Call", "Mode", "StepRejected", "all_agree"]
 
 Mode = Literal["step", "eval"]
-_MOMENTS = {"begin": "beginning", "finish": "end"}
+_PHASES = {"begin": "beginning", "finish": "end"}
 
 
-class StepRejected(Exception):  # noqa: N818 (a verdict, not an error of its own)
-    """The step was called off on all ranks, nothing was sent; the mesh stays usable. ``error`` is to be raised."""
+class StepRejected(Exception):  # noqa: N818 (carries the error to raise)
+    """The step was called off on all ranks before anything was sent; the mesh stays usable. Raise ``error``."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class StepRejected(Exception):  # noqa: N818 (a verdict, not an error of its own
 class Call:
     """One call of step() or eval() on this rank, the ``serial``-th of its pipeline.
 
-    On the edge ``microbatches`` are this rank's; anywhere they may be the reason why the call cannot be made, which
-    the edge's leaders pass on. ``pipeline`` is its number among those of the mesh.
+    ``microbatches`` are this rank's on the edge and None elsewhere. On any rank they may be the exception why the call
+    cannot be made, which the edge's leaders broadcast. ``pipeline`` is the pipeline's number in the mesh.
     """
 
     mode: Mode
@@ -42,12 +42,12 @@ class Call:
 
     @property
     def number(self) -> int:
-        """Of the call among those of all pipelines of the mesh."""
+        """The number of the call, unique over all pipelines of the mesh."""
         return self.pipeline << 32 | self.serial
 
     @property
     def reason(self) -> Exception | None:
-        """Why the call cannot be made, as far as this rank knows."""
+        """Why this rank cannot make the call; None if it can."""
         return self.microbatches if isinstance(self.microbatches, Exception) else None
 
     @property
@@ -60,25 +60,29 @@ def all_agree(
     call: str,
     error: Exception | None,
     same: Mapping[str, str],
-    own: object = None,
-    read_own: Callable[[Any], Any] = lambda own: own,
+    payload: object = None,
+    read_payload: Callable[[Any], Any] = lambda payload: payload,
     *,
     doing: Literal["begin", "finish"] = "begin",
 ) -> list[Any]:
-    """Raise on every rank if one cannot begin (or finish) ``call`` for an ``error``, or was given other values.
+    """Raise on every rank if one rank has an ``error``, or if values that must be equal differ. A collective call.
 
-    A collective call. The others raise RemoteStageError, or CheckpointError where that is what the one raises. ``same``
-    has what must be equal, by the name it has in texts. Returns each rank's ``own``, as ``read_own`` reads it.
+    ``call`` names the call in texts, ``doing`` says whether ranks begin or finish it, and ``error`` is why this rank
+    cannot. ``same`` has the values that must be equal, by their name in texts. Returns each rank's ``payload``, as
+    ``read_payload`` parses it.
+
+    Other ranks raise RemoteStageError, or CheckpointError if ``error`` is one. Every rank raises LdtError if values of
+    ``same`` differ.
     """
-    mine = {
+    local = {
         "error": None if error is None else mesh.shareable_text(error),
         "error_type": None if error is None else type_name(error),
         "of_checkpoint": error is not None and safe_isinstance(error, CheckpointError),
         "same": dict(same),
-        "own": own,
+        "payload": payload,
     }
     with mesh.collective(call):
-        gathered = mesh.control.all_gather(mine, partial(_answer, read_own))
+        gathered = mesh.control.all_gather(local, partial(_answer, read_payload))
         answers = dict(zip(mesh.ranks, gathered, strict=True))
     if error is not None:
         raise error
@@ -91,30 +95,28 @@ def all_agree(
                 f"rank {rank} cannot {doing} {call}: {answer.error}",
                 rank=rank,
                 stage=stage,
-                place=f"the {_MOMENTS[doing]} of {call}",
+                place=f"the {_PHASES[doing]} of {call}",
                 error_type=answer.error_type,
             )
     for what, value in same.items():
         others = [rank for rank, answer in answers.items() if answer.same.get(what) != value]
         if others:
-            raise LdtError(
-                f"every rank must be given the same: ranks {others} have other {what} than this rank"
-            )
-    return [answer.own for answer in answers.values()]
+            raise LdtError(f"all ranks must be given equal {what}: ranks {others} differ from this rank")
+    return [answer.payload for answer in answers.values()]
 
 
-class _Answer(NamedTuple):
-    """Of one rank, in ``all_agree``."""
+class _RankReport(NamedTuple):
+    """What one rank reports in ``all_agree``."""
 
     error: str | None
     error_type: str | None
     of_checkpoint: bool
     same: dict[str, str]
-    own: Any
+    payload: Any
 
 
-def _answer(read_own: Callable[[Any], Any], value: Any) -> _Answer:
-    told = [value[name] for name in ("error", "error_type")]
-    error, error_type = (None if text is None else plain(as_str_list([text])[0]) for text in told)
-    own, same = read_own(value["own"]), as_str_dict(value["same"])
-    return _Answer(error, error_type, value["of_checkpoint"] is True, same, own)
+def _answer(read_payload: Callable[[Any], Any], value: Any) -> _RankReport:
+    error_texts = [value[name] for name in ("error", "error_type")]
+    error, error_type = (None if text is None else plain(as_str_list([text])[0]) for text in error_texts)
+    payload, same = read_payload(value["payload"]), as_str_dict(value["same"])
+    return _RankReport(error, error_type, value["of_checkpoint"] is True, same, payload)

@@ -1,4 +1,4 @@
-"""How a step begins: every rank hears what the edge says of it, and knows what every hop will carry."""
+"""Begins a step: every rank receives the edge's step message and learns the specs of every hop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ __all__ = ["Handshake", "StepContext"]
 
 @dataclass(frozen=True)
 class StepContext:
-    """``hops[m][c]`` is what hop c -> c+1 carries for microbatch m of this rank's edge replica.
+    """The result of a handshake.
 
-    ``keywords[m]`` is what chunks here can be given by name: on the edge its inputs, on the cloud what metadata say.
+    ``hops[m][c]`` has the specs of hop c -> c+1 for microbatch m of this rank's edge replica. ``keywords[m]`` are the
+    keyword arguments available to this rank's chunks: the inputs on the edge, the metadata on the cloud.
     """
 
     plan: Plan
@@ -36,23 +37,23 @@ class StepContext:
 
 
 class Handshake:
-    """Opens the calls of one pipeline. ``announcer`` are there on the edge."""
+    """Opens the calls of one pipeline. Only the edge has an ``announcer``."""
 
     def __init__(self, mesh: Mesh, shapes: ShapeCache, plans: PlanCache, announcer: Announcer | None) -> None:
         self._mesh = mesh
         self._shapes = shapes
         self._plans = plans
         self._announcer = announcer
-        self._contents: dict[int, bytes] = {}  # what came last of each replica of the edge
-        self._messages: dict[int, StepMessage | StepCalledOff] = {}  # the same, made anew for each call
+        self._contents: dict[int, bytes] = {}  # the last content from each edge replica
+        self._messages: dict[int, StepMessage | StepCalledOff] = {}  # unpacked anew for each call
 
     def open(self, call: Call, upcoming: Call | None = None) -> StepContext:
-        """Agree on ``call``; the edge also says what ``upcoming`` will be. A collective call of all ranks.
+        """Agree on ``call``; the edge also announces ``upcoming``. A collective call of all ranks.
 
-        Raises StepRejected where a leader of the edge has a reason not to run; anything else it raises is a failure.
+        Raises StepRejected if a leader of the edge calls it off. Any other exception is a failure of the mesh.
         """
         mesh = self._mesh
-        announcement = None if self._announcer is None else self._announcer.give(call, upcoming)
+        announcement = None if self._announcer is None else self._announcer.announce(call, upcoming)
         edge_messages = mesh.edge_broadcast.receive()
         for replica, edge_message in enumerate(edge_messages):
             self._read(replica, edge_message)
@@ -74,14 +75,14 @@ class Handshake:
         return StepContext(plan, hops[mesh.rank_info.edge_replica], keywords)
 
     def _read(self, replica: int, edge_message: EdgeMessage) -> None:
-        """Also where the letter says that nothing changed: chunks may have changed the tensors that they were given."""
+        """Unpack the message, even if its content did not change: chunks may have modified the last tensors."""
         if edge_message.subject is Subject.STEP:
             self._contents[replica] = edge_message.content
         if replica in self._contents:
             self._messages[replica] = self._unpacked(replica, torch.device("cpu"))
 
     def _unpacked(self, replica: int, device: torch.device) -> StepMessage | StepCalledOff:
-        with torch.inference_mode(False):  # so that chunks may change them
+        with torch.inference_mode(False):  # so that chunks may modify the tensors
             return unpack(as_tensor(self._contents[replica]), device)
 
     def _keywords(self, call: Call, message: StepMessage) -> list[Mapping[str, Any]]:
@@ -94,11 +95,11 @@ class Handshake:
         return [microbatch.tensors for microbatch in on_device.microbatches]
 
     def _check_called(self, replica: int, call: Call, announcement: Announcement | None) -> None:
-        """Raise StepRejected if a leader of the edge calls the step off."""
+        """Raise StepRejected if a leader of the edge calls it off."""
         message = self._messages.get(replica)
         if isinstance(message, StepCalledOff):
-            mine = call.reason if announcement is None else announcement.error
-            raise StepRejected(mine or self._called_off(replica, call.mode, message))
+            local = call.reason if announcement is None else announcement.error
+            raise StepRejected(local or self._called_off(replica, call.mode, message))
 
     def _called_off(self, replica: int, mode: Mode, message: StepCalledOff) -> RemoteStageError:
         rank = self._mesh.ranks[self._mesh.rank_info.edge_leader(replica)]
@@ -114,7 +115,8 @@ class Handshake:
         message = self._messages.get(replica)
         if not isinstance(message, StepMessage):
             raise LdtError(
-                "the edge refers to a message that this rank never got: are all ranks at the same call?"
+                "the edge refers to a message that this rank never received: every rank must make the same calls in "
+                "the same order"
             )
         if (message.mode, edge_message.number) != (call.mode, call.number):
             other = "" if edge_message.number >> 32 == call.number >> 32 else " of another pipeline"
@@ -128,9 +130,7 @@ class Handshake:
     def _agreed_plan(self, call: Call, messages: Sequence[StepMessage]) -> Plan:
         counts = [len(message.microbatches) for message in messages]
         if len(set(counts)) > 1:
-            raise LdtError(
-                f"the replicas of the edge must have equally many microbatches, they have {counts}"
-            )
+            raise LdtError(f"the edge replicas must have the same number of microbatches, got {counts}")
         autocast = self._shapes.autocast()
         others = [message.autocast for message in messages if message.autocast != autocast]
         if others:
@@ -143,19 +143,19 @@ class Handshake:
             if message.plan != digest:
                 rank = self._mesh.ranks[self._mesh.rank_info.edge_leader(replica)]
                 raise LdtError(
-                    f"this rank's plan for {counts[0]} microbatches of {call.mode}() is not that of rank {rank}, the "
-                    f"edge: {digest}, expected {message.plan}; plan_factory must give equal plans on all ranks, so it "
-                    "may not depend on the rank, on measurements or on random numbers"
+                    f"this rank's plan for {counts[0]} microbatches of {call.mode}() differs from that of rank {rank}, "
+                    f"the edge: got {digest}, expected {message.plan}; plan_factory must return equal plans on all "
+                    "ranks, so it must not depend on the rank, on measurements or on random numbers"
                 )
         return self._plans.get(counts[0], call.training)
 
 
 def _check_leader(announcement: Announcement, leaders: bytes) -> None:
-    """Raise if this member of the edge has something else to say than its leader."""
-    if announcement.error is not None:  # of a member alone: the leaders are about to go on
+    """Raise if this rank's announcement differs from that of its edge replica's leader."""
+    if announcement.error is not None:  # on this rank alone: the leader is about to run the call
         raise announcement.error
     if announcement.content != leaders:
         raise LdtError(
-            "the ranks of the edge must be given equal microbatches and plans, under the same autocast and with the "
-            "same modules in train mode: this rank's differ from its leader's in number, shape, dtype, plan or mode"
+            "the ranks of the edge must have equal microbatches and plans, the same autocast and the same modules in "
+            "train mode: this rank differs from its leader in number, shape, dtype, plan or mode"
         )

@@ -1,4 +1,4 @@
-"""The message of one step from the edge to every rank: what the call is, shapes of hops, masks and positions."""
+"""Packs and unpacks the step message from the edge to every rank: the call, shapes of hops, masks and positions."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class MicrobatchMetadata:
-    """What leaves the edge of one microbatch, but for activations and gradients.
+    """What leaves the edge of one microbatch besides activations and gradients.
 
-    ``hops`` has what hop 0, 1, ... carry, as far as the sender knows. ``tensors``: see ``METADATA_NAMES``; of bool or
-    any integer dtype. Two objects are never equal: tensors have no equality that is a bool.
+    ``hops`` has the specs of hops 0, 1, ... as far as the sender knows them. ``tensors`` are of bool or any integer
+    dtype and named as in ``METADATA_NAMES``. Two objects never compare equal, as ``==`` of tensors is not a bool.
     """
 
     id: int
@@ -46,10 +46,10 @@ class MicrobatchMetadata:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """One call of ``step`` or ``eval``, and all of its microbatches.
+    """One call of ``step`` or ``eval`` with all of its microbatches.
 
-    ``plan`` is the plan's digest, ``setting`` what may give one input other shapes, ``autocast`` the dtype that
-    autocast casts to, None where it is off.
+    ``plan`` is the plan's digest. ``setting`` describes the modes that may change shapes for equal inputs. ``autocast``
+    is the dtype of autocast, None if it is off.
     """
 
     mode: Literal["step", "eval"]
@@ -61,18 +61,18 @@ class StepMessage:
 
 @dataclass(frozen=True)
 class StepCalledOff:
-    """Instead of a StepMessage: the edge cannot make the call. ``error_type`` is the name of the error's class."""
+    """Sent instead of a StepMessage if the edge cannot make the call. ``error_type`` names the error's class."""
 
     error_type: str
     error_text: str
 
 
 def pack(message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADATA_ELEMENTS) -> torch.Tensor:
-    """The message as bytes: uint8 ``[n]`` on the CPU (docs/wire_format.md).
+    """Pack the message into bytes: uint8 ``[n]`` on the CPU (docs/wire_format.md).
 
-    Tensors may lie on the CPU or on one device, and on a device are read after what its current stream has queued.
-    Equal content gives equal bytes, wherever it lies. The GIL is released while rows are scanned.
-    Raises MetadataError for names and tensors that may not cross, and for more than ``max_elements`` elements.
+    Tensors may be on the CPU or on one device, where they are read in order with its current stream. Equal content
+    gives equal bytes on every device. The GIL is released while rows are scanned. Raises MetadataError for names and
+    tensors that must not cross, and for more than ``max_elements`` elements.
     """
     if isinstance(message, StepCalledOff):
         return pack_called_off(
@@ -94,11 +94,11 @@ def pack(message: StepMessage | StepCalledOff, *, max_elements: int = MAX_METADA
 def unpack(
     data: torch.Tensor, device: torch.device | str = "cpu", *, max_elements: int = MAX_METADATA_ELEMENTS
 ) -> StepMessage | StepCalledOff:
-    """What ``pack`` was given, its tensors rebuilt on ``device``, bit-equal, contiguous, with dtype and shape.
+    """Unpack a message of ``pack``; its tensors are rebuilt on ``device``, bit-equal and contiguous.
 
-    ``data`` may come from anywhere: whatever is no message of this version raises MetadataError, and no more than
-    ``max_elements`` elements are made. On a device the tensors are ready for its current stream; the host does not
-    wait. The tensors share one buffer, which lives as long as any of them.
+    ``data`` may be untrusted: anything but a message of this version raises MetadataError, and at most ``max_elements``
+    elements are allocated. On a device the tensors are ready for its current stream; the host does not wait. The
+    tensors share one buffer, which lives as long as any of them.
     """
     content = unpack_message(
         data,
@@ -111,5 +111,5 @@ def unpack(
 
 
 def _encodable(text: str) -> str:
-    """The text without what UTF-8 cannot say: names of files may hold such characters."""
+    """Escape characters that UTF-8 cannot encode, as file names may contain."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

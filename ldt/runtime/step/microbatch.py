@@ -1,4 +1,4 @@
-"""What the edge gets from a data loader, taken apart: arguments of the head and the target."""
+"""Parses what a data loader yields on the edge into the arguments of the head and the target."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ldt.runtime.common.tensor_spec import TensorSpec
 
 __all__ = ["Microbatch", "Signatures", "parse_microbatches"]
 
-# Values that are told apart by ==. Others may change inside, and their text may be shortened.
+# Types whose values compare by ==. Others may be mutable, and their repr may be shortened.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device)
 
 
@@ -32,7 +32,7 @@ class Microbatch:
 
     @classmethod
     def of(cls, pair: Any, index: int) -> Microbatch:
-        """Raises TypeError if ``pair`` is not two things or the inputs are of another kind."""
+        """Raises TypeError if ``pair`` is no pair, or the inputs have an unsupported type."""
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             size = f" of {len(pair)} entries" if isinstance(pair, (tuple, list)) else ""
             raise InputTypeError(
@@ -52,27 +52,27 @@ class Microbatch:
 
     @property
     def signature(self) -> object:
-        """Equal for microbatches whose head's outputs have equal specs: structure, tensor specs, plain values.
+        """Structure, tensor specs and plain values of the inputs; equal signatures mean equal output specs of the head.
 
-        Stays on the edge. With a value of another kind among the inputs it equals no other one.
+        Stays on the edge. With a value of another type among the inputs, it equals no other signature.
         """
         leaves, structure = pytree.tree_flatten((self.args, self.kwargs))
         return str(structure), tuple(map(_signature_of, leaves))
 
     def is_same(self, other: Microbatch) -> bool:
-        """Whether the other is made of the same objects."""
-        mine, theirs = (pytree.tree_leaves((m.args, m.kwargs, m.target)) for m in (self, other))
-        return len(mine) == len(theirs) and all(map(operator.is_, mine, theirs))
+        """Whether both consist of the same objects."""
+        leaves, others = (pytree.tree_leaves((m.args, m.kwargs, m.target)) for m in (self, other))
+        return len(leaves) == len(others) and all(map(operator.is_, leaves, others))
 
     def versions(self) -> list[object]:
-        """How often each of its tensors was changed in place; nothing of those that keep no count."""
+        """Return how often each tensor was modified in place; inference tensors have no such counter."""
         leaves = pytree.tree_leaves((self.args, self.kwargs, self.target))
         tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_inference())
         return [tensor._version for tensor in tensors]
 
 
 class Signatures:
-    """Numbers for signatures, which stay on the edge: equal for equal ones, as long as they are used at times."""
+    """Numbers signatures, which themselves stay on the edge; the 4096 most recent keep their number."""
 
     def __init__(self) -> None:
         self._next = itertools.count()
@@ -89,7 +89,7 @@ def _signature_of(leaf: Any) -> object:
 
 
 def parse_microbatches(microbatches: Any) -> list[Microbatch]:
-    """Raises TypeError or ValueError saying what is wrong, naming the microbatch."""
+    """Parse a list of (inputs, target) pairs. Raises TypeError or ValueError naming the microbatch."""
     if microbatches is None:
         raise InputValueError("the edge needs microbatches: pass a list of (inputs, target) pairs")
     if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(microbatches, Iterable):

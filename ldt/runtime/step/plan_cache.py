@@ -1,4 +1,4 @@
-"""The plans of a pipeline: the given one, and those that other numbers of microbatches or eval need."""
+"""Caches the plans of a pipeline by number of microbatches and mode."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PlanFactory = Callable[[Topology, int, bool], Plan]  # topology, number of micro
 
 
 class PlanCache:
-    """Complete plans by number of microbatches and mode, made once each. The same on all ranks: see ``digest``.
+    """Complete plans by number of microbatches and mode, each made once. Ranks must have equal plans: see ``digest``.
 
-    A ``plan`` that was given is the only one for its mode, unless there is a ``factory`` to make others.
-    Raises PlanError for a plan of another topology or other lanes than the mesh's, or of other microbatches.
+    A given ``plan`` is the only one for its mode, unless there is a ``factory`` for others. Raises PlanError if a plan
+    does not match the mesh's topology or lanes, or the number of microbatches.
     """
 
     def __init__(
@@ -36,30 +36,27 @@ class PlanCache:
             self._plans[plan.num_microbatches, plan.training] = self._given
 
     def get(self, num_microbatches: int, training: bool) -> Plan:
-        """Raises PlanError if the given plan does not fit and there is no factory, or its plan is refused."""
+        """Return a plan. Raises PlanError if the given plan does not match and there is no factory, or verify fails."""
         key = (num_microbatches, training)
         if key not in self._plans:
             self._plans[key] = self._completed(self._make(num_microbatches, training))
         return self._plans[key]
 
-    def keep_lockstep(self, stages: Collection[int]) -> None:
-        """Prove all plans, those that there are and those to come, for replicas of ``stages`` that run in lockstep.
-
-        Raises PlanError.
-        """
+    def require_lockstep(self, stages: Collection[int]) -> None:
+        """Verify all plans, present and future, for replicas of ``stages`` that run in lockstep. Raises PlanError."""
         self._lockstep = stages
         for plan in self._plans.values() if stages else ():
             verify(plan, lockstep=stages)
 
     def digest(self, num_microbatches: int, training: bool) -> str:
-        """A short text that is equal on ranks whose plans are."""
+        """Return a short text that is equal on ranks with equal plans."""
         key = (num_microbatches, training)
         if key not in self._digests:
             self._digests[key] = _digest(self.get(num_microbatches, training).to_text())
         return self._digests[key]
 
     def digest_of_all(self) -> str:
-        """As ``digest``, of all plans that were given or made so far."""
+        """Return the digest of all plans given or made so far."""
         return _digest("".join(plan.to_text() for plan in self._plans.values()))
 
     def _make(self, num_microbatches: int, training: bool) -> Plan:
@@ -71,21 +68,21 @@ class PlanCache:
         else:
             raise PlanError(
                 f"the plan given to Pipeline is for {given.num_microbatches} microbatches, {_mode(training)} got "
-                f"{num_microbatches}: for batches of several sizes give it plan_factory=, a function of (topology, "
-                "num_microbatches, training) that makes their plans"
+                f"{num_microbatches}: for batches of several sizes pass plan_factory=, a function of (topology, "
+                "num_microbatches, training) that returns a plan"
             )
         if isinstance(plan, Plan) and (plan.num_microbatches, plan.training) != (num_microbatches, training):
             raise PlanError(
-                f"plan_factory was asked for {num_microbatches} microbatches of {_mode(training)}, it gave a plan of "
-                f"{plan.num_microbatches} of {_mode(plan.training)}"
+                f"plan_factory must return a plan for {num_microbatches} microbatches of {_mode(training)}, got one "
+                f"for {plan.num_microbatches} of {_mode(plan.training)}"
             )
         return plan
 
     def _completed(self, plan: Plan) -> Plan:
         if not isinstance(plan, Plan):
             raise PlanError(
-                f"expected an ldt.plan.Plan, got {type(plan).__name__}: read a text with Plan.from_text, and let "
-                "plan_factory return a plan"
+                f"expected an ldt.plan.Plan, got {type(plan).__name__}: parse a text with Plan.from_text, and return a "
+                "Plan from plan_factory"
             )
         if plan.topology != self._topology:
             raise PlanError(

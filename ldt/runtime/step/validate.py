@@ -1,4 +1,4 @@
-"""A dry check of all stage boundaries: does every chunk take what comes, and return what others were told?"""
+"""Checks all stage boundaries on fake tensors: every chunk accepts its inputs and returns the agreed specs."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ def validate_chunks(
     microbatches: Sequence[Microbatch] | None,
     training: bool,
 ) -> None:
-    """Run this rank's chunks on fake tensors of what hops carry, the head on ``microbatches``, declared shapes or not.
+    """Run this rank's chunks on fake tensors with the specs of their hops, the head on ``microbatches``.
 
-    Raises LdtError naming chunk, tensor and both shapes where one does not take what comes, or returns other tensors
-    than were agreed. Chunks that cannot run without values, or whose weights ``fully_shard`` spread, are taken at their
-    word, with a line in the log.
+    Chunks with an ``output_spec`` run, too. Raises LdtError naming chunk, tensor and both shapes if a chunk does not
+    accept its inputs, or returns other tensors than agreed. Chunks that cannot run without values, and chunks in
+    ``fully_shard``, are skipped and logged.
     """
     for chunk, module in shapes.chunks.items():
         if is_fully_sharded(module):
             logger.info(
-                "chunk %d is not checked: fake tensors cannot stand in for the weights of fully_shard", chunk
+                "chunk %d is not checked: fake tensors cannot replace the weights in fully_shard", chunk
             )
             continue
-        cases = _of_head(microbatches or (), training) if chunk == 0 else ()
+        cases = _head_cases(microbatches or (), training) if chunk == 0 else ()
         if mesh.topology.crosses(chunk - 1):
-            cases = _of_chunk(chunk, context, training)
+            cases = _chunk_cases(chunk, context, training)
         for case in cases:
             _validate(mesh, shapes, case, context)
 
 
 class _Case(NamedTuple):
-    """A chunk and what it gets for a microbatch."""
+    """A chunk and its inputs for a microbatch."""
 
     chunk: int
     microbatch: int
@@ -63,16 +63,16 @@ class _Case(NamedTuple):
     training: bool
 
 
-def _of_head(microbatches: Sequence[Microbatch], training: bool) -> Iterable[_Case]:
-    """One of each kind."""
+def _head_cases(microbatches: Sequence[Microbatch], training: bool) -> Iterable[_Case]:
+    """One case for each kind of microbatch."""
     cases: dict[object, _Case] = {}
     for index, microbatch in enumerate(microbatches):
         cases.setdefault(microbatch.signature, _Case(0, index, microbatch.args, microbatch.kwargs, training))
     return cases.values()
 
 
-def _of_chunk(chunk: int, context: StepContext, training: bool) -> Iterable[_Case]:
-    """One of each kind."""
+def _chunk_cases(chunk: int, context: StepContext, training: bool) -> Iterable[_Case]:
+    """One case for each kind of input."""
     cases: dict[object, _Case] = {}
     for index, (carried, offered) in enumerate(zip(context.hops, context.keywords, strict=True)):
         kind = (tuple(carried), _shapes_of(offered))
@@ -93,10 +93,10 @@ def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext)
                 "chunk %d cannot run without values and is not checked: %s", chunk, unredacted(error)[0]
             )
             return
-        comes = describe(
+        inputs = describe(
             [arg if isinstance(arg, TensorSpec) else TensorSpec.of(arg) for arg in args if _has_spec(arg)]
         )
-        what = f"chunk {chunk} does not take what comes for microbatch {microbatch}, {comes}"
+        what = f"chunk {chunk} does not accept its inputs for microbatch {microbatch}, {inputs}"
         advice = shapes.hooks.advice(chunk, module)
         raise QuotingError(
             f"{what}: {unredacted(error)[0].rstrip('. ')}{advice}",
@@ -115,7 +115,7 @@ def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext)
 
 
 def _specs_of(mesh: Mesh, case: _Case, run: DryRun) -> HopSpecs | Exception:
-    """Those of the chunk's output, or why there are none."""
+    """Return the specs of the chunk's output, or the error that prevents them."""
     if not mesh.topology.crosses(case.chunk):
         return ()
     what = f"output of chunk {case.chunk} for microbatch {case.microbatch}"

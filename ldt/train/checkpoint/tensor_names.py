@@ -9,7 +9,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.model.module_state import NamesItself, unwrapped_name
+from ldt.runtime.model.module_state import HasWholeModelNames, unwrapped_name
 from ldt.runtime.pipeline import Pipeline
 
 __all__ = ["NamedTensors", "Names", "model_key", "named_tensors"]
@@ -68,7 +68,7 @@ def named_tensors(pipeline: Pipeline, names: Names | None = None) -> NamedTensor
 
 
 def _own_names(chunk: torch.nn.Module) -> Names:
-    if isinstance(chunk, NamesItself):
+    if isinstance(chunk, HasWholeModelNames):
         return lambda _, name: chunk.whole_model_name(name)
     return "chunk.{}.{}".format
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ldt.errors import CheckpointError
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.runtime.model.module_state import is_part
+from ldt.runtime.model.module_state import is_tensor_parallel
 
 __all__ = ["as_shard"]
 
@@ -20,7 +20,7 @@ def as_shard(tensor: torch.Tensor, parameter: torch.Tensor, mesh: Mesh, name: st
     ``name``, for parts that are cut otherwise.
     """
     parts = mesh.topology.tp[mesh.stage]
-    if parts == 1 or not is_part(parameter) or tensor.shape != parameter.shape:
+    if parts == 1 or not is_tensor_parallel(parameter) or tensor.shape != parameter.shape:
         return tensor
     dim, stride = getattr(parameter, "partition_dim", None), getattr(parameter, "partition_stride", 1)
     if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim() or stride != 1:

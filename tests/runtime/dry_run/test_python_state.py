@@ -91,7 +91,7 @@ class Naming(nn.Module):
 
 
 def test_many_entries_are_not_looked_at() -> None:
-    """In functions called, not in seconds; what would be found again there is refused all the same."""
+    """In functions called, not in seconds; what a dry run cannot remove there is still refused."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -105,7 +105,7 @@ def test_many_entries_are_not_looked_at() -> None:
     finally:
         sys.setprofile(None)
     assert calls < len(MANY) / 2
-    with pytest.raises(LdtError, match="its forward keeps tensors where they are found again"):
+    with pytest.raises(LdtError, match="its forward keeps tensors that a dry run cannot remove"):
         infer_specs(0, Naming(keeps=True), (torch.ones(2, 4),), {}, CPU, True)
     del MANY[300_000:]
 
@@ -120,7 +120,7 @@ class Circular(nn.Linear):
 
 
 def test_a_tensor_that_keeps_itself_is_named_as_such() -> None:
-    with pytest.raises(LdtError, match="where they keep themselves"):
+    with pytest.raises(LdtError, match="in a reference cycle"):
         infer_specs(0, Circular(4, 4), (torch.ones(2, 4),), {}, CPU, True)
 
 
@@ -135,7 +135,7 @@ class Taking(nn.Module):
 
 def test_an_iterator_that_cannot_be_put_back_is_refused() -> None:
     module = Taking()
-    with pytest.raises(LdtError, match=r"its forward takes from a generator, which cannot be put back"):
+    with pytest.raises(LdtError, match=r"its forward advances a generator, which a dry run cannot rewind"):
         infer_specs(0, module, (torch.ones(2, 4),), {}, CPU, True)
     assert next(module.source) == 0
 

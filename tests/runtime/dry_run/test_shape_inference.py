@@ -60,7 +60,7 @@ def many_values() -> int:
     topology = Topology([1, 1])
     chunks = [Scaled(16), ToyChunk(16), ToyChunk(16)]
     with ldt.connect(topology, ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape_cache, "KEPT_ANSWERS", 256)
+        patch.setattr(shape_cache, "CACHE_SIZE", 256)
         pipeline = build(mesh, chunks)
         for start in range(0, 300, 100):
             pairs = toy_microbatches(100)

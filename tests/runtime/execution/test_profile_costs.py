@@ -75,7 +75,7 @@ def mistaken(steps: list[Any]) -> tuple[str, str]:
     [
         ([1, 0], "steps must be a number from 1 on, got 0"),
         ([True, 1], "steps must be a number from 1 on, got True"),
-        ([1, 2], "have other numbers of steps than this rank"),
+        ([1, 2], "all ranks must be given equal numbers of steps"),
     ],
 )
 def test_mistakes_are_told_to_all(pool: RankPool, steps: list[Any], sentence: str) -> None:

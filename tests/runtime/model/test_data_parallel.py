@@ -138,8 +138,8 @@ def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
     ("tp", "dp", "edge_dp", "plan", "sentence"),
     [
         ([1, 1], 2, 1, "", "equally often: node 1.1 has 2 actions for that, node 1.0 4"),
-        ([1, 2], 1, 1, "", "fully_shard must go over the replicas"),
-        ([1, 1], 2, 2, "split", "the backward of modules of fully_shard cannot be split"),
+        ([1, 2], 1, 1, "", "fully_shard must span the replicas"),
+        ([1, 1], 2, 2, "split", "the backward of modules in fully_shard cannot be split"),
     ],
 )
 def test_where_fully_shard_cannot_be(
@@ -166,7 +166,7 @@ def undeclared() -> str:
 
 def test_shapes_of_sharded_chunks_are_to_be_declared(pool: RankPool) -> None:
     for text in pool.run(undeclared):
-        assert "modules of fully_shard cannot be run on fake tensors" in text
+        assert "modules in fully_shard cannot run on fake tensors" in text
         assert "output_spec(*input_specs)" in text
 
 

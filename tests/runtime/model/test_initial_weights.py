@@ -60,7 +60,7 @@ def refused(tp: list[int], dp: int, where: int, how: str, **options: Any) -> str
         ([1, 1], 2, 1, "one bit of a buffer", ["seen of chunk 0", "rank 0 and ranks [1] of stage 0"]),
         ([1, 2], 1, 1, "frozen", ["second.weight of chunk 1", "requires a gradient"]),
         ([2, 1], 1, 1, "dtype", ["second.weight of chunk 0", "float32[16, 16]", "float64[16, 16]"]),
-        ([1, 2], 1, 2, "name", ["extra of chunk 1", "nothing of this name", "float32[1]"]),
+        ([1, 2], 1, 2, "name", ["extra of chunk 1", "no tensor of this name", "float32[1]"]),
     ],
 )
 def test_ranks_that_begin_otherwise(
@@ -101,7 +101,7 @@ def unwritable(dp: int) -> None:
                 chunks[0].register_buffer("odd", make())
             # Weights that are compared need values first.
             compared = dp > 1 and kind == "a tensor without values"
-            text = "has no values yet" if compared else f"is {kind}.*whose values cannot be taken"
+            text = "has no values yet" if compared else f"is {kind}.*which cannot be written by a broadcast"
             with pytest.raises(ldt.LdtError, match=f"odd of .* {text}"):
                 build(mesh, chunks, sync_weights=dp == 1)
         build(mesh, toy_chunks(topology)).step(toy_microbatches(2) if mesh.is_edge else None)

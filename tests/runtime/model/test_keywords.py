@@ -181,7 +181,10 @@ def refused(where: str) -> str:
 @pytest.mark.parametrize(
     ("where", "sentence"),
     [
-        ("cloud", "chunk 1 (Wanting) must be given 'labels' by name, which only chunks on the edge can be"),
+        (
+            "cloud",
+            "chunk 1 (Wanting) requires the keyword argument 'labels', which is available on the edge only",
+        ),
         ("unknown", "microbatch 0 has an input 'attention_masks' that no chunk takes"),
         ("float", "expected attention_mask of a bool or integer type, got float32"),
     ],
@@ -212,12 +215,12 @@ def test_keywords_of_functions() -> None:
 
     found = keywords_of(function)
     assert found.names == {"b", "c", "d", "e"}
-    assert found.by_place == ("a", "b", "c")
+    assert found.positional == ("a", "b", "c")
     assert found.required == {"d"}
     offered = {name: name for name in "abcdef"}
     assert set(found.pick(offered)) == {"b", "c", "d", "e"}
-    assert set(found.pick(offered, given=2)) == {"c", "d", "e"}
-    assert set(keywords_of(Anything()).pick(offered, given=1)) == set(offered)
+    assert set(found.pick(offered, num_positional=2)) == {"c", "d", "e"}
+    assert set(keywords_of(Anything()).pick(offered, num_positional=1)) == set(offered)
     assert keywords_of(torch.compile(Wanting())).required == {"labels"}
 
 

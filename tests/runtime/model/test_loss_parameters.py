@@ -229,7 +229,7 @@ def refused(reduction: Any) -> str:
 
 def test_what_cannot_be_found_is_refused(pool: RankPool) -> None:
     for text in pool.run(refused, "token", ranks=range(2)):
-        assert "loss_fn computes with a tensor of shape [] that requires a gradient" in text
+        assert "loss_fn uses a tensor of shape [] that requires a gradient" in text
         assert "make it a parameter of an nn.Module" in text
     assert pool.run(refused, "mean", ranks=range(2)) == ["", ""]
 

@@ -262,7 +262,7 @@ def test_a_tie_that_was_broken(pool: RankPool, how: str) -> None:
         name = "head.weight" if how == "parallelize_module" else "weight"
         assert "weight of chunk 0 (float32[16, 16]" in text
         assert f"{name} of chunk 2 (float32[16, 16]" in text
-        assert "it was made two, by fully_shard, parallelize_module or a copy" in text
+        assert "fully_shard, parallelize_module or a copy split it into two tensors" in text
 
 
 def test_a_tie_may_stay(pool: RankPool) -> None:

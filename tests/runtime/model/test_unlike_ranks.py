@@ -60,7 +60,7 @@ def test_ranks_of_a_stage_shard_alike(
 ) -> None:
     for text in pool.run(sharded_unlike, names, ranks=range(3)):
         assert "all ranks of a stage must call fully_shard on the same modules of a chunk" in text
-        assert f"rank 1 did on {first}, rank 2 on {second}" in text
+        assert f"rank 1 called it on {first}, rank 2 on {second}" in text
 
 
 class Wide(nn.Module):

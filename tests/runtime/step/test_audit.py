@@ -204,8 +204,8 @@ def test_an_audit_is_not_written_over(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text("mine\n")
     own, other = pool.run(existing, str(path), ranks=range(2))
-    assert f"exists already, and is never written over: name a new one, got {path}" in own
-    assert "exists already, and is never written over" in other
+    assert f"the audit file exists and is never overwritten: choose a new path, got {path}" in own
+    assert "the audit file exists and is never overwritten" in other
     assert str(path) not in other
     assert path.read_text() == "mine\n"
 

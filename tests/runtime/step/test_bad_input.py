@@ -85,8 +85,8 @@ def test_a_pipeline_that_cannot_be(pool: RankPool, mistake: str, text: str, at: 
 @pytest.mark.parametrize("mistake", ["another plan", "no plan at all"])
 def test_ranks_with_different_plans(pool: RankPool, mistake: str) -> None:
     answers = pool.run(built_with, 1, mistake)
-    assert "ranks [1] have other plans than this rank" in answers[0]
-    assert "ranks [0, 2] have other plans than this rank" in answers[1]
+    assert "all ranks must be given equal plans: ranks [1] differ from this rank" in answers[0]
+    assert "all ranks must be given equal plans: ranks [0, 2] differ from this rank" in answers[1]
 
 
 # -- stepping ----------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def edge_of_two(second: list[Any]) -> str:
 @pytest.mark.parametrize("second", [PAIRS[:1], toy_microbatches(2, batch=3)])
 def test_ranks_of_the_edge_with_different_microbatches(pool: RankPool, second: list[Any]) -> None:
     answers = pool.run(edge_of_two, second)
-    assert all("the ranks of the edge must be given equal microbatches" in answer for answer in answers)
+    assert all("the ranks of the edge must have equal microbatches" in answer for answer in answers)
 
 
 class Dictionary(ToyChunk):

@@ -58,8 +58,10 @@ def test_a_factory_that_gives_ranks_different_plans(pool: RankPool, mode: str) -
     answers = pool.run(stepped, of_the_rank, mode)
     for rank, (kind, text, _) in enumerate(answers):
         assert kind == ("LdtError" if rank == 1 else "RemoteStageError")
-        assert f"this rank's plan for 4 microbatches of {mode}() is not that of rank 0, the edge" in text
-        assert "plan_factory must give equal plans on all ranks" in text
+        assert (
+            f"this rank's plan for 4 microbatches of {mode}() differs from that of rank 0, the edge" in text
+        )
+        assert "plan_factory must return equal plans on all ranks" in text
 
 
 def nothing(topology: Topology, num_microbatches: int, training: bool) -> Plan:
@@ -67,11 +69,11 @@ def nothing(topology: Topology, num_microbatches: int, training: bool) -> Plan:
 
 
 WRONG = {
-    nothing: "expected an ldt.plan.Plan, got NoneType: read a text with Plan.from_text, and let plan_factory return",
+    nothing: "expected an ldt.plan.Plan, got NoneType: parse a text with Plan.from_text, and return a Plan",
     of_another_topology: "the plan is for topology tp=1,1 ",
     of_other_lanes: "the plan is for 'paired' lanes",
-    of_fewer_microbatches: "plan_factory was asked for 4 microbatches of step(), it gave a plan of 3 of step()",
-    forward_only: "plan_factory was asked for 4 microbatches of step(), it gave a plan of 4 of eval()",
+    of_fewer_microbatches: "plan_factory must return a plan for 4 microbatches of step(), got one for 3 of step()",
+    forward_only: "plan_factory must return a plan for 4 microbatches of step(), got one for 4 of eval()",
 }
 
 

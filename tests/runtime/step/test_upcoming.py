@@ -115,10 +115,10 @@ def mistaken(how: str) -> list[str]:
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
-        ("batch", "the call step() was announced (upcoming=) with other microbatches"),
-        ("refilled", "or their tensors were changed since"),
+        ("batch", "step() was announced (upcoming=) with other microbatches"),
+        ("refilled", "or their tensors changed since"),
         ("eval", "announced"),
-        ("mode", "in another setting than it was made in"),
+        ("mode", "autocast or the train mode of a module changed after step() was announced"),
         ("bad", "microbatches must be a list of (inputs, target) pairs, got str"),
     ],
 )

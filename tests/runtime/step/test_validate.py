@@ -97,7 +97,7 @@ def checked(kind: str) -> str:
         ),
         (
             "width",
-            "chunk 3 does not take what comes for microbatch 0, float32[3, 16] with grad: RuntimeError",
+            "chunk 3 does not accept its inputs for microbatch 0, float32[3, 16] with grad: RuntimeError",
         ),
         ("right", "valid"),
         ("reads", "valid"),
@@ -154,8 +154,8 @@ def blamed(kind: str, validating: bool) -> str:
             "hook",
             (
                 "cannot tell what chunk 1 (ToyChunk) returns for float32[3, 16] with grad: RuntimeError: ",
-                "Chunk 0 has a forward hook (first_half), which does not run where shapes are found: if it changes "
-                "what that chunk takes or returns, give the chunk a method output_spec",
+                "Chunk 0 has a forward hook (first_half), which shape inference does not run: if it changes the inputs "
+                "or outputs of that chunk, give the chunk a method output_spec",
             ),
         ),
     ],
