@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ldt._cuda import ask_for_queues, load_kernels_at_once
+from ldt._cuda import prepare
 from ldt._logging import configure
 from ldt._torch_abi import guard_core, require_torch
 
@@ -103,5 +103,4 @@ def _version() -> str:
 
 guard_core()
 configure()
-load_kernels_at_once()
-ask_for_queues()
+prepare()

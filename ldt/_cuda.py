@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
 __all__ = [
     "MOST_QUEUES",
@@ -11,6 +12,7 @@ __all__ = [
     "ask_for_queues",
     "load_kernels_at_once",
     "loads_lazily",
+    "prepare",
     "queues",
 ]
 
@@ -21,6 +23,17 @@ QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_QUEUES = 32
 _DEFAULT_QUEUES = 8
 _at_import = {"queues": MOST_QUEUES}
+_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of the driver, on Linux and under WSL
+
+
+def prepare() -> None:
+    """Set what CUDA reads when it starts. Changes nothing on a machine without an NVIDIA GPU.
+
+    Called when ldt is imported: when ``connect`` is called, CUDA has started.
+    """
+    if any(file.exists() for file in _DEVICE_FILES):
+        load_kernels_at_once()
+        ask_for_queues()
 
 
 def load_kernels_at_once() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import ldt
+from ldt import _cuda
 from ldt._C import IpcPool, IpcSender, LaneError
 from ldt.runtime.comm.ipc_links import ipc_links
 from ldt.runtime.comm.transfer import Transfers
@@ -92,16 +95,32 @@ def test_settings_that_do_harm_are_warned_of(
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "EAGER"), ("LAZY", "LAZY")])
-def test_kernels_are_loaded_at_once_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+VARIABLES = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, ["EAGER", "32"]), ("1", ["1", "1"])])
+def test_cuda_finds_what_lanes_need_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, found: list[str]
 ) -> None:
-    """Set by the import, as CUDA looks when it starts."""
-    monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CUDA_MODULE_LOADING", given)
-    code = "import os, ldt; print(os.environ['CUDA_MODULE_LOADING'])"
+    """As ``import ldt`` does on a machine with a GPU, of which the file of a driver tells."""
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(_cuda, "_DEVICE_FILES", (tmp_path / "none", tmp_path / "driver"))
+    monkeypatch.setattr(_cuda, "_has_started", lambda: False)
+    monkeypatch.setitem(_cuda._at_import, "queues", 0)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, given or "")
+        if given is None:
+            monkeypatch.delenv(name)
+    _cuda.prepare()
+    assert [os.environ[name] for name in VARIABLES] == found
+
+
+def test_the_import_sets_them_only_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    code = "import os, ldt, ldt.plan, ldt.runtime, ldt.cli, ldt._cuda; "
+    code += f"print([name in os.environ for name in {VARIABLES}], any(f.exists() for f in ldt._cuda._DEVICE_FILES))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
     )
-    assert done.stdout == f"{found}\n"
+    assert done.stdout in ("[True, True] True\n", "[False, False] False\n")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -22,20 +20,6 @@ from ldt.runtime.mesh import rendezvous
 from ldt.topology import LanePolicy, Topology
 
 QUEUES = _cuda.QUEUES_VARIABLE
-
-
-@pytest.mark.parametrize(("given", "found"), [(None, "32"), ("1", "1")])
-def test_importing_asks_for_all_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
-) -> None:
-    monkeypatch.delenv(QUEUES, raising=False)
-    if given is not None:
-        monkeypatch.setenv(QUEUES, given)
-    code = f"import os, ldt; print(os.environ['{QUEUES}'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == f"{found}\n"
 
 
 @pytest.mark.parametrize(
