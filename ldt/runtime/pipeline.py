@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -191,10 +190,9 @@ class Pipeline:
             try:
                 self._serial += 1
                 mode: Mode = "step" if training else "eval"
-                taken = self._take(mode, microbatches)
-                context = self._handshake.open(Call(mode, self._serial, taken, self._number))
-                samples = taken if isinstance(taken, list) else None
-                validate_chunks(self._mesh, self._shapes, context, samples, training)
+                call = self._new_call(mode, microbatches)
+                context = self._handshake.open(call)
+                validate_chunks(self._mesh, self._shapes, context, call.microbatches, training)
                 self._mesh.control.all_gather(None)  # nobody leaves before all have found nothing
             except StepRejected as rejected:
                 raise rejected.error from None
@@ -243,22 +241,17 @@ class Pipeline:
         try:
             stats_collector = StepStatsCollector(self._mesh)
             self._serial += 1
-            microbatches = self._take(mode, given)
-            call = Call(mode, self._serial, microbatches, self._number)
-            later = (
-                None
-                if upcoming is None
-                else replace(call, serial=self._serial + 1, microbatches=self._parsed(mode, upcoming))
-            )
+            call = self._new_call(mode, given)
+            later = None if upcoming is None else self._new_call(mode, upcoming, ahead=1)
             context = self._handshake.open(call, later)
             work = StepState(
                 context.plan, context.hops, context.keywords, call.serial, nan_check=self._nan_check
             )
             work.divergence = self._divergence
-            if isinstance(microbatches, list):
-                work.microbatches = microbatches
-                work.loss = self._loss_of(len(microbatches))
-                work.guard = self._guard = Guard(microbatches, self._audit is not None, self._guard)
+            if call.microbatches is not None:
+                work.microbatches = call.microbatches
+                work.loss = self._loss_of(len(call.microbatches))
+                work.guard = self._guard = Guard(call.microbatches, self._audit is not None, self._guard)
             work.keep_outputs = mode == "eval"
             executor = Executor(self._mesh, self._runners, work, recorder, self._audit)
             self._execute(executor, work, call)
@@ -274,14 +267,16 @@ class Pipeline:
                 self._mesh.fail(error, f"the beginning of {mode}()")
             self._mesh.fail(error, executor.position, executor.error_context())
 
-    def _take(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
-        """This rank's microbatches, or a reason not to run, which is raised where the edge does not have one, too."""
+    def _new_call(self, mode: Mode, given: Any, ahead: int = 0) -> Call:
+        """The call that runs now, or the one that comes ``ahead`` calls later, with this rank's microbatches."""
+        serial = self._serial + ahead
         try:
-            if mode == "step":
+            if mode == "step" and ahead == 0:
                 self._check_training()
+            microbatches = self._parse(mode, given)
         except Exception as caught:
-            return caught
-        return self._parsed(mode, given)
+            return Call(mode, serial, None, self._number, caught)
+        return Call(mode, serial, microbatches, self._number)
 
     def _check_training(self) -> None:
         if torch.is_inference_mode_enabled():
@@ -291,17 +286,14 @@ class Pipeline:
         if self._mesh.is_edge and self._loss_fn is None:
             raise InputValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
 
-    def _parsed(self, mode: Mode, given: Any) -> list[Microbatch] | Exception | None:
-        try:
-            if self._mesh.is_edge:
-                return parse_microbatches(given)
-            if given is not None:
-                raise InputValueError(
-                    f"microbatches were given on a rank of stage {self._mesh.stage}: only the edge, stage 0, has "
-                    f"samples; call {mode}() without arguments here"
-                )
-        except Exception as caught:
-            return caught
+    def _parse(self, mode: Mode, given: Any) -> list[Microbatch] | None:
+        if self._mesh.is_edge:
+            return parse_microbatches(given)
+        if given is not None:
+            raise InputValueError(
+                f"microbatches were given on a rank of stage {self._mesh.stage}: only the edge, stage 0, has "
+                f"samples; call {mode}() without arguments here"
+            )
         return None
 
     def _loss_of(self, num_microbatches: int) -> StepLoss | None:

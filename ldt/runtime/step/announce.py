@@ -68,8 +68,8 @@ class Announcer:
     def _write(self, call: Call) -> Announcement:
         error: Exception | None = None
         try:
-            if isinstance(call.microbatches, Exception):
-                raise call.microbatches
+            if call.error is not None:
+                raise call.error
             assert call.microbatches is not None
             content = as_bytes(pack(self._message(call, call.microbatches)))
             if len(content) > MAX_CONTENT_BYTES:
@@ -140,12 +140,11 @@ def _is_tensor(value: object) -> bool:
 
 def _versions(call: Call) -> list[object]:
     """Return how often each tensor was modified in place."""
-    microbatches = call.microbatches if isinstance(call.microbatches, list) else []
-    return [version for microbatch in microbatches for version in microbatch.versions()]
+    return [version for microbatch in call.microbatches or () for version in microbatch.versions()]
 
 
-def _are_the_same(announced: object, given: object) -> bool:
+def _are_the_same(announced: list[Microbatch] | None, given: list[Microbatch] | None) -> bool:
     """Whether both are lists of the same objects."""
-    if not (isinstance(announced, list) and isinstance(given, list) and len(announced) == len(given)):
+    if announced is None or given is None or len(announced) != len(given):
         return False
     return all(one.is_same(other) for one, other in zip(announced, given, strict=True))

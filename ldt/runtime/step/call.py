@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -31,24 +31,20 @@ class StepRejected(Exception):  # noqa: N818 (carries the error to raise)
 class Call:
     """One call of step() or eval() on this rank, the ``serial``-th of its pipeline.
 
-    ``microbatches`` are this rank's on the edge and None elsewhere. On any rank they may be the exception why the call
-    cannot be made, which the edge's leaders broadcast. ``pipeline`` is the pipeline's number in the mesh.
+    ``microbatches`` are this rank's on the edge and None elsewhere. ``error`` is why this rank cannot make the call;
+    the edge's leaders broadcast theirs. ``pipeline`` is the pipeline's number in the mesh.
     """
 
     mode: Mode
     serial: int
-    microbatches: Sequence[Microbatch] | Exception | None
+    microbatches: list[Microbatch] | None = None
     pipeline: int = 0
+    error: Exception | None = None
 
     @property
     def number(self) -> int:
         """The number of the call, unique over all pipelines of the mesh."""
         return self.pipeline << 32 | self.serial
-
-    @property
-    def reason(self) -> Exception | None:
-        """Why this rank cannot make the call; None if it can."""
-        return self.microbatches if isinstance(self.microbatches, Exception) else None
 
     @property
     def training(self) -> bool:

@@ -61,8 +61,8 @@ class Handshake:
             self._check_called(replica, call, announcement)
         if announcement is not None:
             _check_leader(announcement, self._contents[mesh.replica])
-        elif call.reason is not None:
-            raise call.reason
+        elif call.error is not None:
+            raise call.error
         messages = [
             self._checked(replica, edge_message, call) for replica, edge_message in enumerate(edge_messages)
         ]
@@ -86,7 +86,7 @@ class Handshake:
             return unpack(as_tensor(self._contents[replica]), device)
 
     def _keywords(self, call: Call, message: StepMessage) -> list[Mapping[str, Any]]:
-        if isinstance(call.microbatches, list):
+        if call.microbatches is not None:
             return [microbatch.kwargs for microbatch in call.microbatches]
         on_device: StepMessage | StepCalledOff = message
         if self._mesh.device.type != "cpu":
@@ -98,7 +98,7 @@ class Handshake:
         """Raise StepRejected if a leader of the edge calls it off."""
         message = self._messages.get(replica)
         if isinstance(message, StepCalledOff):
-            local = call.reason if announcement is None else announcement.error
+            local = call.error if announcement is None else announcement.error
             raise StepRejected(local or self._called_off(replica, call.mode, message))
 
     def _called_off(self, replica: int, mode: Mode, message: StepCalledOff) -> RemoteStageError:
