@@ -1,4 +1,4 @@
-"""Schedules as data: make them, prove them, simulate them, draw them. Pure Python, no torch."""
+"""Schedules as data: generate, verify, simulate and draw them. Pure Python, no torch."""
 
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind

@@ -1,4 +1,4 @@
-"""Actions: the entries of a plan. They print and parse in the form of torch.distributed.pipelining."""
+"""Actions, the entries of a plan. They print and parse in the format of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Kind(str, Enum):
     RECV_B = "RECV_B"  # receive the gradient of this chunk's output from the next chunk
     REDUCE_GRAD = "REDUCE_GRAD"  # average this chunk's gradients over the replicas
 
-    # Actions are dictionary keys everywhere; Enum's own hash is a Python function and costs more than all the rest.
+    # Actions are dictionary keys everywhere, and Enum's own hash is a slow Python function.
     __hash__ = str.__hash__
 
     def __str__(self) -> str:
         return str(self.value)
 
-    # Set once: a property of an Enum's member costs as much as what is done for one action.
+    # Set once: a property of an Enum member costs as much as handling one action.
     is_compute: bool
     is_send: bool
     is_receive: bool
-    is_comm: bool  # what is carried by a lane: sends and receives
+    is_comm: bool  # a send or receive, which uses a lane
 
     def __init__(self, value: str) -> None:
         self.is_compute = value in ("F", "B", "I", "W")
@@ -50,8 +50,7 @@ class Kind(str, Enum):
         return "F" if self in (Kind.SEND_F, Kind.RECV_F) else "B"
 
 
-# [0-9] and not \d, which matches the digits of every script. 18 digits are more than any index has, and few enough
-# for int(), which refuses thousands.
+# [0-9], because \d matches the digits of every script. 18 digits exceed any index and stay below the limit of int().
 _PATTERN = re.compile(r"([0-9]{1,18})(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE_GRAD|[FBIW])([0-9]{0,18})")
 
 
@@ -67,7 +66,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes. Raises PlanError for anything else."""
+        """Parse the text that ``str`` returns. Raises PlanError for anything else."""
         match = _PATTERN.fullmatch(text.strip())
         if match is None or (match[2] == "REDUCE_GRAD") != (match[3] == ""):
             raise PlanError(
@@ -77,7 +76,7 @@ class Action(NamedTuple):
 
     @classmethod
     def send_of(cls, hop: int, direction: Direction, microbatch: int | None) -> Action:
-        """The send across the hop c -> c+1: chunk c's of its output ("F"), or c+1's of the gradient ("B")."""
+        """The send over hop c -> c+1: chunk c sends its output ("F"), or chunk c+1 the gradient of its input ("B")."""
         if direction == "F":
             return cls(hop, Kind.SEND_F, microbatch)
         return cls(hop + 1, Kind.SEND_B, microbatch)
@@ -96,7 +95,7 @@ class Action(NamedTuple):
 
 
 def _start_of(text: str) -> str:
-    """Enough of a text to find it by, for an error."""
+    """The beginning of a text, for an error."""
     text = text.strip()
     return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
 

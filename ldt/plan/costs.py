@@ -1,4 +1,4 @@
-"""What a step costs: compute seconds per chunk, latency, bandwidth and bytes per hop, speed per node."""
+"""The costs of a step: compute seconds per chunk, latency, bandwidth and bytes per hop, speed per node."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ldt.topology import Node, Topology, listed
 
 __all__ = ["UNIT_COSTS", "Costs"]
 
-PerItem = float | Sequence[float]  # one for all, or one per chunk (or hop, or stage)
+PerItem = float | Sequence[float]  # one number for all, or one per chunk (or hop, or stage)
 
 _FORMAT = "ldt costs 1"
 _PER_CHUNK = ("forward", "backward", "weight", "input", "activation_bytes")
 _PER_HOP = ("latency", "bandwidth", "bytes")
-_SMALLEST, _LARGEST = 1e-15, 1e18  # beyond, sums and quotients would not be numbers
+_SMALLEST, _LARGEST = 1e-15, 1e18  # beyond these, sums and quotients could overflow
 _ABOVE_ZERO = ("bandwidth", "speed")
 
 
@@ -29,9 +29,9 @@ _ABOVE_ZERO = ("bandwidth", "speed")
 class Costs:
     """Times in seconds, bandwidth in bytes per second, sizes in bytes. Each is one number or a sequence.
 
-    Per chunk: ``forward``, ``backward``, the two parts of a backward that is split, ``weight`` (W; default: half
-    of ``backward``) and ``input`` (I; default: what W leaves of ``backward``), and ``activation_bytes``, which
-    a chunk keeps of one microbatch from its forward to the end of its backward.
+    Per chunk: ``forward``, ``backward``, the two parts of a split backward, ``weight`` (W; default: half of
+    ``backward``) and ``input`` (I; default: ``backward`` minus W), and ``activation_bytes``, which a chunk keeps for
+    one microbatch from its forward to the end of its backward.
 
     Per hop c -> c+1: ``latency`` (one way), ``bandwidth`` (per direction; None: unlimited) and ``bytes`` (of
     one message). ``speed`` divides a node's compute times: one number, one per stage, or a mapping from nodes
@@ -57,7 +57,7 @@ class Costs:
         return hash((speed, *(getattr(self, name) for name in (*_PER_CHUNK, *_PER_HOP))))
 
     def check(self, topology: Topology) -> None:
-        """Raise PlanError if a figure is negative or a sequence has not one entry per chunk, hop or stage."""
+        """Raise PlanError if a figure is negative or a sequence does not have one entry per chunk, hop or stage."""
         for name in _PER_CHUNK:
             _check(name, getattr(self, name), topology.num_chunks, "chunk")
         for name in _PER_HOP:
@@ -85,7 +85,7 @@ class Costs:
                 )
 
     def compute(self, action: Action, node: Node | None = None) -> float:
-        """Seconds that a compute action takes on ``node`` (None: at speed 1); other kinds take none."""
+        """Seconds that a compute action takes on ``node`` (None: at speed 1). 0 for other kinds."""
         speed = 1.0 if node is None else self.speed_of(node)
         if action.kind is Kind.F:
             return _pick(self.forward, action.chunk) / speed
@@ -100,33 +100,33 @@ class Costs:
         return (backward - weight if self.input is None else _pick(self.input, action.chunk)) / speed
 
     def speed_of(self, node: Node) -> float:
-        """By how much ``node`` is faster than the compute times say."""
+        """The speed of ``node`` relative to the compute times."""
         if isinstance(self.speed, Mapping):
             return self.speed.get(node, 1.0)
         return _pick(self.speed, node.stage)
 
     def delay(self, hop: int) -> float:
-        """Seconds between the last byte leaving and the message being there."""
+        """Seconds from sending the last byte to the arrival of the message."""
         return _pick(self.latency, hop)
 
     def occupancy(self, hop: int) -> float:
-        """Seconds for which one message keeps its direction of the link to itself."""
+        """Seconds for which one message occupies its direction of the link."""
         return 0.0 if self.bandwidth is None else _pick(self.bytes, hop) / _pick(self.bandwidth, hop)
 
     def activation(self, chunk: int) -> float:
-        """Bytes that ``chunk`` keeps of one microbatch."""
+        """Bytes that ``chunk`` keeps for one microbatch."""
         return _pick(self.activation_bytes, chunk)
 
     @classmethod
     def measure(cls, pipeline: Any, microbatches: Any = None, steps: int = 3) -> Costs:
-        """The costs of a pipeline on its mesh: see ``ldt.Pipeline.measure_costs``, which every rank calls."""
+        """Measure the costs of a pipeline on its mesh. Every rank calls it: see ``ldt.Pipeline.measure_costs``."""
         costs: Costs = pipeline.measure_costs(microbatches, steps)
         return costs
 
     # -- files -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Text that ``from_json`` turns into equal costs."""
+        """Return JSON text that ``from_json`` reads back into equal costs."""
         data = asdict(self)
         if isinstance(self.speed, Mapping):
             data["speed"] = {str(node): speed for node, speed in self.speed.items()}
@@ -134,7 +134,7 @@ class Costs:
 
     @classmethod
     def from_json(cls, text: str) -> Costs:
-        """Read what ``to_json`` writes; figures with a default may be left out. Raises PlanError otherwise."""
+        """Read the text of ``to_json``; figures with a default may be missing. Raises PlanError for anything else."""
         figures = vars(read_json(text, _File, f'a file of costs, "format": "{_FORMAT}"'))
         costs = cls(**{name: figure for name, figure in figures.items() if name != "format"})
         for name in figures.keys() - {"format", "speed"}:
@@ -155,7 +155,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class _File:
-    """What ``to_json`` writes: the fields of Costs as they are in JSON."""
+    """The fields of Costs as ``to_json`` writes them."""
 
     format: Literal["ldt costs 1"]
     forward: float | list[float]
@@ -174,7 +174,7 @@ def _pick(figure: PerItem, index: int) -> float:
 
 
 def _frozen(name: str, figure: Any) -> Any:
-    """``figure`` as something that can be neither changed nor mistaken: a number, a tuple or a dict by node."""
+    """Return ``figure`` as an immutable value: a number, a tuple, or a dict by node."""
     if figure is None and name in ("weight", "input", "bandwidth"):
         return None
     if name == "speed" and isinstance(figure, Mapping):
@@ -213,8 +213,8 @@ def _check_values(name: str, figure: PerItem | None) -> None:
             raise PlanError(f"costs: {name} must be {least} 0 and finite, got {value}")
         if value > _LARGEST or (name in _ABOVE_ZERO and value < _SMALLEST):
             raise PlanError(
-                f"costs: {name} is beyond reason, got {str(value)[:40]}: give seconds, bytes and bytes per second of "
-                f"at most {_LARGEST:g}, a bandwidth and a speed of at least {_SMALLEST:g}"
+                f"costs: {name} is out of range, got {str(value)[:40]}: use seconds, bytes and bytes per second of "
+                f"at most {_LARGEST:g}, and a bandwidth and a speed of at least {_SMALLEST:g}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The warm-up counts of the fixed U-shaped order, clamped for any number of stages and microbatches."""
+"""Computes the warm-up counts of the fixed U-shaped schedule, clamped to the number of microbatches."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["Counts", "check_num_microbatches", "warmup_counts"]
 
 
 class Counts(NamedTuple):
-    """How often a node does what before its order becomes periodic."""
+    """The number of actions that a node runs before its order becomes periodic."""
 
     first: int  # forwards of the first lap's chunk
     second: int  # forwards of the second lap's chunk; 0 with one lap
-    tail: int  # forward and backward pairs of the tail, done on the edge
+    tail: int  # forward and backward pairs of the tail, on the edge
 
 
 def warmup_counts(num_stages: int, num_microbatches: int, laps: int, stage: int) -> Counts:
-    """The counts of ``stage``; docs/design.md section 7 gives the formulas. The same on all ranks."""
+    """Return the counts of ``stage``, the same on all ranks. docs/design.md, section 7, gives the formulas."""
     tail = _tail_pairs(num_stages, laps)
     if laps == 1:
         counts = Counts(num_stages + 1 if stage == 0 else num_stages - stage, 0, tail)
@@ -33,7 +33,7 @@ def _tail_pairs(num_stages: int, laps: int) -> int:
     if laps == 2:
         return (4 * num_stages + 1) // 6
     raise PlanError(
-        f"ushape knows one and two laps, got laps={laps}: write the rows by hand or use another planner"
+        f"ushape supports one and two laps, got laps={laps}: use ldt.plan.optimize or write the rows yourself"
     )
 
 

@@ -1,16 +1,16 @@
-"""How much of something there is at most, from when it comes and goes."""
+"""Computes the peak of a level from its changes over time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["highest_level"]
+__all__ = ["peak_level"]
 
 
-def highest_level(changes: Iterable[tuple[float, float]]) -> float:
-    """The highest sum of (moment, change); at one moment, what goes goes before what comes."""
-    level = highest = 0.0
+def peak_level(changes: Iterable[tuple[float, float]]) -> float:
+    """Return the highest running sum of (time, change). At equal times decreases come first."""
+    level = peak = 0.0
     for _, change in sorted(changes):
         level += change
-        highest = max(highest, level)
-    return highest
+        peak = max(peak, level)
+    return peak

@@ -1,4 +1,4 @@
-"""Messages between chunks: what a compute action waits for and what it gives rise to."""
+"""Messages between chunks: the one a compute action waits for and the one it produces."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Message(NamedTuple):
 
 
 def message_into(action: Action) -> tuple[int, Direction] | None:
-    """The hop and direction a compute action gets its input from; None for the first of its direction."""
+    """The hop and direction of a compute action's input; None for the first of its direction."""
     if action.kind is Kind.F:
         return (action.chunk - 1, "F") if action.chunk > 0 else None
     return (action.chunk, "B") if action.kind is not Kind.W else None
 
 
 def message_out_of(action: Action) -> tuple[int, Direction] | None:
-    """The hop and direction a compute action's result goes to; None for the last of its direction."""
+    """The hop and direction of a compute action's result; None for the last of its direction."""
     if action.kind is Kind.F:
         return action.chunk, "F"
     return (action.chunk - 1, "B") if action.kind is not Kind.W and action.chunk > 0 else None

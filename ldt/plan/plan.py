@@ -20,11 +20,11 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True)
 class Plan:
-    """What every node does in one step, in which order.
+    """The actions of every node in one step, in order.
 
-    ``num_microbatches`` is that of each replica of the edge, which deals them to the cloud replicas it serves
+    ``num_microbatches`` is that of each edge replica, which deals them to the cloud replicas it serves
     (``Topology.cloud_replica``): the row of an edge node has all of them, that of a cloud node its share.
-    ``lanes`` is the lane policy the sends and receives were placed for; None for a plan of compute actions
+    ``lanes`` is the lane policy that the sends and receives were placed for, None for a plan of compute actions
     only. ``training`` is False for forward-only plans. Treat ``rows`` as read-only: plans are shared and
     hashed. The constructor checks only that there is one row per node; ``ldt.plan.verify`` proves the rest.
     """
@@ -59,16 +59,16 @@ class Plan:
         return self.topology.channel(action.hop, action.kind.direction, replica)
 
     def with_rows(self, rows: Mapping[Node, Sequence[Action]], lanes: LanePolicy | None) -> Plan:
-        """The same step with other rows, whose sends and receives are placed for ``lanes``."""
+        """Return the same step with other rows, whose sends and receives are placed for ``lanes``."""
         return replace(self, rows=rows, lanes=lanes)
 
     def to_text(self) -> str:
-        """Header lines, then one CSV line per node. ``from_text`` gives the equal plan back."""
+        """Return header lines, then one CSV line per node. ``from_text`` reads it back into an equal plan."""
         return to_text(self.topology, self.num_microbatches, self.rows, self.lanes, self.training)
 
     @classmethod
     def from_text(cls, text: str) -> Plan:
-        """Read what ``to_text`` writes. Raises PlanError naming the line that is wrong."""
+        """Read the text of ``to_text``. Raises PlanError naming the invalid line."""
         return cls(*from_text(text))
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""The planned timeline of a plan under given costs."""
+"""Simulates a plan under given costs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ __all__ = ["simulate"]
 
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
-    """When everything happens if compute and links cost what ``costs`` says.
+    """Return the timeline of ``plan`` under ``costs``, by the rules of ``ldt.plan.sim.engine``.
 
-    The rules are those of ``ldt.plan.sim.engine``. Raises PlanError if the plan is not valid or the costs do not
-    fit it.
+    Raises PlanError if the plan is invalid or the costs do not fit it.
     """
     costs.check(plan.topology)
     return timeline_of(plan, prove(plan, costs, plan.lanes))

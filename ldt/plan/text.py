@@ -1,4 +1,4 @@
-"""The text form of a plan: a header, then one line of comma-separated actions per node.
+"""Reads and writes the text format of plans: a header, then one line of comma-separated actions per node.
 
 # ldt plan 1
 # topology: tp=1,1,1 dp=1 edge_dp=1 laps=1
@@ -34,7 +34,7 @@ def to_text(
     lanes: LanePolicy | None,
     training: bool,
 ) -> str:
-    """The text of a plan with these fields. See Plan.to_text."""
+    """Return the text of a plan with these fields. See Plan.to_text."""
     mode = "train" if training else "eval"
     lines = [
         _MAGIC,
@@ -46,7 +46,7 @@ def to_text(
 
 
 def from_text(text: str) -> tuple[Topology, int, dict[Node, list[Action]], LanePolicy | None, bool]:
-    """The fields of a plan, in the order of ``to_text``. See Plan.from_text."""
+    """Return the fields of a plan, in the order of ``to_text``. See Plan.from_text."""
     check_text(text)
     lines = text.splitlines()
     if len(lines) < 3 or lines[0].strip() != _MAGIC or not lines[1].startswith(_TOPOLOGY):

@@ -1,4 +1,4 @@
-"""Timelines: who did what when, planned by the simulator or measured by the runtime. One type for both."""
+"""Timelines of a step, planned by the simulator or measured by the runtime."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ldt.errors import LdtError, PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.costs import Costs
 from ldt.plan.files import load, read_json
-from ldt.plan.levels import highest_level
+from ldt.plan.levels import peak_level
 from ldt.topology import Channel, Node, Topology
 
 __all__ = ["Event", "Timeline"]
@@ -23,7 +23,7 @@ _FORMAT = "ldt timeline 1"
 
 
 class Event(NamedTuple):
-    """An action of ``node``, its times in seconds. A transfer is its send's action, and has a channel."""
+    """An action of ``node`` with its times in seconds. A transfer has the action of its send, and a channel."""
 
     node: Node
     action: Action
@@ -34,25 +34,25 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Compute events and transfers of one step, by start time. The clock's zero is anywhere."""
+    """Compute events and transfers of one step, by start time. The clock's zero is arbitrary."""
 
     topology: Topology
     events: tuple[Event, ...]
 
     @classmethod
     def of(cls, topology: Topology, events: Iterable[Event]) -> Timeline:
-        """A timeline of ``events`` in any order."""
+        """Return a timeline of ``events``, given in any order."""
         return cls(topology, tuple(sorted(events, key=_when)))
 
     @classmethod
     def from_records(
         cls, topology: Topology, records: Iterable[tuple[Node, Action, float, float]]
     ) -> Timeline:
-        """A measured timeline from every action a node executed, of any or all nodes, on one clock.
+        """Return a measured timeline from the (node, action, start, end) of executed actions, on one clock.
 
-        A compute action's start is when it begins to compute, after any wait for its input. A transfer lasts
-        from the start of its send to the end of its receive; it is left out if only one of the two was
-        recorded.
+        ``records`` may be those of all nodes or of some. A compute action starts when it begins to compute, after any
+        wait for its input. A transfer lasts from the start of its send to the end of its receive; it is left out if
+        only one of the two was recorded.
         """
         events: list[Event] = []
         sends: dict[object, tuple[Node, Action, float, Channel]] = {}
@@ -119,18 +119,18 @@ class Timeline:
 
     @cached_property
     def peak_live(self) -> dict[Node, int]:
-        """How many activations each node kept at most, one per chunk and microbatch.
+        """The maximum number of activations that each node kept, one per chunk and microbatch.
 
-        In training one lives from its forward's start to its backward's end (to the end of W if that is
-        apart); in a forward-only timeline until it was sent, or until the next chunk's forward ended if that
-        is on the same node.
+        In training an activation lives from the start of its forward to the end of its backward (of its W if the
+        backward is split). In a forward-only timeline it lives until it was sent, or until the next chunk's forward
+        ended if that chunk is on the same node.
         """
         return {node: int(level) for node, level in self._peaks(lambda chunk: 1).items()}
 
     def peak_bytes(self, costs: Costs) -> dict[Node, float]:
-        """Bytes of activations each node kept at most, by ``costs.activation_bytes``.
+        """The maximum bytes of activations that each node kept, by ``costs.activation_bytes``.
 
-        What waits in receive buffers comes on top: ``buffers_needed(plan)`` messages of ``costs.bytes``.
+        Receive buffers are not included: ``buffers_needed(plan)`` messages of ``costs.bytes``.
         """
         costs.check(self.topology)
         return self._peaks(costs.activation)
@@ -146,7 +146,7 @@ class Timeline:
                 end = ends.get(key, last if training else event.end)
                 weight = size(event.action.chunk)
                 changes[event.node] += [(event.start, weight), (end, -weight)]
-        return {node: highest_level(changes[node]) for node in self.topology.nodes}
+        return {node: peak_level(changes[node]) for node in self.topology.nodes}
 
     def _ends_of_backward(self) -> dict[object, float]:
         last = (Kind.B, Kind.W)
@@ -166,7 +166,7 @@ class Timeline:
     # -- files -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
-        """Text that ``from_json`` turns into the equal timeline."""
+        """Return JSON text that ``from_json`` reads back into an equal timeline."""
         events = [
             [str(e.node), str(e.action), e.start, e.end, None if e.channel is None else e.channel.replica]
             for e in self.events
@@ -194,7 +194,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class _File:
-    """What ``to_json`` writes. Of an event: node, action, start, end, and of a transfer its replica."""
+    """The JSON that ``to_json`` writes. An event is node, action, start, end and, for a transfer, its replica."""
 
     format: Literal["ldt timeline 1"]
     topology: str
@@ -208,10 +208,10 @@ def _when(event: Event) -> tuple[Any, ...]:
 def _read_event(
     topology: Topology, node: str, action: str, start: float, end: float, replica: int | None
 ) -> Event:
-    parsed, where = Action.parse(action), Node.parse(node)
-    if topology.stage_of(parsed.chunk) != where.stage or where.replica >= topology.replicas(where.stage):
+    parsed, owner = Action.parse(action), Node.parse(node)
+    if topology.stage_of(parsed.chunk) != owner.stage or owner.replica >= topology.replicas(owner.stage):
         raise PlanError(f"node {node} has no chunk {parsed.chunk} in {topology.to_text()}")
     if end < start or parsed.kind.is_send != (replica is not None) or parsed.kind.is_receive:
         raise PlanError(f"expected a compute action, or a send with its replica, and its times, got {action}")
     channel = None if replica is None else topology.channel(parsed.hop, parsed.kind.direction, replica)
-    return Event(where, parsed, start, end, channel)
+    return Event(owner, parsed, start, end, channel)

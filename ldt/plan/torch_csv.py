@@ -1,6 +1,6 @@
-"""Plans as the CSV files that torch.distributed.pipelining reads and writes: a line of actions for each rank.
+"""Reads and writes plans as the CSV files of torch.distributed.pipelining: a line of actions for each rank.
 
-Such a file knows neither topology nor microbatches nor lanes, and its ranks are what are stages here.
+Such a file has no topology, number of microbatches or lanes. Its ranks are our stages.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ldt.topology import LanePolicy, Topology
 
 __all__ = ["check_expressible", "from_csv", "to_csv"]
 
-_SHARDING = ("UNSHARD", "RESHARD")  # of parameters, which are the business of whoever sharded them
+_SHARDING = ("UNSHARD", "RESHARD")  # of parameters, which the sharding wrapper does itself
 
 
 def to_csv(plan: Plan, *, communication: bool = False) -> str:
-    """One line for each stage, of replica 0, as all replicas have the same.
+    """Return one line per stage: the row of replica 0, which all replicas have.
 
-    Without ``communication`` it is what torch calls "compute_only", with it "compute_comms". Reductions are left
-    out, torch places its own. Raises PlanError for an edge that serves several cloud replicas each, whose rows differ.
+    Without ``communication`` the format is torch's "compute_only", with it "compute_comms". Reductions are left out:
+    torch places its own. Raises PlanError if an edge replica serves several cloud replicas, since their rows differ.
     """
     check_expressible(plan.topology)
     rows = [row for node, row in plan.rows.items() if node.replica == 0]
@@ -34,11 +34,14 @@ def to_csv(plan: Plan, *, communication: bool = False) -> str:
 
 
 def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") -> Plan:
-    """The complete, verified plan with the compute order of ``text``, either of torch's forms.
+    """Return the complete, verified plan with the compute order of ``text``, in either of torch's formats.
 
-    Communication and reductions are placed anew, for ``lanes``; UNSHARD and RESHARD are passed over. Every replica
-    gets the same rows. Raises PlanError naming the line for what is no action, for a number of lines other than
-    that of stages, for an order that ``verify`` refuses, and for an edge that serves several cloud replicas each.
+    Communication and reductions are placed anew for ``lanes``; UNSHARD and RESHARD are ignored. Every replica gets
+    the same rows.
+
+    Raises:
+        PlanError: for a cell that is not an action (the error names the line), a number of lines other than that of
+            stages, an order that ``verify`` refuses, or an edge replica that serves several cloud replicas.
     """
     check_expressible(topology)
     check_text(text)
@@ -49,23 +52,23 @@ def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") 
         )
     by_stage = [_row(line, number) for number, line in lines.items()]
     microbatches = {action.microbatch for row in by_stage for action in row}
-    check_size(topology, len(microbatches), len(text) * topology.dp)  # as every replica gets the same rows
+    check_size(topology, len(microbatches), len(text) * topology.dp)  # every replica gets the same rows
     training = any(action.kind is not Kind.F for row in by_stage for action in row)
     rows = {node: by_stage[node.stage] for node in topology.nodes}
     plan = add_grad_reduction(Plan(topology, len(microbatches), rows, lanes=None, training=training))
-    verify(plan)  # before communication is placed, which takes a valid order for granted
+    verify(plan)  # first, because placing communication assumes a valid order
     plan = add_communication(plan, lanes)
     verify(plan)
     return plan
 
 
 def check_expressible(topology: Topology) -> None:
-    """Raise PlanError unless all replicas of a stage have the same row, of which such a file has one per stage."""
+    """Raise PlanError unless all replicas of a stage have the same row: the file has one row per stage."""
     if topology.served > 1:
         raise PlanError(
-            "torch's CSV has one row for all replicas of a stage, but cloud replicas that share an edge have their "
-            f"own microbatches: expected edge_dp equal to dp, got edge_dp={topology.edge_dp}, dp={topology.dp}; use "
-            "Plan.to_text and Plan.from_text"
+            "torch's CSV has one row for all replicas of a stage, but cloud replicas that share an edge have "
+            f"different microbatches: expected edge_dp equal to dp, got edge_dp={topology.edge_dp}, dp={topology.dp}; "
+            "use Plan.to_text and Plan.from_text"
         )
 
 

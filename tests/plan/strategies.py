@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from ldt.plan import Action, Costs, Kind, Plan
-from ldt.plan.planner.policy import Limits, Rules
+from ldt.plan.planner.policy import Limits, Policy
 from ldt.topology import Node, Topology
 
 _BUFFERS = st.none() | st.integers(1, 3)
@@ -19,15 +19,15 @@ def costs_of(draw, topology):
 
 
 @st.composite
-def rules_of(draw, chain, microbatches, buffers=_BUFFERS):
-    """Any priorities and windows, none of them strict: such rules always come to an end."""
-    kinds = [Kind.F, Kind.B] if chain.weight is None else [Kind.F, Kind.I, Kind.W]
+def policies(draw, replica_costs, microbatches, buffers=_BUFFERS):
+    """Any priorities and windows, none of them strict: such policies never deadlock."""
+    kinds = [Kind.F, Kind.B] if replica_costs.weight is None else [Kind.F, Kind.I, Kind.W]
     priorities = tuple(
-        tuple(draw(st.permutations([(c, kind) for c in chain.chunks_of(stage) for kind in kinds])))
-        for stage in range(chain.num_stages)
+        tuple(draw(st.permutations([(c, kind) for c in replica_costs.chunks_of(stage) for kind in kinds])))
+        for stage in range(replica_costs.num_stages)
     )
-    windows = tuple(draw(st.integers(1, microbatches)) for _ in range(chain.num_chunks))
-    return Rules(windows, (False,) * chain.num_chunks, priorities, Limits(buffers=draw(buffers)))
+    windows = tuple(draw(st.integers(1, microbatches)) for _ in range(replica_costs.num_chunks))
+    return Policy(windows, (False,) * replica_costs.num_chunks, priorities, Limits(buffers=draw(buffers)))
 
 
 @st.composite

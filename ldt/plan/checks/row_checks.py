@@ -1,4 +1,4 @@
-"""What a row must contain and in which order, as far as one node can tell."""
+"""Checks the contents and the order of a single row."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.topology import Node
 
-__all__ = ["missing_actions", "needed_before", "refuse_reason"]
+__all__ = ["missing_actions", "prerequisites", "rejection_reason"]
 
 
-def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
-    """Why ``action`` can never be in the row of ``node``; None if it can."""
+def rejection_reason(plan: Plan, node: Node, action: Action) -> str | None:
+    """Return why ``action`` cannot be in the row of ``node``; None if it can."""
     topology, kind = plan.topology, action.kind
     if not 0 <= action.chunk < topology.num_chunks:
         return f"there is no chunk {action.chunk}, chunks are 0 to {topology.tail}"
     if topology.stage_of(action.chunk) != node.stage:
         return f"chunk {action.chunk} is on stage {topology.stage_of(action.chunk)}"
     if (action.microbatch is None) != (kind is Kind.REDUCE_GRAD):
-        return "REDUCE_GRAD, and nothing else, is without a microbatch"
+        return "REDUCE_GRAD has no microbatch, every other action has one"
     if action.microbatch is not None:
         share = topology.microbatches_of(node, plan.num_microbatches)
         if action.microbatch not in share:
@@ -31,14 +31,14 @@ def refuse_reason(plan: Plan, node: Node, action: Action) -> str | None:
         return f"stage {node.stage} has one replica, so there is nothing to reduce"
     if kind.is_comm:
         if plan.lanes is None:
-            return "this plan says it has no communication (lanes=None)"
+            return "this plan has no communication (lanes=None)"
         if not plan.topology.crosses(action.hop):
-            return "its chunk has no neighbour there on another node"
+            return "the neighbouring chunk is not on another node"
     return None
 
 
 def missing_actions(plan: Plan, node: Node, row: Collection[Action]) -> Iterator[tuple[Action, Action]]:
-    """Pairs of an action and one that must be in its row as well but is not."""
+    """Yield pairs of an action and another that its row requires as well but does not have."""
     for chunk in plan.topology.chunks_of(node.stage):
         for microbatch in plan.topology.microbatches_of(node, plan.num_microbatches):
             for action in _computes(plan, chunk, microbatch, row):
@@ -59,8 +59,8 @@ def _not_in(share: range, num_microbatches: int) -> str:
     )
 
 
-def needed_before(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Action]:
-    """The actions of the same row that must come before ``action``."""
+def prerequisites(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Action]:
+    """Yield the actions of the same row that must come before ``action``."""
     chunk, kind, microbatch = action
     if kind is Kind.REDUCE_GRAD:
         last = (Action(chunk, kind, m) for m in range(plan.num_microbatches) for kind in (Kind.B, Kind.W))
@@ -90,7 +90,7 @@ def _input(plan: Plan, action: Action, row: Collection[Action]) -> Iterator[Acti
 
 
 def _backward(chunk: int, microbatch: int | None, row: Collection[Action]) -> Action:
-    """The action that makes the input gradient: a full backward or, if the row splits it, the I."""
+    """The action that computes the input gradient: a full backward or, if the row splits it, the I."""
     split = Action(chunk, Kind.I, microbatch)
     return split if split in row else Action(chunk, Kind.B, microbatch)
 

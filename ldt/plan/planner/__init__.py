@@ -1,1 +1,1 @@
-"""Searches for the order that fits costs, link and memory."""
+"""Searches for the order of actions that fits the costs, the links and the memory."""

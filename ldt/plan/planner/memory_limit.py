@@ -1,4 +1,4 @@
-"""Memory limits of the planner: what may be live on each stage, and whether any order can keep to it."""
+"""Memory limits of the planner: how much may be live on each stage, and whether any order can satisfy them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["MemoryLimit"]
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Per stage, the most that its nodes may hold; per chunk, what one live microbatch of it weighs.
+    """``capacity``: how much the nodes of each stage may hold (None: no limit).
 
-    ``capacity`` is None if there is no limit.
+    ``weights``: how much one live microbatch of each chunk counts.
     """
 
     capacity: tuple[float, ...] | None
@@ -32,10 +32,10 @@ class MemoryLimit:
         live: int | Sequence[int] | None,
         size: float | Sequence[float] | None,
     ) -> MemoryLimit:
-        """The limit of ``live`` microbatches or of ``size`` bytes, each one number or one per stage.
+        """Return the limit of ``live`` microbatches or of ``size`` bytes, each one number or one per stage.
 
-        Raises PlanError with the smallest limit that works if this one is below it: a microbatch is live in all
-        chunks of its node at once when its backward begins, and that is enough for one microbatch at a time.
+        Raises PlanError if the limit is too small, and names the smallest that works. A microbatch is live in all
+        chunks of its node when its backward begins; room for that is enough to run one microbatch at a time.
         """
         chunks = range(topology.num_chunks)
         if live is not None and size is not None:
@@ -56,7 +56,7 @@ class MemoryLimit:
             sum(weights[chunk] for chunk in topology.chunks_of(stage)) for stage in range(topology.num_stages)
         )
         if any(have < need for have, need in zip(capacity, least, strict=True)):
-            smallest = _words([max(least)] if isinstance(limit, Real) else least)
+            smallest = _format([max(least)] if isinstance(limit, Real) else least)
             raise PlanError(
                 f"{name}={limit} is too small for one microbatch at a time: the smallest that works is {smallest} "
                 "(each chunk of a node keeps one)"
@@ -72,7 +72,7 @@ class MemoryLimit:
         return all(peak <= self.capacity[node.stage] for node, peak in peaks.items())
 
 
-def _words(figures: Sequence[float]) -> str:
+def _format(figures: Sequence[float]) -> str:
     text = ", ".join(f"{figure:g}" for figure in figures)
     return f"[{text}]" if len(figures) > 1 else text
 

@@ -1,4 +1,4 @@
-"""The planner: an order fitted to compute times, links and memory (docs/design.md, section 7)."""
+"""Plans a step: searches an order for the given compute times, links and memory (docs/design.md, section 7)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ldt.plan.planner.lower_bound import lower_bound
 from ldt.plan.planner.memory_limit import MemoryLimit
 from ldt.plan.planner.policy import Limits
 from ldt.plan.planner.policy_search import search
-from ldt.plan.planner.replica_costs import Chain
+from ldt.plan.planner.replica_costs import ReplicaCosts
 from ldt.plan.schedules.passes import add_communication, add_grad_reduction, check_buffers
 from ldt.plan.schedules.u_shape import ushape, ushape_compute
 from ldt.plan.sim.engine import Run
@@ -23,8 +23,8 @@ from ldt.topology import LanePolicy, Topology
 __all__ = ["optimize"]
 
 _TOLERANCE = 1e-9  # relative: rounding of sums of times
-_FIXED_LAPS = (1, 2)  # what ushape has an order for
-_FIXED_BUFFERS = 2  # and the receive buffers it has unless told otherwise
+_FIXED_LAPS = (1, 2)  # that ushape supports
+_FIXED_BUFFERS = 2  # the default of ushape
 
 
 def optimize(
@@ -38,17 +38,26 @@ def optimize(
     lanes: LanePolicy = "dedicated",
     receive_buffers: int | None = None,
 ) -> Plan:
-    """A complete, verified plan whose simulated time with ``costs`` is the shortest found.
+    """Return a complete, verified plan with the shortest simulated time found for ``costs``.
 
-    It is never longer than that of ``ushape`` (where that keeps to the memory limit) and the same on every
-    machine. ``memory_limit`` is how many activations a node may keep at once, one per chunk and microbatch as in
-    ``Timeline.peak_live``; ``memory_limit_bytes`` limits ``Timeline.peak_bytes``; each is one number or one
-    per stage. Without a limit the search still prefers the smaller of two equally fast plans. With
-    ``split_backward`` it may do a backward in two parts, I and W, and never gets longer by that.
-    ``receive_buffers`` limits how many messages of a channel may be received ahead of their use; None: as
-    many as the link asks for.
+    The plan is never slower than ``ushape`` (if that satisfies the memory limit), and the same on every machine.
+    Of two equally fast plans the search prefers the one that needs less memory, even without a limit.
 
-    Raises PlanError for costs that do not fit and for a limit that no plan keeps to, with the smallest that works.
+    Args:
+        topology: The stages and replicas to plan for.
+        num_microbatches: Of each edge replica.
+        costs: Compute times, links and activation sizes.
+        memory_limit: How many activations a node may keep at once, one per chunk and microbatch as in
+            ``Timeline.peak_live``. One number or one per stage.
+        memory_limit_bytes: Limit of ``Timeline.peak_bytes``. One number or one per stage.
+        split_backward: Allow a backward in two parts, I and W. Never makes the plan slower.
+        lanes: The lane policy that sends and receives are placed for.
+        receive_buffers: How many messages of a channel may be received ahead of their use. None: as many as
+            the link needs.
+
+    Raises:
+        PlanError: if the costs do not fit the topology, or if no plan satisfies the limit; the error names the
+            smallest limit that works.
     """
     costs.check(topology)
     check_buffers(receive_buffers)
@@ -70,7 +79,7 @@ def optimize(
 
 
 class _Task(NamedTuple):
-    """What is to be planned."""
+    """The arguments of ``optimize``."""
 
     topology: Topology
     num_microbatches: int
@@ -86,7 +95,7 @@ class _Candidate(NamedTuple):
 
 
 def _candidates(task: _Task, splits: Sequence[bool]) -> Iterator[_Candidate]:
-    """Searched plans, proven and timed by the engine."""
+    """The plans found by the search, proven and timed by the engine."""
     for split in splits:
         plan = add_grad_reduction(_searched(task, split))
         plan = add_communication(plan, task.lanes, task.receive_buffers, task.costs)
@@ -94,15 +103,17 @@ def _candidates(task: _Task, splits: Sequence[bool]) -> Iterator[_Candidate]:
 
 
 def _searched(task: _Task, split: bool) -> Plan:
-    """The compute rows of the best rules found, the same for replicas of one turn, which reduce in one order."""
+    """The compute rows of the best policy found. Replicas with the same turn have equal rows, so they reduce alike."""
     topology, microbatches = task.topology, task.num_microbatches
     limits = Limits(task.memory.capacity, task.memory.weights, task.receive_buffers)
-    found = search(Chain.slowest(topology, task.costs, split), microbatches, limits)
+    found = search(ReplicaCosts.slowest(topology, task.costs, split), microbatches, limits)
     rows = {}
     for node in topology.nodes:
         share = topology.microbatches_of(node, microbatches)
         row = found.row(node.stage, topology.turn_of(node))
-        rows[node] = [Action(taken.chunk, taken.kind, share[taken.microbatch]) for taken in row]
+        rows[node] = [
+            Action(scheduled.chunk, scheduled.kind, share[scheduled.microbatch]) for scheduled in row
+        ]
     return Plan(topology, microbatches, rows)
 
 

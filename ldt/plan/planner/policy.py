@@ -1,4 +1,4 @@
-"""What a schedule is made by, and what it is."""
+"""Scheduling policies and the schedules that they lead to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from ldt.plan.action import Kind
 
-__all__ = ["Limits", "Rules", "Schedule", "Taken"]
+__all__ = ["Limits", "Policy", "Schedule", "Scheduled"]
 
 
-class Taken(NamedTuple):
-    """An action and when it ended; ``microbatch`` counts the node's own from 0."""
+class Scheduled(NamedTuple):
+    """An action and its end time. ``microbatch`` counts the node's own microbatches from 0."""
 
     end: float
     chunk: int
@@ -20,11 +20,10 @@ class Taken(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What does not depend on the order that is tried.
+    """Limits that hold for every policy.
 
-    ``capacity``: per stage, how much its live activations may weigh together (None: any), with ``weights`` per
-    chunk (None: 1 each). ``buffers``: how many messages of a channel may be received ahead of their use (None:
-    any).
+    ``capacity``: per stage, the total weight of its live activations (None: any), with ``weights`` per chunk
+    (None: 1 each). ``buffers``: how many messages of a channel may be received ahead of their use (None: any).
     """
 
     capacity: tuple[float, ...] | None = None
@@ -36,8 +35,8 @@ _NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
-class Rules:
-    """What a node may take and what it prefers.
+class Policy:
+    """Which actions a node may take and which it prefers.
 
     ``windows``: per chunk, how many of its microbatches may be live on a node. ``strict``: per chunk, whether a
     backward must wait until the window is full (or no forward is left or allowed), which is one-forward-one-backward.
@@ -52,15 +51,15 @@ class Rules:
 
 @dataclass
 class Schedule:
-    """What was taken and the time at which all was done; infinite if the rules led nowhere.
+    """The scheduled actions and the makespan, which is infinite if the policy led to a deadlock.
 
-    ``taken`` is that of the edge, then of the cloud's stages for each replica that the edge serves: see ``row``.
+    ``rows`` has the edge's row, then those of the cloud stages for each replica that the edge serves: see ``row``.
     """
 
-    taken: list[list[Taken]]
+    rows: list[list[Scheduled]]
     makespan: float
     peaks: list[int] = field(default_factory=list)  # per stage: activations live at once, at most
 
-    def row(self, stage: int, turn: int) -> list[Taken]:
-        """What the node of ``stage`` took that belongs to the replica which the edge serves in that turn."""
-        return self.taken[stage + turn * (len(self.peaks) - 1)]
+    def row(self, stage: int, turn: int) -> list[Scheduled]:
+        """The row of ``stage`` for the replica that the edge serves in that turn."""
+        return self.rows[stage + turn * (len(self.peaks) - 1)]

@@ -1,7 +1,7 @@
-"""Search for the rules whose schedule is the shortest: a few named orders, windows fitted to the link, small steps.
+"""Searches for the policy with the shortest schedule: named orders, windows fitted to the link, small steps.
 
-Every trial is one play of the step by ``list_scheduler``. The search has a budget of played actions and not of time,
-so that it finds the same on every machine.
+Every trial schedules the step once with ``list_scheduler``. The budget counts scheduled actions, not time, so the
+result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -10,59 +10,64 @@ import math
 from dataclasses import replace
 
 from ldt.plan.planner.list_scheduler import schedule
-from ldt.plan.planner.lower_bound import chain_bound
-from ldt.plan.planner.policy import Limits, Rules, Schedule
-from ldt.plan.planner.replica_costs import Chain
-from ldt.plan.planner.search_space import ORDERS, Knobs
+from ldt.plan.planner.lower_bound import replica_bound
+from ldt.plan.planner.policy import Limits, Policy, Schedule
+from ldt.plan.planner.replica_costs import ReplicaCosts
+from ldt.plan.planner.search_space import ORDERS, SearchPoint
 
 __all__ = ["search"]
 
-_BUDGET = 120_000  # actions to be played in a search
+_BUDGET = 120_000  # actions to schedule in a search
 _LEAST_TRIALS, _MOST_TRIALS = 6, 300
-_PATIENT = 50  # trials from which on other orders are tried for the sake of memory, too
-_TINY = 0.01  # a scale of windows that leaves one or two microbatches in each
+_PATIENT = 50  # with at least so many trials, other orders are tried to save memory, too
+_TINY = 0.01  # a scale that leaves one or two microbatches in each window
 _TOLERANCE = 1e-9  # relative: makespans that are closer are equal
 
 
-def search(chain: Chain, microbatches: int, limits: Limits) -> Schedule:
-    """The best schedule found: the shortest, and of the shortest the one with the fewest live activations."""
-    search = _Search(chain, microbatches, limits)
-    search.turn_knobs()
+def search(costs: ReplicaCosts, microbatches: int, limits: Limits) -> Schedule:
+    """Return the shortest schedule found. Among equally short ones, the fewest live activations win."""
+    search = _Search(costs, microbatches, limits)
+    search.explore()
     if limits.capacity is None:
         search.save_memory()
     return search.best
 
 
 class _Search:
-    def __init__(self, chain: Chain, microbatches: int, limits: Limits) -> None:
-        self.chain, self.microbatches, self.limits = chain, microbatches, limits
-        actions = chain.num_chunks * microbatches * (2 if chain.weight is None else 3)
+    def __init__(self, costs: ReplicaCosts, microbatches: int, limits: Limits) -> None:
+        self.costs, self.microbatches, self.limits = costs, microbatches, limits
+        actions = costs.num_chunks * microbatches * (2 if costs.weight is None else 3)
         self.all_trials = max(_LEAST_TRIALS, min(_MOST_TRIALS, _BUDGET // actions))
         self.trials = self.all_trials  # left
-        self.goal = chain_bound(chain, microbatches) * (1 + _TOLERANCE)
-        self.knobs = Knobs(steps=(0,) * chain.num_chunks)
-        self.seen: set[Rules] = set()
+        self.goal = replica_bound(costs, microbatches) * (1 + _TOLERANCE)
+        self.best_point = SearchPoint(steps=(0,) * costs.num_chunks)
+        self.seen: set[Policy] = set()
         self.best = Schedule([], float("inf"))
 
-    def turn_knobs(self) -> None:
-        """From each pair of an order and a strictness, the best first, go to better neighbours while there are."""
-        laps = self.chain.tail // self.chain.num_stages
+    def explore(self) -> None:
+        """Descend from each pair of an order and a strictness, the best first, to better neighbours."""
+        laps = self.costs.tail // self.costs.num_stages
         starts = [
             replace(
-                self.knobs, order=order, edge_order=order, strict=strict, scale=scale, open_edge=scale == 1
+                self.best_point,
+                order=order,
+                edge_order=order,
+                strict=strict,
+                scale=scale,
+                open_edge=scale == 1,
             )
             for scale in self._scales()
             for order in range(len(ORDERS))
             for strict in range(laps, -1, -1)
         ]
-        tried = [(self._try(knobs), index) for index, knobs in enumerate(starts) if self._goes_on()]
+        tried = [(self._try(point), index) for index, point in enumerate(starts) if self._continues()]
         for makespan, index in sorted(tried):
             self._descend(starts[index], makespan)
 
     def _scales(self) -> list[float]:
-        """1, and what windows must shrink by to be within every stage's capacity together.
+        """1, and the scale at which the windows fit every stage's capacity.
 
-        Without windows the edge would give all its room to forwards of the head, and none to later chunks.
+        Without windows the edge would give all its capacity to forwards of the head, and none to later chunks.
         """
         if self.limits.capacity is None:
             return [1.0]
@@ -72,41 +77,41 @@ class _Search:
         return [scale, 1.0] if scale < 1 else [1.0]
 
     def _fits(self, scale: float) -> bool:
-        knobs = replace(self.knobs, scale=scale, open_edge=False)
-        windows, (capacity, weights, _) = knobs.windows(self.chain, self.microbatches), self.limits
-        asked = [0.0] * self.chain.num_stages
+        point = replace(self.best_point, scale=scale, open_edge=False)
+        windows, (capacity, weights, _) = point.windows(self.costs, self.microbatches), self.limits
+        needed = [0.0] * self.costs.num_stages
         for chunk, window in enumerate(windows):
-            asked[chunk % self.chain.num_stages] += window * (1.0 if weights is None else weights[chunk])
-        return capacity is None or all(a <= have for a, have in zip(asked, capacity, strict=True))
+            needed[chunk % self.costs.num_stages] += window * (1.0 if weights is None else weights[chunk])
+        return capacity is None or all(n <= c for n, c in zip(needed, capacity, strict=True))
 
-    def _descend(self, knobs: Knobs, makespan: float) -> None:
-        better: tuple[float, Knobs] | None = (makespan, knobs)
-        while better is not None and self._goes_on():
-            makespan, knobs = better
-            better = self._best_of(knobs, makespan)
+    def _descend(self, point: SearchPoint, makespan: float) -> None:
+        better: tuple[float, SearchPoint] | None = (makespan, point)
+        while better is not None and self._continues():
+            makespan, point = better
+            better = self._best_of(point, makespan)
 
-    def _best_of(self, knobs: Knobs, makespan: float) -> tuple[float, Knobs] | None:
-        """The best neighbour, or else the best small step, if it is better than ``makespan``."""
-        laps = self.chain.tail // self.chain.num_stages
-        for candidates in (knobs.neighbours(laps, self.chain.weight is not None), knobs.small_steps()):
-            best = (makespan * (1 - _TOLERANCE), knobs)
+    def _best_of(self, point: SearchPoint, makespan: float) -> tuple[float, SearchPoint] | None:
+        """The best neighbour, else the best small step, if it beats ``makespan``."""
+        laps = self.costs.tail // self.costs.num_stages
+        for candidates in (point.neighbours(laps, self.costs.weight is not None), point.small_steps()):
+            best = (makespan * (1 - _TOLERANCE), point)
             for candidate in candidates:
-                if self._goes_on() and (reached := self._try(candidate)) < best[0]:
+                if self._continues() and (reached := self._try(candidate)) < best[0]:
                     best = (reached, candidate)
             if best[0] < makespan * (1 - _TOLERANCE):
                 return best
         return None
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         return self.trials > 0 and self.best.makespan > self.goal
 
     def save_memory(self) -> None:
-        """The least capacity, the same for all stages and then for the edge, that costs no time."""
-        stages = range(self.chain.num_stages)
+        """Find the smallest capacity that costs no time, first common to all stages, then for the edge."""
+        stages = range(self.costs.num_stages)
         patient = self.all_trials >= _PATIENT
         self.trials = self.all_trials // 2 if patient else 2 * _LEAST_TRIALS
         for capped in (stages, range(1)):
-            low, high = len(self.chain.chunks_of(0)), max(self.best.peaks[stage] for stage in capped)
+            low, high = len(self.costs.chunks_of(0)), max(self.best.peaks[stage] for stage in capped)
             while low < high and self.trials > 0:
                 middle = (low + high) // 2
                 peaks = self.best.peaks
@@ -117,26 +122,28 @@ class _Search:
                     low = middle + 1
 
     def _keeps_time(self, limits: Limits, patient: bool) -> bool:
-        """Whether the best knobs, or them with another order on the edge, are as fast within ``limits``."""
-        others = [replace(self.knobs, edge_order=order) for order in range(len(ORDERS) if patient else 0)]
+        """Whether the best point, possibly with another order on the edge, is as fast within ``limits``."""
+        others = [
+            replace(self.best_point, edge_order=order) for order in range(len(ORDERS) if patient else 0)
+        ]
         before = self.best
-        for knobs in (self.knobs, *others):
+        for point in (self.best_point, *others):
             if self.trials > 0:
-                self._try(knobs, limits)
+                self._try(point, limits)
             if self.best is not before:
                 return True
         return False
 
-    def _try(self, knobs: Knobs, limits: Limits | None = None) -> float:
-        """The makespan of ``knobs``; infinite if they were tried before."""
-        rules = knobs.rules(self.chain, self.microbatches, limits or self.limits)
-        if rules in self.seen:
+    def _try(self, point: SearchPoint, limits: Limits | None = None) -> float:
+        """The makespan of ``point``; infinite if it was tried before."""
+        policy = point.to_policy(self.costs, self.microbatches, limits or self.limits)
+        if policy in self.seen:
             return float("inf")
-        self.seen.add(rules)
+        self.seen.add(policy)
         self.trials -= 1
-        found = schedule(self.chain, self.microbatches, rules)
+        found = schedule(self.costs, self.microbatches, policy)
         if _better(found, self.best):
-            self.best, self.knobs = found, knobs
+            self.best, self.best_point = found, point
         return found.makespan
 
 

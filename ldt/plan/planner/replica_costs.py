@@ -1,4 +1,4 @@
-"""One replica's walk through the model and back as plain numbers: what the bound and the scheduler work on."""
+"""The costs of one replica as plain numbers per chunk and hop, for the bound and the scheduler."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ldt.plan.action import Action, Kind
 from ldt.plan.costs import Costs
 from ldt.topology import Topology
 
-__all__ = ["Chain"]
+__all__ = ["ReplicaCosts"]
 
 
 @dataclass(frozen=True)
-class Chain:
-    """Seconds per chunk and per hop of one replica, with speeds already divided out.
+class ReplicaCosts:
+    """Seconds per chunk and per hop of one replica, already divided by the nodes' speeds.
 
-    ``backward`` is the part that the chunk before waits for: all of it, or the input gradient if the backward
-    is split; ``weight`` is then the other part, else None. Hop c -> c+1 keeps its direction of the link from
+    ``backward`` is the part that the previous chunk waits for: all of it, or the input gradient if the backward
+    is split. ``weight`` is then the other part, otherwise None. Hop c -> c+1 keeps its direction of the link from
     stage c % P busy for ``occupancy[c]`` and takes ``latency[c]`` more; both are 0 where P = 1.
-    The edge is shared by ``served`` such replicas.
+    ``served`` such replicas share the edge.
     """
 
     num_stages: int
@@ -32,8 +32,8 @@ class Chain:
     served: int = 1
 
     @classmethod
-    def of(cls, topology: Topology, costs: Costs, replica: int = 0, split: bool = False) -> Chain:
-        """The chain of ``replica``. ``split``: backwards are done as I and W."""
+    def of(cls, topology: Topology, costs: Costs, replica: int = 0, split: bool = False) -> ReplicaCosts:
+        """The costs of ``replica``. ``split``: backwards run as I and W."""
         nodes = [topology.node_at(chunk, replica) for chunk in range(topology.num_chunks)]
         forward, backward, weights = (
             tuple(costs.compute(Action(chunk, kind, 0), node) for chunk, node in enumerate(nodes))
@@ -48,19 +48,21 @@ class Chain:
         return cls(topology.num_stages, forward, backward, weight, occupancy, latency, topology.served)
 
     @classmethod
-    def slowest(cls, topology: Topology, costs: Costs, split: bool = False) -> Chain:
-        """The chain that takes for each chunk as long as the slowest replica does."""
+    def slowest(cls, topology: Topology, costs: Costs, split: bool = False) -> ReplicaCosts:
+        """For each chunk, the costs of the slowest replica."""
         return cls.merged(max, [cls.of(topology, costs, replica, split) for replica in range(topology.dp)])
 
     @classmethod
-    def merged(cls, choose: Callable[[Iterable[float]], float], chains: Sequence[Chain]) -> Chain:
-        """The chain that takes for each chunk what ``choose`` picks of ``chains``, whose links are alike."""
-        weights = [chain.weight for chain in chains if chain.weight is not None]
+    def merged(
+        cls, choose: Callable[[Iterable[float]], float], replicas: Sequence[ReplicaCosts]
+    ) -> ReplicaCosts:
+        """For each chunk, what ``choose`` picks among ``replicas``, which have equal links."""
+        weights = [replica.weight for replica in replicas if replica.weight is not None]
         forward, backward, weight = (
             tuple(choose(figures) for figures in zip(*times, strict=True))
-            for times in ([c.forward for c in chains], [c.backward for c in chains], weights)
+            for times in ([r.forward for r in replicas], [r.backward for r in replicas], weights)
         )
-        return replace(chains[0], forward=forward, backward=backward, weight=weight or None)
+        return replace(replicas[0], forward=forward, backward=backward, weight=weight or None)
 
     @property
     def num_chunks(self) -> int:
@@ -75,16 +77,16 @@ class Chain:
         return range(stage, self.num_chunks, self.num_stages)
 
     def shares(self, num_microbatches: int) -> list[int]:
-        """How many of the edge's microbatches each replica has that it serves: they are dealt in turn."""
+        """How many of the edge's microbatches each replica that it serves gets; they are dealt round-robin."""
         return [len(range(turn, num_microbatches, self.served)) for turn in range(self.served)]
 
     def delay(self, hop: int) -> float:
-        """Seconds from the end of a chunk to the start of the next one on the other side of the hop, at least."""
+        """Least seconds from the end of a chunk to the start of the next one across the hop."""
         return self.occupancy[hop] + self.latency[hop]
 
     @cached_property
     def heads(self) -> tuple[float, ...]:
-        """Per chunk: the time from the step's start to the start of its first forward, at least."""
+        """Per chunk: least time from the start of the step to the start of its first forward."""
         heads = [0.0]
         for hop in range(self.tail):
             heads.append(heads[hop] + self.forward[hop] + self.delay(hop))
@@ -92,7 +94,7 @@ class Chain:
 
     @cached_property
     def tails(self) -> tuple[float, ...]:
-        """Per chunk: the time from the end of its backward to the end of the head's for that microbatch, at least."""
+        """Per chunk: least time from the end of its backward to the end of the head's for that microbatch."""
         tails = [0.0]
         for hop in range(self.tail):
             tails.append(tails[hop] + self.backward[hop] + self.delay(hop))
@@ -100,7 +102,7 @@ class Chain:
 
     @cached_property
     def round_trips(self) -> tuple[float, ...]:
-        """Per chunk: the time from the end of its forward to the start of its backward, at least."""
+        """Per chunk: least time from the end of its forward to the start of its backward."""
         trips = [0.0]
         for hop in reversed(range(self.tail)):
             trips.insert(0, trips[0] + 2 * self.delay(hop) + self.forward[hop + 1] + self.backward[hop + 1])
@@ -108,5 +110,5 @@ class Chain:
 
     @property
     def critical_path(self) -> float:
-        """The time of one microbatch alone, without its W."""
+        """The time of a single microbatch without its W."""
         return self.heads[-1] + self.forward[-1] + self.backward[-1] + self.tails[-1]

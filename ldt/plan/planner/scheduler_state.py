@@ -1,6 +1,6 @@
-"""What the list scheduler plays on: nodes, the chunks in their places on them, and the queues of messages between.
+"""The state of the list scheduler: nodes, their chunks, and the queues of messages between chunks.
 
-The edge is there once, with the chain of each replica that it serves.
+There is one edge, which is connected to every replica that it serves.
 """
 
 from __future__ import annotations
@@ -8,51 +8,53 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ldt.plan.action import Kind
-from ldt.plan.planner.policy import Rules, Taken
-from ldt.plan.planner.replica_costs import Chain
+from ldt.plan.planner.policy import Policy, Scheduled
+from ldt.plan.planner.replica_costs import ReplicaCosts
 
-__all__ = ["GridNode", "Place", "Queue", "grid"]
+__all__ = ["ChunkState", "NodeState", "Queue", "scheduler_state"]
 
 
-class GridNode:
-    """A node: what it may hold, holds and has taken."""
+class NodeState:
+    """A node: its capacity, its load and the actions it has run."""
 
-    __slots__ = ("busy", "capacity", "choices", "live", "load", "number", "peak", "stage", "taken")
+    __slots__ = ("busy", "capacity", "choices", "live", "load", "number", "peak", "scheduled", "stage")
 
-    def __init__(self, number: int, rules: Rules, stage: int) -> None:
+    def __init__(self, number: int, policy: Policy, stage: int) -> None:
         self.number, self.stage = number, stage
-        self.capacity = None if rules.limits.capacity is None else rules.limits.capacity[stage]
-        self.choices: list[tuple[Place, Kind]] = []  # the most urgent first
-        self.taken: list[Taken] = []
+        self.capacity = None if policy.limits.capacity is None else policy.limits.capacity[stage]
+        self.choices: list[tuple[ChunkState, Kind]] = []  # the most urgent first
+        self.scheduled: list[Scheduled] = []
         self.busy = False
         self.live = self.peak = 0
-        self.load = 0.0  # of live activations, with the room for one of each chunk
+        self.load = 0.0  # live activations, including the room reserved for one of each chunk
 
-    def take_on(self, rules: Rules, places: Mapping[int, Place]) -> None:
-        """Take ``places``, by chunk, as the node's own."""
-        self.choices = [(places[chunk], kind) for chunk, kind in rules.priorities[self.stage]]
-        self.load = sum(place.size for place in places.values())
+    def add_chunks(self, policy: Policy, states: Mapping[int, ChunkState]) -> None:
+        """Add the chunks of the node."""
+        self.choices = [(states[chunk], kind) for chunk, kind in policy.priorities[self.stage]]
+        self.load = sum(state.size for state in states.values())
 
 
 class Queue:
-    """One channel: its messages' receiver, and how many were made, started, received and used."""
+    """One channel: its receiver, and how many messages are ready, started, received and used."""
 
     __slots__ = (
-        "arrived", "kind", "latency", "leaving", "link", "occupancy", "place", "ready", "started", "used",
+        "arrived", "kind", "latency", "leaving", "link", "occupancy", "ready", "receiver", "started", "used",
     )  # fmt: skip
 
-    def __init__(self, place: Place, kind: Kind, link: list[float], occupancy: float, latency: float) -> None:
-        self.place, self.kind = place, kind  # of its receives
+    def __init__(
+        self, receiver: ChunkState, kind: Kind, link: list[float], occupancy: float, latency: float
+    ) -> None:
+        self.receiver, self.kind = receiver, kind  # of its receives
         self.link, self.occupancy, self.latency = link, occupancy, latency
         self.ready = self.started = self.arrived = self.used = 0
         self.leaving = False
 
 
-class Place:
-    """A chunk on a node: its costs, its limits, how far it is, and its queues.
+class ChunkState:
+    """A chunk on a node: its costs, limits, progress and queues.
 
-    It has a queue of a kind for each replica whose microbatches it takes in turn: its j-th comes and goes by number
-    j % turns. So messages are counted as there (``inputs``, ``gradients``) up to the first that is not.
+    It has one queue per kind for each replica whose microbatches it takes in turn; its j-th microbatch uses queue
+    j % turns. ``inputs`` and ``gradients`` count the messages received up to the first missing one.
     """
 
     __slots__ = (
@@ -62,63 +64,64 @@ class Place:
     )  # fmt: skip
 
     def __init__(
-        self, chain: Chain, rules: Rules, chunk: int, node: GridNode, total: int, turns: int
+        self, costs: ReplicaCosts, policy: Policy, chunk: int, node: NodeState, total: int, turns: int
     ) -> None:
         self.chunk, self.node, self.total, self.turns = chunk, node, total, turns
-        self.forward, self.backward = chain.forward[chunk], chain.backward[chunk]  # seconds
-        self.weight = 0.0 if chain.weight is None else chain.weight[chunk]
-        self.window, self.strict = rules.windows[chunk], rules.strict[chunk]
+        self.forward, self.backward = costs.forward[chunk], costs.backward[chunk]  # seconds
+        self.weight = 0.0 if costs.weight is None else costs.weight[chunk]
+        self.window, self.strict = policy.windows[chunk], policy.strict[chunk]
         self.size = (
-            1.0 if rules.limits.weights is None else rules.limits.weights[chunk]
+            1.0 if policy.limits.weights is None else policy.limits.weights[chunk]
         )  # of a live microbatch
         self.forwards = self.backwards = self.weights_started = 0  # started
-        self.inputs, self.gradients = 0 if chunk else total, 0  # there
-        self.returned = self.ended = 0  # backwards ended; microbatches of which nothing is live any more
+        self.inputs, self.gradients = 0 if chunk else total, 0  # received
+        self.returned = self.ended = 0  # backwards ended; microbatches with nothing live any more
         self.from_below: list[Queue] = []
         self.up: list[Queue] = []
         self.from_above: list[Queue] = []
         self.down: list[Queue] = []
 
     def count_inputs(self) -> None:
-        """Count on after an arrival from below."""
+        """Update ``inputs`` after a message from the previous chunk."""
         turns, queues = self.turns, self.from_below
         while queues[self.inputs % turns].arrived > self.inputs // turns:
             self.inputs += 1
 
     def count_gradients(self) -> None:
-        """Count on after an arrival from above."""
+        """Update ``gradients`` after a message from the next chunk."""
         turns, queues = self.turns, self.from_above
         while queues[self.gradients % turns].arrived > self.gradients // turns:
             self.gradients += 1
 
 
-def grid(chain: Chain, num_microbatches: int, rules: Rules) -> list[GridNode]:
-    """The edge, then the stages of the first cloud replica, of the next, and so on; ready to start."""
-    nodes = [GridNode(0, rules, stage=0)]
+def scheduler_state(costs: ReplicaCosts, num_microbatches: int, policy: Policy) -> list[NodeState]:
+    """The initial state: the edge, then the stages of the first cloud replica, of the next, and so on."""
+    nodes = [NodeState(0, policy, stage=0)]
     edge = {
-        chunk: Place(chain, rules, chunk, nodes[0], num_microbatches, chain.served)
-        for chunk in chain.chunks_of(0)
+        chunk: ChunkState(costs, policy, chunk, nodes[0], num_microbatches, costs.served)
+        for chunk in costs.chunks_of(0)
     }
-    nodes[0].take_on(rules, edge)
-    for share in chain.shares(num_microbatches):
-        places = dict(edge)
-        for stage in range(1, chain.num_stages):
-            node = GridNode(len(nodes), rules, stage)
+    nodes[0].add_chunks(policy, edge)
+    for share in costs.shares(num_microbatches):
+        states = dict(edge)
+        for stage in range(1, costs.num_stages):
+            node = NodeState(len(nodes), policy, stage)
             own = {
-                chunk: Place(chain, rules, chunk, node, share, turns=1) for chunk in chain.chunks_of(stage)
+                chunk: ChunkState(costs, policy, chunk, node, share, turns=1)
+                for chunk in costs.chunks_of(stage)
             }
-            node.take_on(rules, own)
+            node.add_chunks(policy, own)
             nodes.append(node)
-            places |= own
-        _connect(chain, places)
+            states |= own
+        _connect(costs, states)
     return nodes
 
 
-def _connect(chain: Chain, places: Mapping[int, Place]) -> None:
-    """Add the channels of one replica of the cloud, whose ``places`` are by chunk."""
+def _connect(costs: ReplicaCosts, states: Mapping[int, ChunkState]) -> None:
+    """Add the channels of one cloud replica. ``states`` are by chunk."""
     links: dict[tuple[int, int], list[float]] = {}
-    for hop, (occupancy, latency) in enumerate(zip(chain.occupancy, chain.latency, strict=True)):
-        below, above = places[hop], places[hop + 1]
+    for hop, (occupancy, latency) in enumerate(zip(costs.occupancy, costs.latency, strict=True)):
+        below, above = states[hop], states[hop + 1]
         to, back = (
             links.setdefault(ends, [0.0])
             for ends in (

@@ -1,1 +1,1 @@
-"""Plans and timelines as pictures, text and Chrome traces."""
+"""Draws plans and timelines as pictures, text and Chrome traces."""

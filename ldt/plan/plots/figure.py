@@ -1,4 +1,4 @@
-"""Timelines drawn as a picture, one above the other. Needs matplotlib, which is imported only here."""
+"""Draws timelines as a picture. Needs matplotlib, which is imported only here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["draw"]
 
 _COLOURS = {Kind.F: "#5b8bd0", Kind.B: "#63a85a", Kind.I: "#9ccb8f", Kind.W: "#e3ab4b"}
 _NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
-_LAP_SHADE = 0.74  # each lap's colour is that much darker than the one before, so that laps can be told apart
+_LAP_SHADE = 0.74  # brightness of each lap's colour relative to the previous lap
 _IDLE = "#e9ebee"
 _TRANSFER = {"F": "#1f3d73", "B": "#2e5a1c"}
-_BAR = 0.7  # height of a bar, of a row's
+_BAR = 0.7  # height of a bar, as a share of its row
 _POINTS_PER_INCH = 72
 _NUMBER_POINTS = 7.0
 
@@ -30,12 +30,12 @@ _NUMBER_POINTS = 7.0
 def draw(
     timelines: Mapping[str, Timeline], path: str | Path, *, title: str | None = None, unit: str = "s"
 ) -> Path:
-    """Write one picture of ``timelines``, one above the other, as PNG or SVG by the suffix of ``path``.
+    """Write a picture of ``timelines``, one above the other, as PNG or SVG by the suffix of ``path``.
 
-    The keys are captions, for example "planned" and "measured". A bar is a compute action with its
-    microbatch's number (darker: a later lap), grey is idle, a thin line is a transfer. ``unit`` names the
-    unit of time. Time axes have one scale if the makespans are within a factor of 2 of each other. Returns
-    ``path``. Raises ImportError, saying what to install, without matplotlib.
+    The keys are captions, for example "planned" and "measured". A bar is a compute action with the number of its
+    microbatch (darker: a later lap), grey is idle time, a thin line is a transfer. ``unit`` names the unit of time.
+    Time axes share one scale if the makespans are within a factor of 2 of each other. Returns ``path``. Raises
+    ImportError, which says what to install, without matplotlib.
     """
     if not timelines:
         raise PlanError("draw needs at least one timeline, for example {'planned': simulate(plan, costs)}")
@@ -63,9 +63,9 @@ def draw(
 
 
 def _width(timelines: Iterable[Timeline]) -> float:
-    """Inches: wide enough for the numbers in most bars, within reason."""
-    most = max(max(_count_per_node(timeline).values(), default=0) for timeline in timelines)
-    return min(max(10.0, 1.5 + 0.3 * most), 28.0)
+    """Inches: wide enough for the numbers in most bars, up to a limit."""
+    longest = max(max(_count_per_node(timeline).values(), default=0) for timeline in timelines)
+    return min(max(10.0, 1.5 + 0.3 * longest), 28.0)
 
 
 def _count_per_node(timeline: Timeline) -> dict[object, int]:
@@ -86,12 +86,10 @@ def _draw_timeline(axis: Axes, timeline: Timeline, span: float, inches: float) -
         axis.barh(row, timeline.makespan, height=_BAR, color=_IDLE, linewidth=0)
     for event in timeline.compute:
         _draw_bar(axis, timeline, event, row_of[event.node], inches / span)
-    for event in timeline.transfers:  # behind the bars, so that they keep their numbers
+    for event in timeline.transfers:  # behind the bars, so that numbers stay visible
         assert event.channel is not None
         begin, end = row_of[event.node], row_of[event.channel.target]
-        edge = (
-            _BAR / 2 if end > begin else -_BAR / 2
-        )  # from the side of one row to the near side of the other
+        edge = _BAR / 2 if end > begin else -_BAR / 2  # from one row's side to the near side of the other
         times = (event.start - timeline.start, event.end - timeline.start)
         colour = _TRANSFER[event.channel.direction]
         axis.plot(times, (begin + edge, end - edge), color=colour, linewidth=0.8, alpha=0.8, zorder=1.5)
@@ -125,7 +123,7 @@ def _draw_bar(axis: Axes, timeline: Timeline, event: Event, row: int, inches_per
 
 
 def _shade(colour: str, lap: int) -> tuple[float, float, float]:
-    red, green, blue = (int(colour[place : place + 2], 16) / 255 * _LAP_SHADE**lap for place in (1, 3, 5))
+    red, green, blue = (int(colour[start : start + 2], 16) / 255 * _LAP_SHADE**lap for start in (1, 3, 5))
     return red, green, blue
 
 

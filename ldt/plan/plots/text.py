@@ -1,4 +1,4 @@
-"""Plans and timelines drawn as text, one line per node."""
+"""Draws plans and timelines as text, one line per node."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FILL = {Kind.F: "-", Kind.B: "=", Kind.I: "=", Kind.W: "+"}
 
 
 def draw_text(drawn: Plan | Timeline, width: int = 160) -> str:
-    """A grid of nodes by time, at most ``width`` characters wide.
+    """Return a grid of nodes by time, at most ``width`` characters wide.
 
-    Forwards are drawn ``0F0--``, backwards ``0B0==``, idle time as dots; where there is no room for a name,
-    its microbatch or only its fill is left. A plan is drawn with a forward of 1 and a backward of 2.
+    Forwards are drawn as ``0F0--``, backwards as ``0B0==``, idle time as dots. If an action's name does not fit, only
+    its microbatch or only its fill is drawn. A plan is drawn with a forward of 1 and a backward of 2.
     """
     timeline = simulate(drawn, UNIT_COSTS) if isinstance(drawn, Plan) else drawn
     label = max((len(str(node)) for node in timeline.topology.nodes), default=0)
@@ -34,7 +34,7 @@ def draw_text(drawn: Plan | Timeline, width: int = 160) -> str:
 
 
 def _scale(timeline: Timeline, room: int) -> tuple[float, int]:
-    """Columns per second, and columns in all: enough to name the shortest action, if there is room."""
+    """Columns per second and total columns: enough to name the shortest action, if it fits."""
     if timeline.makespan <= 0:
         return 0.0, 0
     longest = max((len(str(event.action)) for event in timeline.compute), default=1) + 1

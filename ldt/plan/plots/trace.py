@@ -1,4 +1,4 @@
-"""Timelines as Chrome traces, which Perfetto and chrome://tracing show."""
+"""Converts timelines to Chrome traces for Perfetto and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _COMPUTE, _TRANSFERS = 0, 1  # the two threads of a node's process
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """A dict to be written as JSON: one process per node, compute and outgoing transfers as its two rows.
+    """Return a dict to write as JSON: one process per node, with compute and outgoing transfers as its two rows.
 
-    Seconds become microseconds, with zero at the timeline's start. Transfers are asynchronous events since
-    several may be under way at once.
+    Seconds become microseconds, with zero at the start of the timeline. Transfers are asynchronous events, because
+    several may be in flight at once.
     """
     rows = {node: row for row, node in enumerate(timeline.topology.nodes)}
     events: list[dict[str, Any]] = []
     for node, row in rows.items():
         chunks = ", ".join(map(str, timeline.topology.chunks_of(node.stage)))
-        place = "edge" if node.stage == 0 else "cloud"
-        events.append(_metadata("process_name", row, f"node {node} ({place}, chunks {chunks})"))
+        side = "edge" if node.stage == 0 else "cloud"
+        events.append(_metadata("process_name", row, f"node {node} ({side}, chunks {chunks})"))
         events.append({"name": "process_sort_index", "ph": "M", "pid": row, "args": {"sort_index": row}})
         events.append(_metadata("thread_name", row, "compute"))
     for number, event in enumerate(timeline.events):

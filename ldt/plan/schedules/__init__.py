@@ -1,1 +1,1 @@
-"""Fixed orders, and passes that add communication and gradient reduction."""
+"""Fixed schedules, and passes that add communication and gradient reduction."""

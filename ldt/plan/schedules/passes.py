@@ -9,7 +9,7 @@ from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.checks.verifier import prove
 from ldt.plan.costs import UNIT_COSTS, Costs
-from ldt.plan.levels import highest_level
+from ldt.plan.levels import peak_level
 from ldt.plan.message import message_into, message_out_of
 from ldt.plan.plan import Plan
 from ldt.plan.sim.engine import Computed, Run
@@ -27,22 +27,20 @@ __all__ = [
 def add_communication(
     plan: Plan, policy: LanePolicy, receive_buffers: int | None = 2, costs: Costs = UNIT_COSTS
 ) -> Plan:
-    """Add sends and receives for the lanes of ``policy``; those the plan has already are placed anew.
+    """Add sends and receives for the lanes of ``policy``. Existing ones are removed first.
 
-    1. The compute rows are run with ``costs``. The order in which the actions end gives one total order of
-       all transfers. A send goes right after its compute action; a receive goes behind the actions of its row
-       that ended before its producer did. So every queue of every lane is a part of that one order, and
-       whichever transfer is the first in it that has not happened is at the head of both its queues: no
-       deadlock, under any lane policy. Reductions keep their place in that order, behind the sends of what
-       ended before them.
-    2. Receives are moved up as far as ``receive_buffers`` messages per channel allow: item i to right after
-       the action that uses item i - receive_buffers, never past another receive of its lane. An earlier post
-       with the same order in every queue cannot make anything later. Where 1 needs more buffers than that, it
-       gets them, except on a dedicated lane whose messages are used in the order in which they are sent: there
-       the receive moves down to that place. Only the use of item i and what follows it wait for that, and they
-       come behind the use of item i - receive_buffers in any case, so it makes no deadlock either. With
-       ``receive_buffers=None`` each channel has as many as it takes for no message of that run to wait for one:
-       over a slow link, all that are under way at once.
+    1. Run the compute rows with ``costs``. The order in which the actions end gives one total order of all
+       transfers. A send goes right after its compute action; a receive goes behind the actions of its row that
+       ended before its producer did. So every queue of every lane is a subsequence of that order, and the first
+       transfer that has not happened is at the head of both its queues: no deadlock, under any lane policy.
+       Reductions keep their position in that order, behind the sends of the actions that ended before them.
+    2. Post receives earlier, as far as ``receive_buffers`` messages per channel allow: receive i right after the
+       action that uses message i - receive_buffers, never before another receive of its lane. Posting earlier
+       with the same order in every queue delays nothing. If step 1 needs more buffers, it gets them, except on a
+       dedicated lane whose messages are used in the order in which they are sent: there the receive is posted
+       later. Only the use of message i and its successors wait for that, and they follow the use of message
+       i - receive_buffers anyway, so no deadlock arises either. With ``receive_buffers=None`` each channel gets
+       enough buffers that no message of that run waits for one: over a slow link, all that are in flight at once.
 
     Raises PlanError if the compute rows alone are not a valid plan.
     """
@@ -50,31 +48,31 @@ def add_communication(
     plan = remove_communication(plan)
     ideal = prove(plan, costs, None)
     fixed = dict.fromkeys(plan.topology.channels, receive_buffers or 1)
-    buffers = fixed if receive_buffers else fixed | _buffers_filled(plan.topology, ideal)
+    buffers = fixed if receive_buffers else fixed | _buffers_used(plan.topology, ideal)
     placement = _Placement(plan, policy, buffers)
-    placement.see_users(ideal.computed)
+    placement.find_delayable(ideal.computed)
     for computed in ideal.computed:
         placement.add(computed)
     return plan.with_rows({node: list(placement.row(node)) for node in plan.rows}, policy)
 
 
 def check_buffers(receive_buffers: int | None) -> None:
-    """Raise PlanError for a number of buffers with which no message could be received."""
+    """Raise PlanError if ``receive_buffers`` is less than 1."""
     if receive_buffers is not None and receive_buffers < 1:
         raise PlanError(f"receive_buffers must be at least 1, got {receive_buffers}")
 
 
 def remove_communication(plan: Plan) -> Plan:
-    """The plan without its sends and receives."""
+    """Return the plan without its sends and receives."""
     rows = {node: [action for action in row if not action.kind.is_comm] for node, row in plan.rows.items()}
     return plan.with_rows(rows, None)
 
 
 def add_grad_reduction(plan: Plan) -> Plan:
-    """Where a stage has replicas, reduce each chunk's gradients once, after its last backward and send.
+    """Reduce each chunk's gradients once, after its last backward and send, if its stage has replicas.
 
-    Where a stage's replicas differ in their order, as those do that share an edge, reductions come at the end of
-    their rows: before it, one replica could wait for another that waits for what the first does later.
+    If the replicas of a stage run in different orders, as those that share an edge do, reductions go to the end of
+    their rows. Earlier, one replica could wait for another that waits for a later action of the first.
     """
     rows = {
         node: [action for action in row if action.kind is not Kind.REDUCE_GRAD]
@@ -83,13 +81,13 @@ def add_grad_reduction(plan: Plan) -> Plan:
     if plan.training:
         for stage in range(plan.topology.num_stages):
             nodes = [node for node in rows if node.stage == stage]
-            reduced = _reduced(plan.topology, stage, [rows[node] for node in nodes])
+            reduced = _add_reductions(plan.topology, stage, [rows[node] for node in nodes])
             rows.update(zip(nodes, reduced, strict=True))
     return plan.with_rows(rows, plan.lanes)
 
 
 def buffers_needed(plan: Plan) -> dict[Channel, int]:
-    """For each channel with receives: how many are posted and not yet used at most."""
+    """Return for each channel with receives the maximum number that are posted and not yet used."""
     posted: dict[Channel, int] = defaultdict(int)
     most: dict[Channel, int] = {}
     for node, row in plan.rows.items():
@@ -107,39 +105,41 @@ def buffers_needed(plan: Plan) -> dict[Channel, int]:
     return most
 
 
-def _buffers_filled(topology: Topology, ideal: Run) -> dict[Channel, int]:
-    """Per channel of a run without limits: how many messages have left and are not yet used, at most."""
-    moments: dict[Channel, list[tuple[float, float]]] = defaultdict(list)
-    users: dict[tuple[int, str, int, int], float] = {}
+def _buffers_used(topology: Topology, ideal: Run) -> dict[Channel, int]:
+    """Per channel of a run without limits, the maximum number of messages sent and not yet used."""
+    changes: dict[Channel, list[tuple[float, float]]] = defaultdict(list)
+    used_at: dict[tuple[int, str, int, int], float] = {}
     for node, action, _, end in ideal.computed:
         if (source := message_into(action)) is not None:
             hop, direction = source
             assert action.microbatch is not None
             replica = topology.cloud_replica(node, action.microbatch)
-            users[hop, direction, replica, action.microbatch] = end
+            used_at[hop, direction, replica, action.microbatch] = end
     for (channel, microbatch), start, _ in ideal.transferred:
-        used = users[channel.hop, channel.direction, channel.replica, microbatch]
-        moments[channel] += [(start, 1), (used, -1)]
-    return {channel: max(1, int(highest_level(changes))) for channel, changes in moments.items()}
+        used = used_at[channel.hop, channel.direction, channel.replica, microbatch]
+        changes[channel] += [(start, 1), (used, -1)]
+    return {channel: max(1, int(peak_level(moments))) for channel, moments in changes.items()}
 
 
-def _reduced(topology: Topology, stage: int, rows: Sequence[list[Action]]) -> Iterator[list[Action]]:
-    """The rows of the replicas of ``stage`` with their reductions."""
+def _add_reductions(topology: Topology, stage: int, rows: Sequence[list[Action]]) -> Iterator[list[Action]]:
+    """Yield the rows of the replicas of ``stage`` with their reductions."""
     orders = [[action for action in row if action.kind.is_compute] for row in rows]
     alike = all(order == orders[0] for order in orders)
     for row in rows:
         if len(rows) == 1:
             yield row
         elif alike:
-            yield _reduced_early(row)
+            yield _reduce_after_last_backward(row)
         else:
             yield row + [Action(chunk, Kind.REDUCE_GRAD) for chunk in reversed(topology.chunks_of(stage))]
 
 
-def _reduced_early(row: Sequence[Action]) -> list[Action]:
+def _reduce_after_last_backward(row: Sequence[Action]) -> list[Action]:
     row = list(row)
     last = {action.chunk: index for index, action in enumerate(row) if action.kind in (Kind.B, Kind.W)}
-    for chunk, index in sorted(last.items(), key=lambda item: -item[1]):  # from the end: indices stay true
+    for chunk, index in sorted(
+        last.items(), key=lambda item: -item[1]
+    ):  # from the end, so that indices stay valid
         after = index + 1
         while after < len(row) and row[after].kind.is_send:
             after += 1
@@ -148,26 +148,24 @@ def _reduced_early(row: Sequence[Action]) -> list[Action]:
 
 
 class _Placement:
-    """Where sends and receives go: lists of them for each gap before an action of a compute row."""
+    """Places sends and receives into the gaps before the actions of compute rows."""
 
     def __init__(self, plan: Plan, policy: LanePolicy, receive_buffers: Mapping[Channel, int]) -> None:
         self._plan, self._receive_buffers = plan, receive_buffers
         self._lane_of = lanes(plan.topology, policy)
-        self._free_to_wait = set(plan.topology.channels) if policy == "dedicated" else set()
+        self._delayable = set(plan.topology.channels) if policy == "dedicated" else set()
         self._channels = {(c.hop, c.direction, c.replica): c for c in plan.topology.channels}
         self._index = {node: {action: i for i, action in enumerate(row)} for node, row in plan.rows.items()}
-        self._ended = dict.fromkeys(plan.rows, 0)  # the gap behind what has ended of the row
-        self._users: dict[Channel, list[int]] = defaultdict(
-            list
-        )  # per channel: the gaps behind its messages' users
-        self._last: dict[tuple[object, Node], int] = defaultdict(
-            int
-        )  # gap of the last receive of a lane at a node
+        self._ended = dict.fromkeys(plan.rows, 0)  # the gap behind the ended actions of the row
+        # Per channel: the gaps behind the users of its messages.
+        self._users: dict[Channel, list[int]] = defaultdict(list)
+        # Gap of the last receive of a lane at a node.
+        self._last: dict[tuple[object, Node], int] = defaultdict(int)
         self._sends: dict[tuple[Node, int], list[Action]] = defaultdict(list)
         self._receives: dict[tuple[Node, int], list[Action]] = defaultdict(list)
 
-    def see_users(self, order: Iterable[Computed]) -> None:
-        """Find the channels that have a lane of their own and are used in the order of their sends."""
+    def find_delayable(self, order: Iterable[Computed]) -> None:
+        """Find the channels whose receives may be posted later: dedicated, and used in the order of their sends."""
         last: dict[Channel, int] = {}
         for computed in order:
             channel = self._channel_out_of(computed)
@@ -176,7 +174,7 @@ class _Placement:
             send = Action.send_of(channel.hop, channel.direction, computed.action.microbatch)
             user = self._index[channel.target][self._user(channel.target, send.counterpart)]
             if user < last.get(channel, 0):
-                self._free_to_wait.discard(channel)
+                self._delayable.discard(channel)
             last[channel] = user
 
     def _channel_out_of(self, computed: Computed) -> Channel | None:
@@ -188,7 +186,7 @@ class _Placement:
         return self._channels.get((*target, replica))
 
     def add(self, computed: Computed) -> None:
-        """Place the transfer of the result of the next action in the total order."""
+        """Place the transfer of the next action's result in the total order."""
         node, action = computed.node, computed.action
         gap = self._ended[node] = self._index[node][action] + 1
         channel = self._channel_out_of(computed)
@@ -204,7 +202,7 @@ class _Placement:
         free = users[-buffers] if len(users) >= buffers else 0
         users.append(self._index[node][self._user(node, send.counterpart)] + 1)
         key = (self._lane_of[channel], node)
-        latest = free if channel in self._free_to_wait else self._ended[node]
+        latest = free if channel in self._delayable else self._ended[node]
         self._last[key] = min(latest, max(free, self._last[key]))
         return self._last[key]
 

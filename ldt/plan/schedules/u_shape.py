@@ -1,4 +1,4 @@
-"""The fixed U-shaped one-forward-one-backward order (docs/design.md, section 7)."""
+"""Generates the fixed U-shaped one-forward-one-backward schedule (docs/design.md, section 7)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,19 @@ def ushape(
     lanes: LanePolicy = "dedicated",
     receive_buffers: int = 2,
 ) -> Plan:
-    """The complete, verified plan of the fixed order.
+    """Return the complete, verified plan of the fixed schedule.
 
-    With ``training=False`` it is a forward-only order, for evaluation. ``num_microbatches`` is that of each edge
-    replica; where one serves several cloud replicas, it does for each in turn what it would do for one.
-    ``receive_buffers`` is how many messages of a channel may be waited for ahead of their use (paired lanes may
-    need more: see ``buffers_needed``). Raises PlanError for anything but an int of 1 or more as
-    ``num_microbatches`` and for more than two laps.
+    Args:
+        topology: The stages and replicas to plan for.
+        num_microbatches: Of each edge replica. An edge replica that serves several cloud replicas repeats each
+            action for each of them in turn.
+        training: False gives a forward-only plan for evaluation.
+        lanes: The lane policy that sends and receives are placed for.
+        receive_buffers: How many receives of a channel may be posted ahead of their use. Paired lanes may need more:
+            see ``buffers_needed``.
+
+    Raises:
+        PlanError: if ``num_microbatches`` is not an int of at least 1, or for more than two laps.
     """
     plan = add_grad_reduction(ushape_compute(topology, num_microbatches, training))
     plan = add_communication(plan, lanes, receive_buffers)
@@ -38,16 +44,16 @@ def ushape(
 
 
 def ushape_compute(topology: Topology, num_microbatches: int, training: bool = True) -> Plan:
-    """The compute actions of the fixed order alone."""
-    check_num_microbatches(num_microbatches)  # before a row is written, which counts down to 0
+    """Return only the compute actions of the fixed schedule."""
+    check_num_microbatches(num_microbatches)  # first, because writing a row counts down to 0
     rows = {node: _row_of(topology, num_microbatches, node, training) for node in topology.nodes}
     return Plan(topology, num_microbatches, rows, lanes=None, training=training)
 
 
 def _row_of(topology: Topology, num_microbatches: int, node: Node, training: bool) -> list[Action]:
-    """The row of one replica, each of whose microbatches stands for one of every cloud replica of ``node``.
+    """Return the row for one cloud replica, with each microbatch repeated for every replica that ``node`` serves.
 
-    A forward and the backward right behind it, the tail's way, stay together: the gradient leaves at once.
+    A forward and the backward right behind it, as in the tail, stay together, so that the gradient is sent at once.
     """
     microbatches = topology.microbatches_of(node, num_microbatches)
     served = len(topology.cloud_replicas(node))
@@ -75,7 +81,7 @@ def _stage_row(topology: Topology, num_microbatches: int, stage: int, training: 
 
 
 class _Row:
-    """A row being written: each ``take`` appends the next microbatch of a chunk's kind, while any is left."""
+    """A row under construction: each ``take`` appends the chunk's next microbatch of a kind, while any is left."""
 
     def __init__(self, num_microbatches: int) -> None:
         self.actions: list[Action] = []
@@ -92,7 +98,7 @@ class _Row:
             self._taken[chunk, kind] = microbatch + 1
 
     def take_pair(self, chunk: int) -> None:
-        """Forward and backward at once: the tail's way."""
+        """Append a forward and its backward, as the tail runs them."""
         self.take(chunk, Kind.F)
         self.take(chunk, Kind.B)
 

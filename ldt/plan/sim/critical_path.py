@@ -1,4 +1,4 @@
-"""The chain of events that a timeline's end hangs on."""
+"""Finds the critical path of a timeline."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["critical_path"]
 
 
 def critical_path(timeline: Timeline) -> tuple[Event, ...]:
-    """The events, in time, of which each waited for the one before, from the start to the end of the step.
+    """Return the chain of events from the start to the end of the step, each of which waited for the previous one.
 
-    What an event waited for is the last to be over of: for a compute action its message, the action before it
-    on its node and, behind a reduction, those of the other replicas; for a transfer its producer, the message
-    before it on its direction of the link, and the use of an earlier message that made a receive buffer free.
-    Time that the path does not cover is between two events: latencies are in their transfers.
+    An event waited for whichever of these ended last. A compute action: its message, the previous action on its node
+    and, behind a reduction, those of the other replicas. A transfer: its producer, the previous message on its
+    direction of the link, and the use of an earlier message that freed a receive buffer.
+    Latencies belong to their transfers; any other gap lies between two events.
     """
     if not timeline.events:
         return ()
@@ -31,9 +31,11 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
 class _Causes:
     def __init__(self, timeline: Timeline) -> None:
         self._tolerance = 1e-9 * max(abs(timeline.start), abs(timeline.end))
-        self._producers: dict[object, Event] = {}  # by what they are: node, chunk, direction, microbatch
-        self._messages: dict[object, Event] = {}  # by their receive: node, chunk, direction, microbatch
-        self._before: dict[Event, Event] = {}  # the one before on the node, or on the direction of the link
+        self._producers: dict[object, Event] = {}  # by their own node, chunk, direction, microbatch
+        self._messages: dict[object, Event] = {}  # by their receive's node, chunk, direction, microbatch
+        self._previous: dict[
+            Event, Event
+        ] = {}  # the previous event on the node, or on the direction of the link
         self._of_stage: dict[int, list[Event]] = defaultdict(list)  # compute events of all replicas
         self._uses: dict[object, list[Event]] = defaultdict(list)  # by channel
         self._replicas = [timeline.topology.replicas(s) for s in range(timeline.topology.num_stages)]
@@ -42,9 +44,9 @@ class _Causes:
         channels = {(c.hop, c.direction, c.replica): c for c in timeline.topology.channels}
         for event in timeline.events:
             node, (chunk, kind, microbatch) = event.node, event.action
-            place: object = node
+            resource: object = node
             if event.channel is not None:
-                place = event.channel.source, event.channel.target
+                resource = event.channel.source, event.channel.target
                 receive = event.action.counterpart
                 key = event.channel.target, receive.chunk, event.channel.direction, microbatch
                 self._messages[key] = event
@@ -61,34 +63,34 @@ class _Causes:
                     self._uses[channel].append(event)
             else:
                 continue
-            if place in last:
-                self._before[event] = last[place]
-            last[place] = event
+            if resource in last:
+                self._previous[event] = last[resource]
+            last[resource] = event
 
     def of(self, event: Event) -> Event | None:
-        """The event that ``event`` waited for; None for the first. Always one that stands earlier in the timeline."""
+        """The event that ``event`` waited for, always an earlier one in the timeline; None for the first."""
         number = self._number[event]
         found = self._of_compute(event) if event.channel is None else self._of_transfer(event)
         own, others = ([cause for cause in causes if self._number[cause] < number] for causes in found)
         for cause in (*own, *others):
             if abs(cause.end - event.start) <= self._tolerance:
                 return cause
-        if event.channel is not None and event in self._before:
-            return self._before[event]  # the link was taken
+        if event.channel is not None and event in self._previous:
+            return self._previous[event]  # the link was busy
         return max(own, key=lambda cause: cause.end, default=None)
 
     def _of_compute(self, event: Event) -> tuple[list[Event], list[Event]]:
-        """Its message and the action before; what it can have waited for in a reduction."""
+        """Its message and the previous action; the actions that it may have waited for in a reduction."""
         chunk, kind, microbatch = event.action
         message = self._messages.get((event.node, chunk, "F" if kind is Kind.F else "B", microbatch))
         own = [message] if message is not None and kind is not Kind.W else []
-        if event in self._before:
-            own.append(self._before[event])
+        if event in self._previous:
+            own.append(self._previous[event])
         alone = self._replicas[event.node.stage] == 1
         return own, [] if alone else self._of_stage[event.node.stage]
 
     def _of_transfer(self, event: Event) -> tuple[list[Event], list[Event]]:
-        """Its producer; what can have made a receive buffer free for it."""
+        """Its producer; the actions that may have freed a receive buffer for it."""
         assert event.channel is not None
         key = event.node, event.action.chunk, event.channel.direction, event.action.microbatch
         return [self._producers[key]] if key in self._producers else [], self._uses[event.channel]

@@ -1,14 +1,14 @@
-"""The one discrete-event engine: runs the rows of a plan under the lanes' rules, for verify and for simulate.
+"""Simulates the rows of a plan with discrete events under the rules of lanes. Used by verify and simulate.
 
-The rules. A node works through its row in order. A compute action waits for its message from another node;
-sends and receives only join their node's queue of their lane and never block the row. A queue is first in,
-first out. A message is transferred once it is at the head of its sender's and of its receiver's queue
-(rendezvous) and its direction of the link is free; it leaves both queues with its last byte, and arrives a
-latency later. A reduction is a barrier: it blocks its row until every replica of the stage has come to it. In a
-stage in lockstep so is every compute action, once its message is there. A plan without communication runs as if
-every receive were posted at the start and every channel had a lane of its own.
+Rules: A node runs its row in order. A compute action waits for its message from another node; sends and receives only
+join their node's queue of their lane and never block the row. A queue is first in, first out. A message is transferred
+once it is at the head of its sender's and of its receiver's queue (rendezvous) and its direction of the link is free;
+it leaves both queues with its last byte, and arrives a latency later. A reduction is a barrier: it blocks its row until
+every replica of the stage has reached it. In a lockstep stage every compute action is a barrier too, once its message
+has arrived. A plan without communication runs as if every receive were posted at the start and every channel had its
+own lane.
 
-Dependencies within a node are not looked at: the order of its row keeps them, which verify checks beforehand.
+The engine ignores dependencies within a node: verify checks beforehand that the order of its row satisfies them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ldt.plan.action import Action
 from ldt.plan.costs import Costs
 from ldt.plan.message import Message, message_into, message_out_of
 from ldt.plan.plan import Plan
-from ldt.plan.sim.network import End, Flow, Network
+from ldt.plan.sim.network import Flow, LaneQueue, Network
 from ldt.topology import LanePolicy, Node
 
 __all__ = ["Computed", "Run", "Stuck", "Transferred", "run"]
@@ -47,21 +47,21 @@ class Transferred(NamedTuple):
 
 
 class Stuck(NamedTuple):
-    """Where a node stands (place in its row) and what it waits for: a message, or replicas to come to it, too.
+    """A node's ``position`` in its row and what it waits for: a message, or other replicas at a barrier.
 
-    ``behind`` is the node and the head of the queue in the message's way, or None if it has not been sent.
-    ``absent`` are the replicas that have not come.
+    ``blocked_by`` is the node and the head of the queue that blocks the message, None if it has not been sent.
+    ``missing`` are the replicas that have not reached the barrier.
     """
 
-    place: int
+    position: int
     message: Message | None = None
-    behind: tuple[Node, Message] | None = None
-    absent: tuple[Node, ...] = ()
+    blocked_by: tuple[Node, Message] | None = None
+    missing: tuple[Node, ...] = ()
 
 
 @dataclass
 class Run:
-    """What happened, in the order in which it ended, and the nodes that could not go on."""
+    """Compute actions and transfers in the order in which they ended, and the nodes that are stuck."""
 
     computed: list[Computed] = field(default_factory=list)
     transferred: list[Transferred] = field(default_factory=list)
@@ -71,37 +71,37 @@ class Run:
 def run(plan: Plan, costs: Costs, policy: LanePolicy | None, lockstep: Collection[int] = ()) -> Run:
     """Run ``plan`` with its channels on the lanes of ``policy`` (None: a plan of compute actions only).
 
-    Replicas of the stages in ``lockstep`` meet at each of their compute actions.
+    For the stages in ``lockstep`` each compute action is a barrier of the replicas.
     """
     return _Engine(plan, costs, policy, lockstep).run()
 
 
 class _Barrier:
-    """The reduction of one chunk, or an action in lockstep: which of the stage's replicas have come to it."""
+    """The reduction of one chunk, or an action in lockstep, and the replicas that have reached it."""
 
-    __slots__ = ("expected", "here")
+    __slots__ = ("expected", "reached")
 
     def __init__(self, expected: int) -> None:
         self.expected = expected
-        self.here: list[_Worker] = []
+        self.reached: list[_Worker] = []
 
 
 class _Step(NamedTuple):
-    """An action ready to run: a post (``end`` is set), a reduction (has no ``flow`` but a ``barrier``) or compute.
+    """An action: a send or receive (``queue`` is set), a reduction (only ``barrier`` is set) or compute.
 
-    A compute action may have to wait for ``flow``, and then for the others at ``barrier``.
+    A compute action may have to wait for ``flow``, then for the other replicas at ``barrier``.
     """
 
-    place: int
+    position: int
     action: Action
     duration: float = 0.0
     flow: Flow | None = None
-    end: End | None = None
+    queue: LaneQueue | None = None
     barrier: _Barrier | None = None
 
 
 class _Worker:
-    """A node working through its row."""
+    """A node that runs its row."""
 
     __slots__ = ("cursor", "node", "start", "steps")
 
@@ -117,9 +117,8 @@ class _Engine:
     ) -> None:
         self._plan, self._costs, self._lockstep = plan, costs, lockstep
         self._network = Network(plan.topology, costs, policy)
-        self._barriers: dict[
-            Hashable, _Barrier
-        ] = {}  # by chunk, or by stage and place among its compute actions
+        # By chunk, or by stage and index of the compute action.
+        self._barriers: dict[Hashable, _Barrier] = {}
         self._waiting: dict[Flow, _Worker] = {}
         self._workers = [_Worker(node, list(self._steps_of(node))) for node in plan.rows]
         self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
@@ -138,43 +137,43 @@ class _Engine:
     def _steps_of(self, node: Node) -> Iterator[_Step]:
         network, topology = self._network, self._plan.topology
         turns = count() if node.stage in self._lockstep else None
-        for place, action in enumerate(self._plan.rows[node]):
+        for position, action in enumerate(self._plan.rows[node]):
             chunk, kind, microbatch = action
             if microbatch is None:
-                yield _Step(place, action, barrier=self._barrier(node, chunk))
+                yield _Step(position, action, barrier=self._barrier(node, chunk))
                 continue
             replica = topology.cloud_replica(node, microbatch)
             if kind.is_compute:
                 source = message_into(action)
                 flow = network.flow(*source, replica, microbatch) if source else None
                 barrier = None if turns is None else self._barrier(node, (node.stage, next(turns)))
-                yield _Step(place, action, self._costs.compute(action, node), flow, barrier=barrier)
+                yield _Step(position, action, self._costs.compute(action, node), flow, barrier=barrier)
                 if self._plan.lanes is None:
                     target = message_out_of(action)
                     flow = network.flow(*target, replica, microbatch) if target else None
                     if flow is not None:
-                        yield _Step(place, action, flow=flow, end=flow.route.sender)
+                        yield _Step(position, action, flow=flow, queue=flow.route.sender)
             else:
                 flow = network.flow(action.hop, kind.direction, replica, microbatch)
                 assert flow is not None, action
-                end = flow.route.sender if kind.is_send else flow.route.receiver
-                yield _Step(place, action, flow=flow, end=end)
+                queue = flow.route.sender if kind.is_send else flow.route.receiver
+                yield _Step(position, action, flow=flow, queue=queue)
 
     def _barrier(self, node: Node, key: Hashable) -> _Barrier:
         return self._barriers.setdefault(key, _Barrier(self._plan.topology.replicas(node.stage)))
 
     # -- running ---------------------------------------------------------------------------------------------
 
-    def _at(self, time: float, handle: Callable[[Any, float], None], subject: object) -> None:
-        # The number keeps first come, first served among equal times, and the heap from comparing any more.
+    def _push(self, time: float, handle: Callable[[Any, float], None], subject: object) -> None:
+        # The number serves equal times first come, first served, and the heap never compares handles.
         self._sequence += 1
         heapq.heappush(self._heap, (time, self._sequence, handle, subject))
 
     def _advance(self, worker: _Worker, now: float) -> None:
         steps = worker.steps
         while worker.cursor < len(steps):
-            _, _, _, flow, end, barrier = steps[worker.cursor]
-            if end is None:
+            _, _, _, flow, queue, barrier = steps[worker.cursor]
+            if queue is None:
                 if flow is not None and not flow.arrived:
                     self._waiting[flow] = worker
                 elif barrier is not None:
@@ -183,22 +182,22 @@ class _Engine:
                     self._start(worker, now)
                 return
             assert flow is not None
-            end.queue.append(flow)
+            queue.flows.append(flow)
             worker.cursor += 1
             self._try_transfer(flow, now)
 
     def _join(self, barrier: _Barrier, worker: _Worker, now: float) -> None:
-        barrier.here.append(worker)
-        if len(barrier.here) == barrier.expected:
-            for replica in barrier.here:
-                self._at(now, self._start, replica)
+        barrier.reached.append(worker)
+        if len(barrier.reached) == barrier.expected:
+            for replica in barrier.reached:
+                self._push(now, self._start, replica)
 
     def _start(self, worker: _Worker, now: float) -> None:
         _, action, duration, *_ = worker.steps[worker.cursor]
         if action.kind.is_compute:
             worker.start = now
-            self._at(now + duration, self._on_computed, worker)
-        else:  # a reduction, which takes no time here
+            self._push(now + duration, self._on_computed, worker)
+        else:  # a reduction, which takes no time in this model
             worker.cursor += 1
             self._advance(worker, now)
 
@@ -210,22 +209,22 @@ class _Engine:
 
     def _try_transfer(self, flow: Flow, now: float) -> None:
         _, sender, receiver, link, occupancy, _ = flow.route
-        if flow.start is not None or not sender.queue or sender.queue[0] is not flow:
+        if flow.start is not None or not sender.flows or sender.flows[0] is not flow:
             return
-        if receiver is not None and (not receiver.queue or receiver.queue[0] is not flow):
+        if receiver is not None and (not receiver.flows or receiver.flows[0] is not flow):
             return
         flow.start = max(now, link.free_at)
         link.free_at = flow.start + occupancy
-        self._at(link.free_at, self._on_left, flow)
+        self._push(link.free_at, self._on_sent, flow)
 
-    def _on_left(self, flow: Flow, now: float) -> None:
-        for end in (flow.route.sender, flow.route.receiver):
-            if end is not None:
-                end.queue.popleft()
-        self._at(now + flow.route.latency, self._on_arrived, flow)
-        for end in (flow.route.sender, flow.route.receiver):
-            if end is not None and end.queue:
-                self._try_transfer(end.queue[0], now)
+    def _on_sent(self, flow: Flow, now: float) -> None:
+        for queue in (flow.route.sender, flow.route.receiver):
+            if queue is not None:
+                queue.flows.popleft()
+        self._push(now + flow.route.latency, self._on_arrived, flow)
+        for queue in (flow.route.sender, flow.route.receiver):
+            if queue is not None and queue.flows:
+                self._try_transfer(queue.flows[0], now)
 
     def _on_arrived(self, flow: Flow, now: float) -> None:
         assert flow.start is not None
@@ -235,17 +234,17 @@ class _Engine:
         if waiter is not None:
             self._advance(waiter, now)
 
-    # -- when it got stuck -----------------------------------------------------------------------------------
+    # -- deadlocks -------------------------------------------------------------------------------------------
 
     def _find_stuck(self) -> Iterator[tuple[Node, Stuck]]:
         for worker in self._workers:
             if worker.cursor == len(worker.steps):
                 continue
             step = worker.steps[worker.cursor]
-            if step.barrier is not None and worker in step.barrier.here:
-                here = [replica.node for replica in step.barrier.here]
+            if step.barrier is not None and worker in step.barrier.reached:
+                reached = [replica.node for replica in step.barrier.reached]
                 stage = [other.node for other in self._workers if other.node.stage == worker.node.stage]
-                yield worker.node, Stuck(step.place, absent=tuple(n for n in stage if n not in here))
+                yield worker.node, Stuck(step.position, missing=tuple(n for n in stage if n not in reached))
             else:
                 assert step.flow is not None
-                yield worker.node, Stuck(step.place, step.flow.message, step.flow.in_the_way())
+                yield worker.node, Stuck(step.position, step.flow.message, step.flow.blocked_by())

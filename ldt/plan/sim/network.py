@@ -1,4 +1,4 @@
-"""What the engine moves messages over: a plan's channels as routes, with the queues of their lanes and their links."""
+"""The network of the engine: the channels of a plan as routes, with their lanes' queues and their links."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ldt.plan.costs import Costs
 from ldt.plan.message import Message
 from ldt.topology import Channel, Direction, LanePolicy, Node, Topology, lanes
 
-__all__ = ["End", "Flow", "Network"]
+__all__ = ["Flow", "LaneQueue", "Network"]
 
 
 class Link:
-    """One direction between two nodes: who may send when."""
+    """One direction between two nodes, which carries one message at a time."""
 
     __slots__ = ("free_at",)
 
@@ -21,18 +21,18 @@ class Link:
         self.free_at = 0.0
 
 
-class End:
-    """One node's end of a lane."""
+class LaneQueue:
+    """One node's queue of a lane."""
 
-    __slots__ = ("node", "queue")
+    __slots__ = ("flows", "node")
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.queue: deque[Flow] = deque()
+        self.flows: deque[Flow] = deque()
 
 
 class Flow:
-    """A message on its way."""
+    """A message in flight."""
 
     __slots__ = ("arrived", "message", "route", "start")
 
@@ -41,45 +41,45 @@ class Flow:
         self.start: float | None = None
         self.arrived = False
 
-    def in_the_way(self) -> tuple[Node, Message] | None:
-        """The node and the head of the queue that keeps this message back; None if it has not been sent."""
+    def blocked_by(self) -> tuple[Node, Message] | None:
+        """The node and the head of the queue that blocks this message; None if it has not been sent."""
         sender, receiver = self.route.sender, self.route.receiver
-        if self not in sender.queue:
+        if self not in sender.flows:
             return None
-        blocked = sender if receiver is None or sender.queue[0] is not self else receiver
-        return (blocked.node, blocked.queue[0].message) if blocked.queue else None
+        blocked = sender if receiver is None or sender.flows[0] is not self else receiver
+        return (blocked.node, blocked.flows[0].message) if blocked.flows else None
 
 
 class Route(NamedTuple):
-    """What all messages of a channel share. ``receiver`` is None where receives need no posting."""
+    """Properties common to all messages of a channel. ``receiver`` is None if receives need not be posted."""
 
     channel: Channel
-    sender: End
-    receiver: End | None
+    sender: LaneQueue
+    receiver: LaneQueue | None
     link: Link
     occupancy: float
     latency: float
 
 
 class Network:
-    """The routes of a topology under a lane policy (None: a lane for each channel, and no receive to post)."""
+    """The routes of a topology under a lane policy (None: a lane per channel, and receives need no posting)."""
 
     def __init__(self, topology: Topology, costs: Costs, policy: LanePolicy | None) -> None:
-        senders: dict[object, End] = {}
-        receivers: dict[object, End] = {}
+        senders: dict[object, LaneQueue] = {}
+        receivers: dict[object, LaneQueue] = {}
         links: dict[object, Link] = {}
         self._routes: dict[tuple[int, Direction, int], Route] = {}
         self._flows: dict[tuple[int, Direction, int, int], Flow] = {}
         for channel, lane in lanes(topology, policy or "dedicated").items():
             source, target, hop = channel.source, channel.target, channel.hop
-            sender = senders.setdefault((lane, source), End(source))
-            receiver = receivers.setdefault((lane, target), End(target)) if policy else None
+            sender = senders.setdefault((lane, source), LaneQueue(source))
+            receiver = receivers.setdefault((lane, target), LaneQueue(target)) if policy else None
             link = links.setdefault((source, target), Link())
             route = Route(channel, sender, receiver, link, costs.occupancy(hop), costs.delay(hop))
             self._routes[hop, channel.direction, channel.replica] = route
 
     def flow(self, hop: int, direction: Direction, replica: int, microbatch: int) -> Flow | None:
-        """The flow of a message, made at its first mention; None if its hop is local."""
+        """Return the flow of a message, created on first use; None if its hop is local."""
         route = self._routes.get((hop, direction, replica))
         if route is None:
             return None

@@ -113,7 +113,7 @@ def test_cyclic_wait(broken):
     broken.move(CLOUD, "1SEND_F3", before="1B0")
     broken.move(CLOUD, "1RECV_F3", before="1F3")
     error = broken.error()
-    assert error.startswith("deadlock: 3 of 3 nodes cannot go on\n")
+    assert error.startswith("deadlock: 3 of 3 nodes are stuck\n")
     assert "node 0.0 waits at 0B0 for microbatch 0 of B0:1.0->0.0, which node 1.0 has not sent\n" in error
     assert "node 1.0 waits at 1F3 for microbatch 3 of F0:0.0->1.0, which node 0.0 has not sent\n" in error
     assert re.search(r"^ +0\.0 \|.*>0B0<", error, re.MULTILINE)
@@ -125,7 +125,7 @@ def test_head_of_line_on_a_paired_lane():
     broken = Broken(stages=4, lanes="paired")
     broken.swap(CLOUD, "1RECV_B0", "1RECV_F3")
     error = broken.error()
-    assert error.startswith("deadlock: 4 of 4 nodes cannot go on\n")
+    assert error.startswith("deadlock: 4 of 4 nodes are stuck\n")
     wait = "node 1.0 waits at 1F3 for microbatch 3 of F0:0.0->1.0"
     assert f"{wait}, which is behind microbatch 0 of B1:2.0->1.0 on lane pang.0 at node 1.0\n" in error
 
@@ -159,12 +159,12 @@ def test_actions_that_cannot_be_there(broken, text, reason):
 @pytest.mark.parametrize("action", [Action(1, Kind.F), Action(1, Kind.REDUCE_GRAD, 0)])
 def test_microbatch_where_it_belongs(broken, action):
     broken.rows[CLOUD].append(action)
-    assert "REDUCE_GRAD, and nothing else, is without a microbatch" in broken.error()
+    assert "REDUCE_GRAD has no microbatch, every other action has one" in broken.error()
 
 
 def test_messages_nobody_needs(broken):
     broken.rows[EDGE].append(Action.parse("0RECV_F0"))
-    assert "node 0.0 cannot run 0RECV_F0: its chunk has no neighbour there on another node" in broken.error()
+    assert "node 0.0 cannot run 0RECV_F0: the neighbouring chunk is not on another node" in broken.error()
 
 
 def test_backward_in_a_forward_only_plan():
@@ -176,7 +176,7 @@ def test_backward_in_a_forward_only_plan():
 
 def test_communication_in_a_plan_without():
     plan = ushape(Topology([1, 1]), 2)
-    with pytest.raises(PlanError, match=r"this plan says it has no communication \(lanes=None\)"):
+    with pytest.raises(PlanError, match=r"this plan has no communication \(lanes=None\)"):
         verify(plan.with_rows(plan.rows, None))
 
 
@@ -192,7 +192,7 @@ def test_reductions():
     row.remove(Action.parse("3REDUCE_GRAD"))
     row.append(Action.parse("3REDUCE_GRAD"))
     assert broken.error().startswith(
-        "all replicas of a stage must reduce its chunks in one order: "
+        "all replicas of a stage must reduce its chunks in the same order: "
         "node 0.1 has 0REDUCE_GRAD where node 0.0 has 3REDUCE_GRAD\n"
     )
 
@@ -204,10 +204,10 @@ def test_reductions_that_wait_for_each_other():
     broken.move(Node(0, 1), "2REDUCE_GRAD", before="2SEND_B3")
     broken.move(EDGE, "2REDUCE_GRAD", before="0REDUCE_GRAD")
     error = broken.error()
-    assert error.startswith("deadlock: 4 of 4 nodes cannot go on\n")
+    assert error.startswith("deadlock: 4 of 4 nodes are stuck\n")
     assert "node 0.0 waits at 0B3 for microbatch 3 of B0:1.0->0.0, which node 1.0 has not sent\n" in error
-    assert "node 0.1 waits at 2REDUCE_GRAD for node 0.0 to come to it, too\n" in error
-    assert "node 1.0 waits at 1REDUCE_GRAD for node 1.1 to come to it, too\n" in error
+    assert "node 0.1 waits at 2REDUCE_GRAD for node 0.0 to reach it\n" in error
+    assert "node 1.0 waits at 1REDUCE_GRAD for node 1.1 to reach it\n" in error
     assert re.search(r"^ +0\.1 \|.*>2REDUCE_GRAD<", error, re.MULTILINE)
 
 
@@ -221,7 +221,7 @@ def test_split_backward_is_one_of_two_forms():
             rows[node] += split if action.kind is Kind.B else [action]
     verify(plan.with_rows(rows, None))
     row = rows[CLOUD]
-    with pytest.raises(PlanError, match=r"node 1\.0 has both 1B0 and 1I0: split a backward or leave it"):
+    with pytest.raises(PlanError, match=r"node 1\.0 has both 1B0 and 1I0: a backward is either split or not"):
         verify(plan.with_rows({**rows, CLOUD: [*row, Action.parse("1B0")]}, None))
     place = row.index(Action.parse("1W0"))
     row[place - 1], row[place] = row[place], row[place - 1]
@@ -262,7 +262,7 @@ def test_replicas_that_share_an_edge_wait_for_each_other():
     plan = Plan(topology, 2, {node: list(map(Action.parse, row.split())) for node, row in rows.items()})
     with pytest.raises(PlanError, match="deadlock: 3 of 3 nodes") as caught:
         verify(plan)
-    assert "node 1.0 waits at 3REDUCE_GRAD for node 1.1 to come to it, too\n" in str(caught.value)
+    assert "node 1.0 waits at 3REDUCE_GRAD for node 1.1 to reach it\n" in str(caught.value)
 
 
 @pytest.mark.parametrize("lanes", ["dedicated", "paired"])
@@ -280,7 +280,7 @@ def test_replicas_in_step_wait_for_one_another():
     plan = Plan(topology, 2, {EDGE: edge, CLOUD: parse("1F0", "1B0"), Node(1, 1): parse("1F1", "1B1")})
     plan = add_grad_reduction(plan)
     verify(plan)
-    with pytest.raises(PlanError, match=r"node 1\.0 waits at 1F0 for node 1\.1 to come to it, too"):
+    with pytest.raises(PlanError, match=r"node 1\.0 waits at 1F0 for node 1\.1 to reach it"):
         verify(plan, lockstep=[1])
 
 
@@ -288,6 +288,6 @@ def test_replicas_in_step_do_equally_much():
     plan = ushape(Topology([1, 1], dp=2, edge_dp=1), 3)
     verify(plan, lockstep=[0])
     with pytest.raises(
-        PlanError, match="must be a multiple of the 2 replicas that each one of the edge serves"
+        PlanError, match="must be a multiple of the 2 cloud replicas that each edge replica serves"
     ):
         verify(plan, lockstep=[1])

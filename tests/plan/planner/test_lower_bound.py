@@ -1,17 +1,17 @@
-"""The bound: by hand, below every plan that any rules give, and met by a solver's optimum or below it."""
+"""The bound: by hand, below the plans of all policies, and at most a solver's optimum."""
 
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import any_compute_plan, costs_of, rules_of, topologies
+from strategies import any_compute_plan, costs_of, policies, topologies
 
 from ldt.errors import PlanError
 from ldt.plan import Costs, Kind, lower_bound, optimize, simulate, ushape
 from ldt.plan.planner.list_scheduler import schedule
-from ldt.plan.planner.lower_bound import chain_bound
-from ldt.plan.planner.replica_costs import Chain
+from ldt.plan.planner.lower_bound import replica_bound
+from ldt.plan.planner.replica_costs import ReplicaCosts
 from ldt.topology import Node, Topology
 
 
@@ -62,10 +62,12 @@ def test_what_cannot_be_bounded_is_refused():
 
 @given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 9), st.booleans())
 def test_no_order_is_below_the_bound(data, topology, microbatches, split):
-    chain = Chain.of(topology, data.draw(costs_of(topology)), split=split)
-    makespan = schedule(chain, microbatches, data.draw(rules_of(chain, microbatches))).makespan
+    replica_costs = ReplicaCosts.of(topology, data.draw(costs_of(topology)), split=split)
+    makespan = schedule(
+        replica_costs, microbatches, data.draw(policies(replica_costs, microbatches))
+    ).makespan
     assert makespan < float("inf")
-    assert chain_bound(chain, microbatches) <= makespan * (1 + 1e-9) + 1e-12
+    assert replica_bound(replica_costs, microbatches) <= makespan * (1 + 1e-9) + 1e-12
 
 
 @given(st.data(), topologies(1, 5), st.integers(1, 9))
@@ -96,8 +98,11 @@ def solved(topology, microbatches, costs, seconds):
     """(least possible, found) makespan by a constraint solver; whole numbers and one replica of the edge only."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     model = cp_model.CpModel()
-    chain = Chain.of(topology, costs)
-    horizon = int(microbatches * (sum(chain.forward) + sum(chain.backward)) + 2 * sum(chain.latency))
+    replica_costs = ReplicaCosts.of(topology, costs)
+    horizon = int(
+        microbatches * (sum(replica_costs.forward) + sum(replica_costs.backward))
+        + 2 * sum(replica_costs.latency)
+    )
     on_node = {node: [] for node in topology.nodes}
 
     def task(chunk, duration, replica):
@@ -110,14 +115,14 @@ def solved(topology, microbatches, costs, seconds):
     before = {}
     for microbatch in range(microbatches):
         replica = topology.cloud_replica(Node(0, 0), microbatch)
-        forward = [task(c, chain.forward[c], replica) for c in chunks]
-        backward = [task(c, chain.backward[c], replica) for c in chunks]
+        forward = [task(c, replica_costs.forward[c], replica) for c in chunks]
+        backward = [task(c, replica_costs.backward[c], replica) for c in chunks]
         for hop in range(topology.tail):
-            delay = int(chain.latency[hop])
-            model.add(forward[hop + 1] >= forward[hop] + int(chain.forward[hop]) + delay)
-            model.add(backward[hop] >= backward[hop + 1] + int(chain.backward[hop + 1]) + delay)
-        model.add(backward[-1] >= forward[-1] + int(chain.forward[-1]))
-        model.add(end >= backward[0] + int(chain.backward[0]))
+            delay = int(replica_costs.latency[hop])
+            model.add(forward[hop + 1] >= forward[hop] + int(replica_costs.forward[hop]) + delay)
+            model.add(backward[hop] >= backward[hop + 1] + int(replica_costs.backward[hop + 1]) + delay)
+        model.add(backward[-1] >= forward[-1] + int(replica_costs.forward[-1]))
+        model.add(end >= backward[0] + int(replica_costs.backward[0]))
         for earlier, later in zip(before.get(replica, []), forward + backward, strict=False):
             model.add(earlier <= later)  # microbatches of one replica are alike
         before[replica] = forward + backward

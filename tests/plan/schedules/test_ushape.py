@@ -150,9 +150,9 @@ def test_forward_only_has_nothing_to_reduce():
 
 
 def test_what_ushape_does_not_know_is_refused():
-    with pytest.raises(PlanError, match="ushape knows one and two laps, got laps=3"):
+    with pytest.raises(PlanError, match="ushape supports one and two laps, got laps=3"):
         ushape(Topology([1, 1], laps=3), 2)
-    with pytest.raises(PlanError, match="ushape knows one and two laps, got laps=3"):
+    with pytest.raises(PlanError, match="ushape supports one and two laps, got laps=3"):
         ushape(Topology([1, 1], laps=3), 2, training=False)
     for laps in (1, 2):
         for wrong in (0, -1, -(10**6), True, None, "3", 2.0):

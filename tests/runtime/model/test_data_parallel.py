@@ -137,7 +137,7 @@ def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
 @pytest.mark.parametrize(
     ("tp", "dp", "edge_dp", "plan", "sentence"),
     [
-        ([1, 1], 2, 1, "", "equally often: node 1.1 has 2 actions for that, node 1.0 4"),
+        ([1, 1], 2, 1, "", "equally often: node 1.1 has 2 such actions, node 1.0 4"),
         ([1, 2], 1, 1, "", "fully_shard must span the replicas"),
         ([1, 1], 2, 2, "split", "the backward of modules in fully_shard cannot be split"),
     ],
@@ -205,7 +205,7 @@ def hand_written() -> str:
 
 def test_replicas_of_gathered_chunks_keep_one_order(pool: RankPool) -> None:
     for text in pool.run(hand_written):
-        assert "run its chunks, as layers in fully_shard gather them, in one order: node 1.1 has" in text
+        assert "run its chunks, as layers in fully_shard gather them, in the same order: node 1.1 has" in text
 
 
 class Looked(nn.Module):
