@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 __all__ = [
-    "MOST_QUEUES",
+    "MAX_QUEUES",
     "QUEUES_VARIABLE",
     "ask_for_queues",
     "load_kernels_at_once",
@@ -20,9 +20,9 @@ _EAGER = 1  # CUmoduleLoadingMode of the driver's API
 _NOT_INITIALIZED = 3  # CUresult
 
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
-MOST_QUEUES = 32
+MAX_QUEUES = 32
 _DEFAULT_QUEUES = 8
-_at_import = {"queues": MOST_QUEUES}
+_at_import = {"queues": MAX_QUEUES}
 _DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of the driver, on Linux and under WSL
 
 
@@ -55,7 +55,7 @@ def ask_for_queues() -> None:
     has no effect, and is not noted as if it had.
     """
     if not _has_started():
-        os.environ.setdefault(QUEUES_VARIABLE, str(MOST_QUEUES))
+        os.environ.setdefault(QUEUES_VARIABLE, str(MAX_QUEUES))
     _at_import["queues"] = _asked_queues()
 
 
@@ -72,7 +72,7 @@ def _asked_queues() -> int:
         asked = int(os.environ.get(QUEUES_VARIABLE, _DEFAULT_QUEUES))
     except ValueError:
         asked = _DEFAULT_QUEUES
-    return max(1, min(asked, MOST_QUEUES))
+    return max(1, min(asked, MAX_QUEUES))
 
 
 def _has_started() -> bool:

@@ -1,4 +1,4 @@
-"""The names of things between nodes: a node, a channel from one to another, the lane that a channel rides on."""
+"""Nodes, the channels between them, and the keys of the lanes that carry channels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Node(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Node:
-        """Read what ``str`` writes. Raises TopologyError for anything else."""
+        """Parse the text that ``str`` returns. Raises TopologyError for anything else."""
         match = _NODE.fullmatch(text.strip())
         if match is None:
             raise TopologyError(
@@ -36,10 +36,10 @@ class Node(NamedTuple):
         return cls(int(match[1]), int(match[2]))
 
 
-def listed(nodes: Sequence[Node], most: int = 16) -> str:
-    """Nodes for the text of an error, of many the first."""
-    more = f" and {len(nodes) - most} more" if len(nodes) > most else ""
-    return ", ".join(map(str, nodes[:most])) + more
+def listed(nodes: Sequence[Node], limit: int = 16) -> str:
+    """The first ``limit`` nodes as text, for an error."""
+    more = f" and {len(nodes) - limit} more" if len(nodes) > limit else ""
+    return ", ".join(map(str, nodes[:limit])) + more
 
 
 @dataclass(frozen=True, order=True)
@@ -70,7 +70,7 @@ class Channel:
 
 
 class LaneKey(NamedTuple):
-    """Names one lane. ``colour`` is "pang", "ping", ... when paired; hop and direction ("F0") if not."""
+    """The name of a lane. ``colour`` is "pang", "ping", ... for paired lanes, direction and hop ("F0") otherwise."""
 
     colour: str
     replica: int
@@ -80,12 +80,12 @@ class LaneKey(NamedTuple):
 
 
 def dedicated_lane(channel: Channel) -> LaneKey:
-    """A lane of its own for each channel."""
+    """Give each channel its own lane."""
     return LaneKey(f"{channel.direction}{channel.hop}", channel.replica)
 
 
 def paired_lane(channel: Channel) -> LaneKey:
-    """One of two lanes of the replica, by the stage of the sender; see ``ldt.topology.lanes``."""
+    """Give a channel one of the replica's two lanes, by the stage of its sender. See ``ldt.topology.lanes``."""
     if channel.source.stage % 2 == channel.target.stage % 2:  # only the wraparound of an odd number of stages
         colour = "first_to_last" if channel.source.stage == 0 else "last_to_first"
     else:

@@ -1,4 +1,4 @@
-"""The exceptions of the package that need neither torch nor the compiled module."""
+"""Exceptions of the package. They need neither torch nor the compiled module."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ __all__ = [
 
 
 class LdtError(Exception):
-    """Base of every error the package raises on its own account."""
+    """Base class of the errors that the package raises."""
 
 
 class CheckpointError(LdtError):
-    """A checkpoint that is damaged, cannot be read, or is of another model; the text names the file or the tensor."""
+    """A checkpoint is damaged, unreadable, or of another model. The text names the file or the tensor."""
 
 
 class TopologyError(LdtError, ValueError):
-    """A topology that cannot exist; the text names the number that is wrong."""
+    """A topology is invalid. The text names the wrong number."""
 
 
 class MetadataError(LdtError, ValueError):
-    """A step's metadata that cannot be packed, or a message that is none; the text names the tensor or the byte."""
+    """Metadata of a step cannot be packed, or a message is malformed. The text names the tensor or the byte."""
 
 
 class NonFiniteError(LdtError, ArithmeticError):
-    """A NaN or an infinity in what a chunk computed: ``Pipeline(check_finite=True)`` looks for them.
+    """A chunk computed a NaN or an infinity. Raised with ``Pipeline(check_finite=True)``.
 
-    The text names the output, the loss or the gradient, its shape, and how many of its values are what; never a value.
-    ``chunk`` and ``microbatch`` are in the text, too.
+    The text names the output, loss or gradient, its shape, and how many of its values are NaN, +inf or -inf, but no
+    values. ``chunk`` and ``microbatch`` are also in the text.
     """
 
     def __init__(self, text: str, *, chunk: int, microbatch: int) -> None:
@@ -50,15 +50,15 @@ class NonFiniteError(LdtError, ArithmeticError):
 
 
 class PlanError(LdtError, ValueError):
-    """A plan that cannot be built, read or proven; the text shows the place in the grid if there is one."""
+    """A plan cannot be built, read or verified. The text marks the action in its row if there is one."""
 
 
 class RemoteStageError(LdtError, RuntimeError):
-    """Another rank failed first; the text carries which one and its error.
+    """Another rank failed first. The text names the rank and its error.
 
     ``rank`` is its global rank, ``stage`` its stage, ``place`` what it was doing, as in the text, and ``error_type``
-    the name of the class of what it raised, such as "KeyboardInterrupt". What is not known is None: the process group's
-    store may be what has failed.
+    the class name of its exception, such as "KeyboardInterrupt". Unknown values are None: the process group's store
+    itself may have failed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RemoteStageError(LdtError, RuntimeError):
 
 
 class TransferError(LdtError, RuntimeError):
-    """A transfer of this rank failed or took too long, for no reason that another rank has told.
+    """A transfer of this rank failed or timed out, and no other rank reported a cause.
 
-    The text says which message on which channel between whom, and what all ranks were last seen doing.
+    The text names the message, its channel and both ranks, and what each rank was last seen doing.
     """

@@ -1,7 +1,8 @@
-"""Values of JSON against types: a dataclass and its annotations are the schema of a file or a message.
+"""Validates JSON values against types: a dataclass and its annotations are the schema of a file or a message.
 
-Known are None, bool, int, float, str, Any, Literal, list[T], tuple[T, ...], tuple[T, U], dict[str, T], unions of
-these, and dataclasses of these, whose objects have the fields without a default and no others than theirs.
+Supported types: None, bool, int, float, str, Any, Literal, list[T], tuple[T, ...], tuple[T, U], dict[str, T], unions
+of these, and dataclasses of these. The object of a dataclass must have every field without a default and no unknown
+fields.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 __all__ = ["fit", "fit_fields"]
 
-_LARGEST = 1 << 63  # of whole numbers, which are not negative
-_DEEPEST = 100  # levels of lists and objects, so that a function may call itself on each
+_MAX_INT = 1 << 63  # ints are not negative
+_MAX_DEPTH = 100  # levels of lists and objects, which makes recursion safe
 _T = TypeVar("_T")
 
 
 def fit(value: Any, kind: Callable[..., _T] | Any, where: str = "it") -> Any:
-    """``value`` as a ``kind``: lists become tuples, and objects dataclasses, where it says so.
+    """Convert ``value`` to ``kind``: lists become tuples, and objects dataclasses, where ``kind`` says so.
 
-    Whole numbers are those from 0 to 2**63; floats are finite, and may be whole numbers. ``where`` is the name of the
-    value in errors. Raises ValueError for anything else, also for an Any of more than a hundred levels, and quotes
-    nothing of the value.
+    Ints are from 0 to 2**63; floats are finite and may be written as ints. ``where`` names the value in errors. Raises
+    ValueError for anything else, and for an Any with more than 100 levels. The text never quotes the value.
     """
     if kind is Any:
         _check_depth(value, where)
@@ -46,7 +46,7 @@ def fit(value: Any, kind: Callable[..., _T] | Any, where: str = "it") -> Any:
 
 
 def fit_fields(value: Any, kind: Callable[..., Any], where: str = "it") -> dict[str, Any]:
-    """The fields of the dataclass ``kind`` that the object ``value`` has. Raises ValueError as ``fit`` does."""
+    """Convert the object ``value`` to the fields of the dataclass ``kind``. Raises ValueError as ``fit`` does."""
     hints = _hints(kind)
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_named(value)}, expected an object with the fields {', '.join(hints)}")
@@ -74,7 +74,7 @@ def _fit_union(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
             return fit(value, kind, where)
         except ValueError as error:
             if (get_origin(kind) or kind) is type(value):
-                raise error from None  # of a part of it
+                raise error from None  # an error inside the value
     raise ValueError(f"{where} is {_named(value)}, expected {' or '.join(map(_name_of, kinds))}")
 
 
@@ -98,7 +98,7 @@ def _fit_dict(value: dict[str, Any], kinds: tuple[Any, ...], where: str) -> dict
 
 def _check_depth(value: Any, where: str) -> None:
     level: Iterable[Any] = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_DEPTH):
         level = [inner for outer in level for inner in _inside(outer)]
         if not level:
             return
@@ -112,12 +112,12 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST
+    return type(value) is int and 0 <= value <= _MAX_INT
 
 
 def _is_real(value: Any) -> bool:
     if type(value) is int:
-        return abs(value) <= _LARGEST
+        return abs(value) <= _MAX_INT
     return type(value) is float and math.isfinite(value)
 
 

@@ -1,4 +1,4 @@
-"""Who runs what: ranks, stages, replicas, chunks, channels between nodes and the lanes that carry them."""
+"""Maps ranks to stages, replicas and chunks, and channels between nodes to the lanes that carry them."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from ldt.errors import TopologyError
 __all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes", "listed"]
 
 _NUMBER = "[0-9]{1,6}"
-# Nobody has more, and a wrong file must not ask for it.
-_MOST_RANKS = 1_000_000
-_MOST_PLACES = 100_000  # chunks of all replicas
+# Far more than any job has: a corrupt file must not allocate more.
+_MAX_RANKS = 1_000_000
+_MAX_CHUNKS = 100_000  # of all replicas
 _TEXT = re.compile(f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})")
 
 
 @dataclass(frozen=True, init=False)
 class Topology:
-    """How many ranks hold which part of the model.
+    """How the ranks are divided into stages and replicas.
 
-    ``tp[s]`` is the number of tensor-parallel ranks of stage s; stage 0 is the edge. ``dp`` replicas of the
-    cloud stages are served by ``edge_dp`` replicas of the edge (default: as many): edge replica e deals its
-    microbatches in turn to the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... ``laps`` is the number of
-    walks through all P stages: chunk c < laps * P sits on stage c % P, and the last, the tail, on the edge.
+    ``tp[s]`` is the number of tensor-parallel ranks of stage s; stage 0 is the edge. ``edge_dp`` replicas of the edge
+    serve ``dp`` replicas of the cloud stages (default: as many): edge replica e deals its microbatches round-robin to
+    the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... ``laps`` is the number of passes through all P stages:
+    chunk c < laps * P is on stage c % P, and the last chunk, the tail, on the edge.
 
-    Raises TopologyError naming the number that is wrong, and for more than a million ranks or 100,000 chunks of all
-    replicas.
+    Raises TopologyError naming the wrong number, and for more than a million ranks or 100,000 chunks of all replicas.
     """
 
     tp: tuple[int, ...]
@@ -53,8 +52,8 @@ class Topology:
         for name, count in counts:
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise TopologyError(f"{name} must be a whole number of at least 1, got {count!r}")
-            if count > _MOST_RANKS:
-                raise TopologyError(f"{name} must be at most {_MOST_RANKS}")
+            if count > _MAX_RANKS:
+                raise TopologyError(f"{name} must be at most {_MAX_RANKS}")
         if self.dp % self.edge_dp:
             raise TopologyError(
                 f"edge_dp={self.edge_dp} does not divide dp={self.dp}: "
@@ -67,13 +66,13 @@ class Topology:
         self._check_size()
 
     def _check_size(self) -> None:
-        """Of what is made of the numbers later, before anything is."""
+        """Check the number of ranks and chunks before anything is built from them."""
         ranks = self.edge_dp * self.tp[0] + self.dp * sum(self.tp[1:])
-        places = self.dp * self.num_chunks
-        if ranks > _MOST_RANKS or places > _MOST_PLACES:
+        chunks = self.dp * self.num_chunks
+        if ranks > _MAX_RANKS or chunks > _MAX_CHUNKS:
             raise TopologyError(
-                f"expected at most {_MOST_RANKS} ranks and {_MOST_PLACES} chunks of all replicas, got {ranks} and "
-                f"{places}: dp={self.dp} replicas of laps={self.laps} over {self.num_stages} stages"
+                f"expected at most {_MAX_RANKS} ranks and {_MAX_CHUNKS} chunks of all replicas, got {ranks} and "
+                f"{chunks}: dp={self.dp} replicas of laps={self.laps} over {self.num_stages} stages"
             )
 
     # -- stages and chunks -----------------------------------------------------------------------------------
@@ -88,11 +87,11 @@ class Topology:
 
     @cached_property
     def tail(self) -> int:
-        """The last chunk, which ends on the edge and owns the loss."""
+        """The last chunk, on the edge, which owns the loss."""
         return self.num_chunks - 1
 
     def replicas(self, stage: int) -> int:
-        """Number of replicas of ``stage``."""
+        """The number of replicas of ``stage``."""
         return self.edge_dp if stage == 0 else self.dp
 
     def stage_of(self, chunk: int) -> int:
@@ -109,7 +108,7 @@ class Topology:
 
     @property
     def served(self) -> int:
-        """How many cloud replicas each replica of the edge serves in turn."""
+        """The number of cloud replicas that each edge replica serves in turn."""
         return self.dp // self.edge_dp
 
     @cached_property
@@ -120,23 +119,23 @@ class Topology:
         }
 
     def cloud_replicas(self, node: Node) -> range:
-        """The cloud replicas that ``node`` works for: of the edge all that it serves, of the cloud its own."""
+        """The cloud replicas that ``node`` works for: all that an edge node serves, a cloud node's own."""
         return self._cloud_replicas[node]
 
     def turn_of(self, node: Node) -> int:
-        """The place of a cloud node among those that its edge replica serves in turn; 0 for the edge itself."""
+        """The index of a cloud node among those that its edge replica serves in turn; 0 for the edge itself."""
         return node.replica // self.edge_dp
 
     def cloud_replica(self, node: Node, microbatch: int) -> int:
-        """The cloud replica that ``node`` does ``microbatch`` for: of edge replica e, e + edge_dp * (j % served).
+        """The cloud replica that ``node`` runs ``microbatch`` for: e + edge_dp * (j % served) on edge replica e.
 
-        Microbatches j are numbered by the edge replica that has them and dealt round robin to those it serves.
+        Each edge replica numbers its own microbatches j and deals them round-robin to the cloud replicas it serves.
         """
         replicas = self._cloud_replicas[node]
         return replicas[microbatch % len(replicas)]
 
     def microbatches_of(self, node: Node, num_microbatches: int) -> range:
-        """Those of its edge replica's ``num_microbatches`` that ``node`` works on: on the edge all of them."""
+        """Those of its edge replica's ``num_microbatches`` that ``node`` runs; an edge node runs all."""
         step = self.served // len(self._cloud_replicas[node])
         return range(self.turn_of(node), num_microbatches, step)
 
@@ -168,19 +167,19 @@ class Topology:
         return len(self._node_of_rank)
 
     def ranks_of(self, node: Node) -> tuple[int, ...]:
-        """The ranks of ``node``, which are consecutive."""
+        """The ranks of ``node``. They are consecutive."""
         if node not in self._ranks:
             raise TopologyError(f"node {node} does not exist: nodes are {listed(self.nodes)}")
         return self._ranks[node]
 
     def ranks_of_stage(self, stage: int) -> tuple[int, ...]:
-        """The ranks of all replicas of ``stage``, which are consecutive."""
+        """The ranks of all replicas of ``stage``. They are consecutive."""
         return tuple(
             rank for replica in range(self.replicas(stage)) for rank in self.ranks_of(Node(stage, replica))
         )
 
     def leader_of(self, node: Node) -> int:
-        """The first rank of ``node``; unless messages are cut in shares, it alone talks to other nodes."""
+        """The first rank of ``node``. Only it talks to other nodes, unless messages are sharded."""
         return self.ranks_of(node)[0]
 
     def node_of(self, rank: int) -> Node:
@@ -191,17 +190,17 @@ class Topology:
         return self._node_of_rank[rank]
 
     def tp_rank_of(self, rank: int) -> int:
-        """Position of ``rank`` within its node; 0 is the leader."""
+        """The index of ``rank`` within its node; 0 is the leader."""
         return rank - self.leader_of(self.node_of(rank))
 
     # -- hops and channels -----------------------------------------------------------------------------------
 
     def crosses(self, hop: int) -> bool:
-        """True if the hop from chunk ``hop`` to the next exists and goes to another node, so that it has channels."""
+        """True if the hop from chunk ``hop`` to the next exists and goes to another node. It then has channels."""
         return 0 <= hop < self.tail and self.num_stages > 1  # consecutive chunks are on consecutive stages
 
     def node_at(self, chunk: int, replica: int) -> Node:
-        """The node that runs ``chunk`` for cloud replica ``replica``; an edge one serves every edge_dp-th."""
+        """The node that runs ``chunk`` for cloud replica ``replica``. An edge replica serves every edge_dp-th."""
         stage = self.stage_of(chunk)
         return Node(stage, replica % self.edge_dp if stage == 0 else replica)
 
@@ -226,7 +225,7 @@ class Topology:
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """Every channel, by replica, then hop, forward before backward: the one global order."""
+        """All channels in global order: by replica, then hop, forward before backward."""
         return tuple(self._channels.values())
 
     # -- text ------------------------------------------------------------------------------------------------
@@ -237,7 +236,7 @@ class Topology:
 
     @classmethod
     def from_text(cls, text: str) -> Topology:
-        """Read what ``to_text`` writes. Raises TopologyError for anything else."""
+        """Parse the text of ``to_text``. Raises TopologyError for anything else."""
         match = _TEXT.fullmatch(text.strip())
         if match is None:
             raise TopologyError(
@@ -247,15 +246,17 @@ class Topology:
         return cls([int(size) for size in match[1].split(",")], dp=dp, edge_dp=edge_dp, laps=laps)
 
     def describe(self) -> str:
-        """For people: a line for each node with its ranks and chunks, then the way through them for each replica."""
+        """Return a description to print: each node's ranks and chunks, then each replica's path through the nodes."""
         lines = [self.to_text(), f"{'node':<8}{'ranks':<16}chunks"]
         for node in self.nodes:
             lines.append(
                 f"{node!s:<8}{self._span(node):<16}{', '.join(map(str, self.chunks_of(node.stage)))}"
             )
         for replica in range(self.dp):
-            way = (self.node_at(chunk, replica) for chunk in range(self.num_chunks))
-            lines.append(f"replica {replica}: " + " -> ".join(f"{node} [{self._span(node)}]" for node in way))
+            path = (self.node_at(chunk, replica) for chunk in range(self.num_chunks))
+            lines.append(
+                f"replica {replica}: " + " -> ".join(f"{node} [{self._span(node)}]" for node in path)
+            )
         return "\n".join(lines)
 
     def _span(self, node: Node) -> str:
@@ -264,12 +265,12 @@ class Topology:
 
 
 def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:
-    """The lane every channel rides on.
+    """Return the lane that carries each channel.
 
-    "dedicated" gives each channel a lane. "paired" has two lanes per replica, told apart by the sender: an
-    even stage sends on pang and receives on ping, an odd stage the other way round. With an odd number of
-    stages both ends of the wraparound link are even, so its activations ride on last_to_first and its
-    gradients on first_to_last. A node is on a lane either only as sender or only as receiver.
+    "dedicated" gives each channel a lane. "paired" has two lanes per replica, chosen by the sender: an even stage
+    sends on pang and receives on ping, an odd stage the other way round. With an odd number of stages both ends of the
+    wraparound link are even, so last_to_first carries its activations and first_to_last its gradients. A node only
+    sends on a lane or only receives on it.
     """
     if policy not in get_args(LanePolicy):
         raise TopologyError(f"lane policy must be 'dedicated' or 'paired', got {policy!r}")

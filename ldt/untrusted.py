@@ -1,4 +1,4 @@
-"""What others wrote, in files or messages, read with care: it may be damaged, of another version, or made to harm."""
+"""Parses untrusted files and messages, which may be damaged, of another version, or malicious."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any, TypeVar
 
 from ldt.schema import fit, fit_fields
 
-__all__ = ["MOST_CHARACTERS", "parse", "parse_file", "plain", "quoted", "read_fields", "read_file"]
+__all__ = ["MAX_CHARACTERS", "parse", "parse_file", "plain", "quoted", "read_fields", "read_file"]
 
-MOST_CHARACTERS = 4000  # of a text that is shown
-_FIELD_LIMIT = 4 * MOST_CHARACTERS  # of a text in a report, which may show a picture of all nodes
+MAX_CHARACTERS = 4000  # of a text that is shown
+_FIELD_LIMIT = 4 * MAX_CHARACTERS  # of a text in a report, which may show the rows of all nodes
 _QUOTED = 200
 _T = TypeVar("_T")
 
 
-def plain(text: str, limit: int = MOST_CHARACTERS) -> str:
-    """At most ``limit`` characters, and none that a terminal would obey or a file could not hold."""
+def plain(text: str, limit: int = MAX_CHARACTERS) -> str:
+    """Return at most ``limit`` characters, with control characters replaced."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text[:limit])
 
 
 def quoted(value: object) -> str:
-    """The beginning of a value, for the text of an error."""
-    begun = value[:_QUOTED] if isinstance(value, (str, bytes)) else value
-    return plain(repr(begun), _QUOTED)
+    """Return the beginning of a value, for the text of an error."""
+    start = value[:_QUOTED] if isinstance(value, (str, bytes)) else value
+    return plain(repr(start), _QUOTED)
 
 
 # -- messages ------------------------------------------------------------------------------------------------------
 
 
 def parse(data: str | bytes) -> Any:
-    """What JSON in ``data`` stands for. Raises ValueError, and nothing else, for whatever else it may be."""
+    """Parse JSON. Raises only ValueError, whatever ``data`` is."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -42,9 +42,9 @@ def parse(data: str | bytes) -> Any:
 
 
 def read_fields(kind: Callable[..., _T], data: str | bytes) -> _T:
-    """The dataclass ``kind`` whose fields are an object of JSON. Texts come back ``plain``, of at most 16000 letters.
+    """Parse a JSON object into the dataclass ``kind``. Texts are made ``plain`` and cut to 16000 characters.
 
-    Raises ValueError for what has other fields, or others than these in them; see ``ldt.schema``.
+    Raises ValueError for other fields or other types in them; see ``ldt.schema``.
     """
     found = {name: _short(value) for name, value in fit_fields(parse(data), kind).items()}
     return kind(**found)
@@ -57,17 +57,15 @@ def _short(value: Any) -> Any:
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
-def read_file(file: str | os.PathLike[str], most_bytes: int) -> bytes:
-    """What is in a regular file. Raises ValueError for a pipe, a device, a folder, and for more bytes; OSError."""
-    handle = os.open(
-        file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-    )  # else the open of a pipe may wait for ever
+def read_file(file: str | os.PathLike[str], max_bytes: int) -> bytes:
+    """Read a regular file. Raises OSError, or ValueError for a pipe, device or folder and for a larger file."""
+    handle = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # opening a pipe may block otherwise
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("expected a regular file, got a folder, a pipe or a device")
-        if status.st_size > most_bytes:
-            raise ValueError(f"expected at most {most_bytes} bytes, got {status.st_size}")
+        if status.st_size > max_bytes:
+            raise ValueError(f"expected at most {max_bytes} bytes, got {status.st_size}")
         with open(handle, "rb", closefd=False) as stream:
             return stream.read(status.st_size)
     finally:
@@ -75,10 +73,10 @@ def read_file(file: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def parse_file(data: str | bytes, kind: Callable[..., _T]) -> _T:
-    """What a whole file of JSON stands for, as the type, or dataclass, ``kind``; see ``ldt.schema``.
+    """Parse a whole JSON file into ``kind``, a type or dataclass; see ``ldt.schema``.
 
-    Raises ValueError, and nothing else, for what is no text in UTF-8 or no JSON, is nested too deeply, has a key twice
-    or a number beyond those of double precision, or is not of this ``kind``. No text of it quotes what is in the file.
+    Raises only ValueError: for text that is not UTF-8 or not JSON, is nested too deeply, has a duplicate key or a
+    number beyond double precision, or does not fit ``kind``. The text never quotes the file.
     """
     text = data if isinstance(data, str) else _decoded(data)
     try:
@@ -97,18 +95,18 @@ def _decoded(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is not a text in UTF-8: byte {error.start} is not") from None
+        raise ValueError(f"it is not UTF-8 text: byte {error.start} is invalid") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError("an object in it has a key twice")
+        raise ValueError("an object in it has a duplicate key")
     return made
 
 
 def _number(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError("a number in it is beyond those of double precision")
+        raise ValueError("a number in it is beyond double precision")
     return value

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import IpcLinks, NcclCommunicators, has_nccl
-from ldt._cuda import MOST_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
+from ldt._cuda import MAX_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt._torch_private import nccl_communicator
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
@@ -93,9 +93,9 @@ class TransportSelector:
         needed, found = streams + 1, queues()
         short = needed > found and streams > 0
         advice = (
-            f"start it with {QUEUES_VARIABLE} unset or {needed} to {MOST_QUEUES}"
-            if needed <= MOST_QUEUES
-            else f"CUDA has {MOST_QUEUES} at most: take transfer='leader', lanes='paired' or fewer laps"
+            f"start it with {QUEUES_VARIABLE} unset or {needed} to {MAX_QUEUES}"
+            if needed <= MAX_QUEUES
+            else f"CUDA has {MAX_QUEUES} at most: take transfer='leader', lanes='paired' or fewer laps"
         )
         mine = (
             f"rank {self.layout.rank} has lanes on {streams} streams, which wait on the GPU, and compute on another, "
@@ -106,7 +106,7 @@ class TransportSelector:
         if texts:
             raise LdtError(
                 f"connect: {texts[0]}. Unless it is set, importing ldt before anything starts CUDA sets it to "
-                f"{MOST_QUEUES}. Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
+                f"{MAX_QUEUES}. Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
             )
 
     def _connect_ipc_links(

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from types import CodeType, TracebackType
 
-from ldt.untrusted import MOST_CHARACTERS, plain
+from ldt.untrusted import MAX_CHARACTERS, plain
 
 __all__ = [
     "TEXT_LIMIT",
@@ -22,7 +22,7 @@ __all__ = [
     "type_name",
 ]
 
-TEXT_LIMIT = MOST_CHARACTERS
+TEXT_LIMIT = MAX_CHARACTERS
 _NAME_LIMIT = 200
 TRACEBACK_LINES = 12
 _TIMEOUT_SECONDS = 0.5
