@@ -1,4 +1,4 @@
-"""Finding what hops carry is nobody's business: hooks, counters, caches, random generators and modes do not see it."""
+"""Tests that a dry run has no side effects on hooks, counters, caches, random generators and modes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Base(nn.Module):
         raise NotImplementedError
 
     def left(self) -> Any:
-        """What there is to see."""
+        """Return all state that a dry run could change."""
         raise NotImplementedError
 
 
@@ -135,7 +135,7 @@ def closing() -> Base:
 
 
 class Patched(Base):
-    """Its forward is replaced on the instance, as libraries do."""
+    """Its forward is patched on the instance, as some libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,13 +215,13 @@ class Remembering(Base):
         x + self.shift(4)
 
 
-def test_what_functions_remember_is_forgotten_and_what_others_write_is_kept() -> None:
+def test_state_of_functions_is_restored_and_writes_of_others_are_kept() -> None:
     assert shapes_of(Remembering()) == shapes_of(nn.Linear(4, 4))
     assert type(ramp(4)) is Tensor
     assert data == ["written meanwhile"]
 
 
-def test_what_cannot_be_put_back_is_refused() -> None:
+def test_state_that_cannot_be_restored_is_refused() -> None:
     with pytest.raises(
         LdtError, match=r"cannot tell what chunk 0 \(Leaking\) returns .* its forward keeps tensors"
     ):
@@ -229,7 +229,7 @@ def test_what_cannot_be_put_back_is_refused() -> None:
 
 
 class Closing:
-    """Ends something when it goes."""
+    """Has a ``__del__`` that closes something."""
 
     def __init__(self) -> None:
         self.open = [True]
@@ -238,7 +238,7 @@ class Closing:
         self.open[0] = False
 
 
-def test_what_ends_with_an_object_is_not_ended() -> None:
+def test_an_object_with_a_destructor_is_not_destroyed() -> None:
     module = Base()
     module.keep = lambda x: None  # type: ignore[method-assign]
     module.handle = Closing()  # type: ignore[assignment]
@@ -263,7 +263,7 @@ class SeeingFunctions(TorchFunctionMode):
 
 @contextmanager
 def hooked(module: nn.Module) -> Iterator[None]:
-    """Everything that may look at a forward does."""
+    """Install every kind of hook and mode that can observe a forward."""
     see = lambda *unused: SEEN.append("hook")  # noqa: E731
     handles = [
         module.register_forward_hook(see),
@@ -287,7 +287,7 @@ def hooked(module: nn.Module) -> Iterator[None]:
             handle.remove()
 
 
-def test_nobody_looks_on() -> None:
+def test_hooks_and_modes_do_not_see_a_dry_run() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     counter, x = FlopCounterMode(display=False), torch.ones(2, 4)
     with hooked(module), counter, torch.autocast("cpu", torch.bfloat16):

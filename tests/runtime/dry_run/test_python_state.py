@@ -1,4 +1,4 @@
-"""What chunks keep that is no tensor: copied for dry runs, and a doubt only where it moves in each forward."""
+"""Tests Python state of chunks: copied for dry runs; gradients are uncertain only if it changes in each forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Item:
 
 
 class InCollections(nn.Module):
-    """Objects in sets and as keys; and iterators, one within another."""
+    """Has objects in sets and as keys, and nested iterators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ MANY = list(range(300_000))
 
 
 class Naming(nn.Module):
-    """Names a global that has many entries."""
+    """Names a global with many entries."""
 
     def __init__(self, keeps: bool) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class Naming(nn.Module):
         return x * len(MANY)
 
 
-def test_many_entries_are_not_looked_at() -> None:
-    """In functions called, not in seconds; what a dry run cannot remove there is still refused."""
+def test_large_containers_are_not_searched() -> None:
+    """Counted in function calls, not in seconds. A tensor that a dry run cannot remove there is still refused."""
     calls = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -111,7 +111,7 @@ def test_many_entries_are_not_looked_at() -> None:
 
 
 class Circular(nn.Linear):
-    """A hook that holds the tensor it is of, so that nothing lets go of either."""
+    """A hook that holds its own tensor: a reference cycle."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -119,7 +119,7 @@ class Circular(nn.Linear):
         return y
 
 
-def test_a_tensor_that_keeps_itself_is_named_as_such() -> None:
+def test_a_tensor_in_a_reference_cycle_is_refused() -> None:
     with pytest.raises(LdtError, match="in a reference cycle"):
         infer_specs(0, Circular(4, 4), (torch.ones(2, 4),), {}, CPU, True)
 
@@ -133,7 +133,7 @@ class Taking(nn.Module):
         return x * next(self.source)
 
 
-def test_an_iterator_that_cannot_be_put_back_is_refused() -> None:
+def test_an_iterator_that_cannot_be_rewound_is_refused() -> None:
     module = Taking()
     with pytest.raises(LdtError, match=r"its forward advances a generator, which a dry run cannot rewind"):
         infer_specs(0, module, (torch.ones(2, 4),), {}, CPU, True)
@@ -194,7 +194,7 @@ class Keeping(First):
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_whatever_moves_in_each_forward_leaves_a_doubt(name: str) -> None:
+def test_state_that_changes_in_each_forward_makes_gradients_uncertain(name: str) -> None:
     make, move = KEPT[name]
     hop = [TensorSpec((4, 16), torch.float32, requires_grad=True)]
     for module, reach in (
@@ -205,7 +205,7 @@ def test_whatever_moves_in_each_forward_leaves_a_doubt(name: str) -> None:
 
 
 class AtFirst(Alternating):
-    """Cuts the graph in its first forward alone."""
+    """Detaches in its first forward only."""
 
     def forward(self, x: Tensor) -> Tensor:
         calls, self.calls = self.calls, 1
@@ -224,7 +224,7 @@ class Filling(Alternating):
 
 
 class Tallying(Filling):
-    """Counts in what it makes in its first forward."""
+    """Counts in an object that its first forward creates."""
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
@@ -232,8 +232,8 @@ class Tallying(Filling):
         return output
 
 
-def test_what_moves_in_the_first_forward_alone(pool: RankPool) -> None:
-    """It leaves no doubt, if that forward does as others do."""
+def test_state_that_changes_in_the_first_forward_only(pool: RankPool) -> None:
+    """Gradients are certain if that forward takes the same branches as the next."""
     cases: dict[str, tuple[list[Any], int]] = {
         "one, not used in the first forward": ([First, AtFirst, First], ONE + 4),
         "one, and a cache that is filled once": ([First, Filling, First], ONE),

@@ -1,4 +1,4 @@
-"""Finding what hops carry: what is kept and for how long, and that it leaves no trace in a module."""
+"""Tests shape inference: what is cached and for how long, and that it leaves no trace in a module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD_SIZE = 3
 
 
 class Remembering(nn.Module):
-    """Keeps what it saw, in containers of its own."""
+    """Records its inputs in containers of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Remembering(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def test_containers_of_a_module_are_put_back() -> None:
+def test_containers_of_a_module_are_restored() -> None:
     module = Remembering()
     seen = module.seen
     infer_specs(0, module, (torch.ones(2, 4),), {}, torch.device("cpu"), training=True)
@@ -56,7 +56,7 @@ class Scaled(ToyChunk):
 
 
 def many_values() -> int:
-    """Every step has another number among the inputs of the head."""
+    """Pass a different number to the head in every step."""
     topology = Topology([1, 1])
     chunks = [Scaled(16), ToyChunk(16), ToyChunk(16)]
     with ldt.connect(topology, ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
@@ -79,7 +79,7 @@ class Sized(ToyChunk):
 
 
 def rows_in_an_array() -> None:
-    """The text of a long array leaves out what tells one from the other."""
+    """Pass long arrays whose repr is the same."""
     chunks = [Sized(16), ToyChunk(16), ToyChunk(16)]
     with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh:
         pipeline = build(mesh, chunks, loss_fn=None)
@@ -90,11 +90,11 @@ def rows_in_an_array() -> None:
             assert result.outputs is None or result.outputs[0].shape == (rows, 16)
 
 
-def test_values_that_are_not_plain_are_asked_about_each_time(pool: RankPool) -> None:
+def test_inputs_that_cannot_be_compared_are_not_cached(pool: RankPool) -> None:
     pool.run(rows_in_an_array, ranks=[0, 1])
 
 
-def test_signatures_tell_values_apart() -> None:
+def test_signatures_distinguish_values() -> None:
     def signature(*args: Any) -> object:
         return Microbatch(args, {}, None).signature
 
@@ -121,7 +121,7 @@ def under_autocast(everywhere: bool) -> str:
 
 
 def test_autocast_between_steps(pool: RankPool) -> None:
-    """It changes the dtype of what hops carry, and needs no word."""
+    """It changes the dtype of hops without further calls."""
     assert pool.run(under_autocast, True) == [""] * 3
 
 
@@ -131,7 +131,7 @@ def test_autocast_on_one_rank_only(pool: RankPool) -> None:
 
 
 @pytest.mark.parametrize("laps", [1, 2])
-def test_nothing_is_asked_where_nothing_is_sent(laps: int) -> None:
+def test_no_inference_without_hops(laps: int) -> None:
     topology = Topology([1], laps=laps)
     chunks = toy_chunks(topology)
     with ldt.connect(topology) as mesh:

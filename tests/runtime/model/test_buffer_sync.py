@@ -1,4 +1,4 @@
-"""Buffers of replicas: each call begins with those of the first, in DistributedDataParallel and in plain chunks."""
+"""Tests that each call begins with the first replica's buffers, in DistributedDataParallel and in plain chunks."""
 
 from __future__ import annotations
 
@@ -43,67 +43,69 @@ def batches(step: int, replica: int) -> list[Any]:
 
 
 def expected(chunks: list[nn.Module], synced: bool, own: int) -> list[nn.Module]:
-    """The chunks of replica ``own`` after all steps; weights stay as they are."""
+    """Return the chunks of replica ``own`` after all steps; the weights do not change."""
     replicas = [copy.deepcopy(chunks) for _ in range(2)]
     for step in range(STEPS):
         if synced:
             pairs = (nn.ModuleList(replicas[index]).buffers() for index in (1, 0))
-            for mine, first in zip(*pairs, strict=True):
-                mine.copy_(first)
+            for local, first in zip(*pairs, strict=True):
+                local.copy_(first)
         for replica, made in enumerate(replicas):
             for inputs, _ in batches(step, replica):
                 nn.Sequential(*made)(inputs)
     return replicas[own]
 
 
-def trained(way: str, path: Path) -> list[list[float]]:
+def trained(variant: str, path: Path) -> list[list[float]]:
     topology = Topology([1, 1], dp=2)
     chunks = model(topology)
     with ldt.connect(topology) as mesh:
-        mine = copy.deepcopy([chunks[index] for index in topology.chunks_of(mesh.stage)])
-        given: list[nn.Module] = list(mine)
-        if way == "script":
-            for chunk in mine:
+        local = copy.deepcopy([chunks[index] for index in topology.chunks_of(mesh.stage)])
+        given: list[nn.Module] = list(local)
+        if variant == "script":
+            for chunk in local:
                 chunk.norm = torch.jit.script(chunk.norm)
-        if way.startswith("ddp"):
+        if variant.startswith("ddp"):
             group = mesh.dp_mesh.get_group()
             given = [
-                DistributedDataParallel(chunk, process_group=group, broadcast_buffers=way != "ddp without")
-                for chunk in mine
+                DistributedDataParallel(
+                    chunk, process_group=group, broadcast_buffers=variant != "ddp without"
+                )
+                for chunk in local
             ]
         pipeline = ldt.Pipeline(
-            given, mesh, loss_fn=toy_loss, sync_buffers=way not in ("off", "ddp, others off")
+            given, mesh, loss_fn=toy_loss, sync_buffers=variant not in ("off", "ddp, others off")
         )
         for step in range(STEPS):
             pipeline.step(batches(step, mesh.replica) if mesh.is_edge else None)
-        reference = expected(chunks, way not in ("off", "ddp without"), mesh.replica)
-        for index, chunk in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+        reference = expected(chunks, variant not in ("off", "ddp without"), mesh.replica)
+        for index, chunk in zip(topology.chunks_of(mesh.stage), local, strict=True):
             for name, buffer in chunk.named_buffers():
-                if name != "cache":  # of plain chunks it is not sent
+                if name != "cache":  # plain chunks do not broadcast it
                     torch.testing.assert_close(buffer, reference[index].get_buffer(name), msg=name)
-        cache = mine[0].cache.clone()
+        cache = local[0].cache.clone()
         ldt.save_checkpoint(path, pipeline, step=1)
         assert ldt.load_checkpoint(path, pipeline) is not None
-        first = expected(chunks, way not in ("off", "ddp without"), 0)
-        for index, chunk in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+        first = expected(chunks, variant not in ("off", "ddp without"), 0)
+        for index, chunk in zip(topology.chunks_of(mesh.stage), local, strict=True):
             torch.testing.assert_close(chunk.norm.running_mean, first[index].norm.running_mean)
         return [cache.tolist(), reference[topology.chunks_of(mesh.stage)[0]].cache.tolist()]
 
 
-@pytest.mark.parametrize("way", ["plain", "script", "off", "ddp", "ddp without", "ddp, others off"])
-def test_running_statistics_of_replicas(pool: RankPool, tmp_path: Path, way: str) -> None:
-    for cache, of_ddp in pool.run(trained, way, tmp_path):
-        assert (cache == pytest.approx(of_ddp, rel=1e-4)) or way in ("plain", "script")
+@pytest.mark.parametrize("variant", ["plain", "script", "off", "ddp", "ddp without", "ddp, others off"])
+def test_running_statistics_of_replicas(pool: RankPool, tmp_path: Path, variant: str) -> None:
+    for cache, of_ddp in pool.run(trained, variant, tmp_path):
+        assert (cache == pytest.approx(of_ddp, rel=1e-4)) or variant in ("plain", "script")
 
 
 def evaluated() -> list[float]:
-    """Replicas of the cloud compute one function in eval."""
+    """Evaluate the same microbatch on both cloud replicas."""
     topology = Topology([1, 1], dp=2, edge_dp=1)
     with ldt.connect(topology, ranks=range(3)) as mesh:
-        mine = [model(topology)[index] for index in topology.chunks_of(mesh.stage)]
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        local = [model(topology)[index] for index in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(local, mesh, loss_fn=toy_loss)
         pipeline.step(toy_microbatches(4, batch=6) if mesh.is_edge else None)
-        for chunk in mine:
+        for chunk in local:
             chunk.eval()
         batch = toy_microbatches(1, batch=6) * 2  # one for each replica
         losses = pipeline.eval(batch if mesh.is_edge else None).losses or []
@@ -129,8 +131,8 @@ class Growing(nn.Module):
 
 def of_replicas(mesh: ldt.Mesh, kind: type[nn.Module]) -> ldt.Pipeline:
     torch.manual_seed(mesh.stage)
-    mine = [kind() for _ in mesh.topology.chunks_of(mesh.stage)]
-    return ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+    local = [kind() for _ in mesh.topology.chunks_of(mesh.stage)]
+    return ldt.Pipeline(local, mesh, loss_fn=toy_loss)
 
 
 def growing() -> str:
@@ -155,10 +157,10 @@ def synced() -> list[Any]:
         texts: list[Any] = [mesh.stage, list(mesh.rank_info.replica_ranks)]
         for group in (None, mesh.dp_mesh.get_group(), mesh.tp_mesh.get_group()):
             torch.manual_seed(mesh.stage)
-            mine: list[nn.Module] = [nn.Sequential(Normed(), nn.SyncBatchNorm(16, process_group=group))]
-            mine += [Normed() for _ in topology.chunks_of(mesh.stage)[1:]]
+            local: list[nn.Module] = [nn.Sequential(Normed(), nn.SyncBatchNorm(16, process_group=group))]
+            local += [Normed() for _ in topology.chunks_of(mesh.stage)[1:]]
             try:
-                ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+                ldt.Pipeline(local, mesh, loss_fn=toy_loss)
             except ValueError as error:
                 texts.append(str(error))
         return texts
@@ -172,7 +174,7 @@ def test_batch_norms_that_wait_for_other_nodes_are_refused(pool: RankPool) -> No
 
 
 class Filling(nn.Module):
-    """Its forward makes a buffer when it first runs, as masks and rotary tables are made."""
+    """Creates a buffer in its first forward, as for masks and rotary tables."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Chunks in fully_shard and DistributedDataParallel: the right mean, one reduction for each step."""
+"""Tests chunks in fully_shard and DistributedDataParallel: the gradients' mean, and one reduction per step."""
 
 from __future__ import annotations
 
@@ -41,43 +41,43 @@ class Reductions(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def wrapped(module: nn.Module, mesh: ldt.Mesh, way: str) -> nn.Module:
-    if mesh.dp_mesh.size() == 1 or way == "plain":
+def wrapped(module: nn.Module, mesh: ldt.Mesh, wrapper: str) -> nn.Module:
+    if mesh.dp_mesh.size() == 1 or wrapper == "plain":
         return module
-    if way == "ddp":
+    if wrapper == "ddp":
         return DistributedDataParallel(module, process_group=mesh.dp_mesh.get_group())
     fully_shard(module, mesh=mesh.dp_mesh)
     return module
 
 
-def replicas(way: str, edge_dp: int) -> int:
+def replicas(wrapper: str, edge_dp: int) -> int:
     topology = Topology([1, 1], dp=2, edge_dp=edge_dp)
     torch.manual_seed(0)
     chunks = [Declared(16) for _ in range(topology.num_chunks)]
     batches = [toy_microbatches(4, seed=seed) for seed in range(edge_dp)]
     unsplit = [unsplit_step(chunks, batch, toy_loss) for batch in batches]
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
-        mine = [wrapped(copy.deepcopy(chunks[c]), mesh, way) for c in topology.chunks_of(mesh.stage)]
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        local = [wrapped(copy.deepcopy(chunks[c]), mesh, wrapper) for c in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(local, mesh, loss_fn=toy_loss)
         for times in (1, 2):  # the second step adds to the first
             with Reductions() as reductions:
                 pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
-            for chunk, module in zip(topology.chunks_of(mesh.stage), mine, strict=True):
+            for chunk, module in zip(topology.chunks_of(mesh.stage), local, strict=True):
                 same = zip(*(reference[chunk].parameters() for _, reference in unsplit), strict=True)
-                for parameter, theirs in zip(module.parameters(), same, strict=True):
+                for parameter, references in zip(module.parameters(), same, strict=True):
                     grad = parameter.grad
                     whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-                    expected = times * sum(p.grad for p in theirs) / edge_dp  # type: ignore[misc]
+                    expected = times * sum(p.grad for p in references) / edge_dp  # type: ignore[misc]
                     torch.testing.assert_close(whole, expected, rtol=1e-6, atol=1e-6)
         return reductions.number
 
 
 @pytest.mark.parametrize(
-    ("way", "edge_dp"),
+    ("wrapper", "edge_dp"),
     [("plain", 2), ("plain", 1), ("ddp", 2), ("ddp", 1), ("fully_shard", 2), ("fully_shard", 1)],
 )
-def test_one_reduction_for_each_chunk_and_step(pool: RankPool, way: str, edge_dp: int) -> None:
-    counts = pool.run(replicas, way, edge_dp, ranks=range(edge_dp + 2))
+def test_one_reduction_for_each_chunk_and_step(pool: RankPool, wrapper: str, edge_dp: int) -> None:
+    counts = pool.run(replicas, wrapper, edge_dp, ranks=range(edge_dp + 2))
     on_edge = 2 if edge_dp == 2 else 0  # head and tail
     assert counts == [on_edge] * edge_dp + [1, 1]
 
@@ -92,7 +92,7 @@ class TiedHead(nn.Module):
 
 
 def tied(edge_dp: int) -> int:
-    """One parameter in the first and the last chunk, on an edge of several replicas."""
+    """Share one parameter between the first and the last chunk, with several edge replicas."""
     topology = Topology([1, 1], dp=2, edge_dp=edge_dp)
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(16, 16) / 4)
@@ -100,8 +100,8 @@ def tied(edge_dp: int) -> int:
     batches = [toy_microbatches(4, seed=seed) for seed in range(edge_dp)]
     expected = [unsplit_step(chunks, batch, toy_loss)[1][0].weight.grad for batch in batches]  # type: ignore[arg-type]
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
-        mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        local = [chunks[c] for c in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(local, mesh, loss_fn=toy_loss)
         with Reductions() as reductions:
             pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
         if mesh.is_edge:
@@ -117,19 +117,19 @@ def test_a_tied_weight_is_reduced_once(pool: RankPool, edge_dp: int) -> None:
 
 
 def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
-    """fully_shard where it cannot be; every rank hears of it."""
+    """Use fully_shard where it is not supported; every rank raises."""
     topology = Topology(tp, dp=dp, edge_dp=edge_dp)
     torch.manual_seed(0)
     chunks = [Declared(16) for _ in range(topology.num_chunks)]
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
-        mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
-        for chunk in mine:
+        local = [chunks[c] for c in topology.chunks_of(mesh.stage)]
+        for chunk in local:
             fully_shard(chunk, mesh=mesh.dp_mesh if mesh.dp_mesh.size() > 1 else mesh.tp_mesh)
         made = None
         if plan == "split":
             made = optimize(topology, 3, Costs(1, 2, latency=1), split_backward=True)
         with pytest.raises((ValueError, ldt.LdtError)) as caught:  # noqa: PT012
-            pipeline = ldt.Pipeline(mine, mesh, made, loss_fn=toy_loss)
+            pipeline = ldt.Pipeline(local, mesh, made, loss_fn=toy_loss)
             pipeline.step(toy_microbatches(3) if mesh.is_edge else None)
         return str(caught.value)
 
@@ -142,7 +142,7 @@ def refused(tp: list[int], dp: int, edge_dp: int, plan: str) -> str:
         ([1, 1], 2, 2, "split", "the backward of modules in fully_shard cannot be split"),
     ],
 )
-def test_where_fully_shard_cannot_be(
+def test_unsupported_fully_shard_is_refused(
     pool: RankPool, tp: list[int], dp: int, edge_dp: int, plan: str, sentence: str
 ) -> None:
     size = Topology(tp, dp=dp, edge_dp=edge_dp).world_size
@@ -154,35 +154,35 @@ def undeclared() -> str:
     topology = Topology([1, 1], dp=2)
     with ldt.connect(topology) as mesh:
         torch.manual_seed(mesh.stage)
-        mine: list[nn.Module] = [ToyChunk(16) for _ in topology.chunks_of(mesh.stage)]
-        for module in mine:
+        local: list[nn.Module] = [ToyChunk(16) for _ in topology.chunks_of(mesh.stage)]
+        for module in local:
             fully_shard(module, mesh=mesh.dp_mesh)
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        pipeline = ldt.Pipeline(local, mesh, loss_fn=toy_loss)
         with pytest.raises(ldt.LdtError) as caught:
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
         dist.barrier()
         return str(caught.value)
 
 
-def test_shapes_of_sharded_chunks_are_to_be_declared(pool: RankPool) -> None:
+def test_sharded_chunks_must_declare_their_shapes(pool: RankPool) -> None:
     for text in pool.run(undeclared):
         assert "modules in fully_shard cannot run on fake tensors" in text
         assert "output_spec(*input_specs)" in text
 
 
 def hand_written() -> str:
-    """Replica 1 runs its forwards of two chunks in another order: right for plain chunks, never for gathered ones."""
+    """Replica 1 runs the forwards of two chunks in another order: valid for plain chunks, never for fully_shard."""
     topology = Topology([1, 1], dp=2, laps=2)
     plan = remove_communication(ushape(topology, 2))
     rows = {node: [a for a in row if a.kind is not Kind.REDUCE_GRAD] for node, row in plan.rows.items()}
-    place = [action.kind for action in rows[Node(1, 1)]].index(Kind.B)
-    rows[Node(1, 1)][:place] = [
+    position = [action.kind for action in rows[Node(1, 1)]].index(Kind.B)
+    rows[Node(1, 1)][:position] = [
         Action(1, Kind.F, 0),
         Action(3, Kind.F, 0),
         Action(1, Kind.F, 1),
         Action(3, Kind.F, 1),
     ]
-    rows[Node(1, 0)][:place] = [
+    rows[Node(1, 0)][:position] = [
         Action(1, Kind.F, 0),
         Action(1, Kind.F, 1),
         Action(3, Kind.F, 0),
@@ -192,24 +192,24 @@ def hand_written() -> str:
     torch.manual_seed(0)
     chunks = [Declared(16) for _ in range(topology.num_chunks)]
     with ldt.connect(topology) as mesh:
-        mine = [chunks[c] for c in topology.chunks_of(mesh.stage)]
-        ldt.Pipeline(copy.deepcopy(mine), mesh, other, loss_fn=toy_loss).step(
+        local = [chunks[c] for c in topology.chunks_of(mesh.stage)]
+        ldt.Pipeline(copy.deepcopy(local), mesh, other, loss_fn=toy_loss).step(
             toy_microbatches(2) if mesh.is_edge else None
         )
-        for chunk in mine[: 1 if mesh.stage else 0]:
+        for chunk in local[: 1 if mesh.stage else 0]:
             fully_shard(chunk, mesh=mesh.dp_mesh)
         with pytest.raises(ldt.PlanError) as caught:
-            ldt.Pipeline(mine, mesh, other, loss_fn=toy_loss)
+            ldt.Pipeline(local, mesh, other, loss_fn=toy_loss)
         return str(caught.value)
 
 
-def test_replicas_of_gathered_chunks_keep_one_order(pool: RankPool) -> None:
+def test_replicas_must_run_sharded_chunks_in_one_order(pool: RankPool) -> None:
     for text in pool.run(hand_written):
         assert "run its chunks, as layers in fully_shard gather them, in the same order: node 1.1 has" in text
 
 
 class Looked(nn.Module):
-    """Has a sparse gradient, of its layer or of a function."""
+    """Has a sparse gradient, from a layer or from a function."""
 
     def __init__(self, by_layer: bool) -> None:
         super().__init__()
@@ -223,9 +223,9 @@ class Looked(nn.Module):
 
 
 def looking(chunk: int, by_layer: bool) -> list[str]:
-    """What every rank is told by Pipeline, by the first step after the layer was unfrozen, and after it was dense."""
+    """Return the errors of Pipeline, of the first step after unfreezing the layer, and after it became dense."""
     topology = Topology([1, 1], dp=2)
-    told = []
+    errors = []
     with ldt.connect(topology) as mesh:
         chunks = toy_chunks(topology)
         chunks[chunk] = Looked(by_layer)
@@ -233,7 +233,7 @@ def looking(chunk: int, by_layer: bool) -> list[str]:
         if by_layer:
             with pytest.raises(ldt.LdtError) as caught:
                 build(mesh, chunks)
-            told.append(str(caught.value))
+            errors.append(str(caught.value))
             chunks[chunk].table.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
         pipeline = build(mesh, chunks)
         if by_layer:
@@ -242,16 +242,16 @@ def looking(chunk: int, by_layer: bool) -> list[str]:
             pipeline.forget_shapes()
         with pytest.raises(ldt.LdtError) as caught:
             pipeline.step(batch)
-        return [*told, str(caught.value)]
+        return [*errors, str(caught.value)]
 
 
 @pytest.mark.parametrize(("chunk", "by_layer"), [(0, True), (1, True), (1, False)])
 def test_sparse_gradients_are_refused_early(pool: RankPool, chunk: int, by_layer: bool) -> None:
-    """By Pipeline, or where only a backward shows them, after the first: not at the end of a step."""
-    for told in pool.run(looking, chunk, by_layer):
-        for text in told:
+    """Pipeline refuses them, or the first backward if only that shows them, but not the end of a step."""
+    for errors in pool.run(looking, chunk, by_layer):
+        for text in errors:
             assert "are sparse, which cannot be averaged over replicas" in text
         if by_layer:
-            assert f"the gradients of table of chunk {chunk}" in told[0]
-        elif "failed first" in told[-1]:
-            assert f"failed first in action {chunk}B0 (" in told[-1]
+            assert f"the gradients of table of chunk {chunk}" in errors[0]
+        elif "failed first" in errors[-1]:
+            assert f"failed first in action {chunk}B0 (" in errors[-1]

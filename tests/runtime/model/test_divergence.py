@@ -1,4 +1,4 @@
-"""Plain tensors of which the ranks of a stage have parts, over links that carry one rank's: refused by name."""
+"""Tests that a plain tensor that differs between the ranks of a stage is refused if the link sends one rank's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD_SIZE = 4
 
 
 class _Add(torch.autograd.Function):
-    """Adds to the gradient alone."""
+    """Adds to the gradient only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: float) -> Tensor:
@@ -32,7 +32,7 @@ class _Add(torch.autograd.Function):
 
 
 class Unlike(ToyChunk):
-    """Rank 1 of the stage has other values in ``where``, the output or the input's gradient, after ``late`` calls."""
+    """Changes the output or the input's gradient (``where``) on rank 1 of the stage after ``late`` calls."""
 
     def __init__(self, where: str, late: int = 0) -> None:
         super().__init__(16)
@@ -63,7 +63,7 @@ class Last(ToyChunk):
 
 
 def stepping(tp: list[int], chunk: int, where: str, transfer: Any, evaluate: bool = False) -> str:
-    """What a step says; with other shapes first, which are right."""
+    """Return the error of a step, after a correct step with other shapes."""
     topology = Topology(tp)
     torch.manual_seed(0)
     chunks: list[nn.Module] = [Last(16) for _ in range(topology.num_chunks)]
@@ -93,7 +93,7 @@ def stepping(tp: list[int], chunk: int, where: str, transfer: Any, evaluate: boo
         ([1, 2], 1, "not finite", "leader"),
     ],
 )
-def test_ranks_that_have_other_values(
+def test_ranks_with_different_values_are_refused(
     pool: RankPool, tp: list[int], chunk: int, where: str, transfer: str
 ) -> None:
     what = "gradient of the input" if where == "gradient" else "output"
@@ -109,7 +109,7 @@ def test_ranks_that_have_other_values(
         assert 'transfer="direct"' in text
 
 
-def test_evals_are_looked_at_too(pool: RankPool) -> None:
+def test_evals_are_checked_too(pool: RankPool) -> None:
     for text in pool.run(stepping, [1, 2], 1, "output", "leader", True, ranks=range(3)):
         assert "output of chunk 1 for microbatch 0, tensor 0, differs" in text
 
@@ -118,7 +118,7 @@ def test_evals_are_looked_at_too(pool: RankPool) -> None:
     ("tp", "where", "transfer"), [([2, 2], "output", "direct"), ([1, 2], "noise", "leader")]
 )
 def test_what_may_differ(pool: RankPool, tp: list[int], where: str, transfer: str) -> None:
-    """Rows of their own, where each rank sends its own, and rounding."""
+    """Ranks may hold different rows if each rank sends its own, and may differ by rounding."""
     assert pool.run(stepping, tp, 1, where, transfer, ranks=range(sum(tp))) == [""] * sum(tp)
 
 
@@ -135,7 +135,7 @@ class Failing(ToyChunk):
 
 
 def failing() -> str:
-    """A rank that fails does not leave its like waiting for its checksums."""
+    """Fail on one rank while the others of its stage wait for its checksums."""
     topology = Topology([1, 2])
     chunks: list[nn.Module] = toy_chunks(topology)
     torch.manual_seed(7)
@@ -147,13 +147,13 @@ def failing() -> str:
         return str(caught.value)
 
 
-def test_a_rank_that_fails_meanwhile(pool: RankPool) -> None:
+def test_a_rank_that_fails_during_the_check(pool: RankPool) -> None:
     for text in pool.run(failing, ranks=range(3)):
         assert "on purpose" in text
 
 
 def counting() -> int:
-    """Messages between the ranks of a node for checksums, over several steps of two shapes."""
+    """Count the checksum messages between the ranks of a node over several steps of two shapes."""
     topology = Topology([1, 2])
     with ldt.connect(topology, ranks=range(3)) as mesh:
         asked: list[str] = []
@@ -167,12 +167,12 @@ def counting() -> int:
         return len(asked)
 
 
-def test_each_kind_of_message_is_looked_at_once(pool: RankPool) -> None:
+def test_each_kind_of_message_is_checked_once(pool: RankPool) -> None:
     assert pool.run(counting, ranks=range(3)) == [0, 4, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.complex64])
-def test_a_sketch_tells_how_far_apart_tensors_are(dtype: torch.dtype) -> None:
+def test_a_sketch_estimates_the_distance_of_tensors(dtype: torch.dtype) -> None:
     draw = torch.Generator().manual_seed(1)
     first, other = (torch.randn(300_000, generator=draw) for _ in range(2))
     base = _sketch(first.to(dtype))

@@ -1,4 +1,4 @@
-"""Ranks that hold the same weights begin with equal ones: compared when a pipeline is built, or sent by the first."""
+"""Tests that ranks that hold the same weights begin equal: compared by Pipeline, or broadcast from the first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD_SIZE = 4
 
 
 def changed(chunk: nn.Module, how: str) -> None:
-    """One small difference."""
+    """Make one small difference."""
     with torch.no_grad():
         if how == "one value":
             chunk.second.weight[3, 5] += 2**-20  # type: ignore[index, operator, union-attr]
@@ -37,7 +37,7 @@ def changed(chunk: nn.Module, how: str) -> None:
 
 
 def refused(tp: list[int], dp: int, where: int, how: str, **options: Any) -> str:
-    """What ``Pipeline`` says when rank ``where`` differs; the mesh can then still be used."""
+    """Return the error of ``Pipeline`` if rank ``where`` differs; the mesh stays usable."""
     topology = Topology(tp, dp=dp)
     chunks = toy_chunks(topology)
     for chunk in chunks:
@@ -63,7 +63,7 @@ def refused(tp: list[int], dp: int, where: int, how: str, **options: Any) -> str
         ([1, 2], 1, 2, "name", ["extra of chunk 1", "no tensor of this name", "float32[1]"]),
     ],
 )
-def test_ranks_that_begin_otherwise(
+def test_ranks_with_different_initial_weights(
     pool: RankPool, tp: list[int], dp: int, where: int, how: str, names: list[str]
 ) -> None:
     texts = pool.run(refused, tp, dp, where, how, ranks=range(sum(tp) * dp))
@@ -92,7 +92,7 @@ UNWRITABLE: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def unwritable(dp: int) -> None:
-    """A buffer on rank 1 alone: every rank is told, and the mesh can still be used."""
+    """Give rank 1 an unwritable buffer: every rank raises, and the mesh stays usable."""
     topology = Topology([1, 1], dp=dp) if dp > 1 else Topology([2, 1])
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         for kind, make in UNWRITABLE.items():
@@ -109,12 +109,12 @@ def unwritable(dp: int) -> None:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_values_that_cannot_be_written_are_refused(pool: RankPool, dp: int) -> None:
-    """Of weights, and of buffers of replicas."""
+    """Both weights and buffers of replicas."""
     pool.run(unwritable, dp, ranks=range(2 * dp if dp > 1 else 3))
 
 
 def sent(tp: list[int], dp: int, edge_dp: int) -> list[Any]:
-    """All ranks draw their own weights; those of the first of each stage are then everyone's."""
+    """Every rank draws its own weights, then takes those of the first rank of its stage."""
     topology = Topology(tp, dp=dp, edge_dp=edge_dp)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         chunks = toy_chunks(topology, seed=mesh.rank)
@@ -122,8 +122,8 @@ def sent(tp: list[int], dp: int, edge_dp: int) -> list[Any]:
             chunk.register_buffer("count", torch.tensor(mesh.rank))
             chunk.register_parameter("turned", nn.Parameter(torch.randn(3, 2).half().t()))
             if topology.tp[mesh.stage] > 1:
-                mine = torch.full((2,), float(mesh.rank))
-                chunk.register_buffer("split", DTensor.from_local(mine, mesh.tp_mesh, [Shard(0)]))
+                local = torch.full((2,), float(mesh.rank))
+                chunk.register_buffer("split", DTensor.from_local(local, mesh.tp_mesh, [Shard(0)]))
         build(mesh, chunks, sync_weights=True)
         first = topology.ranks_of_stage(mesh.stage)[0]
         expected = toy_chunks(topology, seed=first)
@@ -147,22 +147,22 @@ def test_weights_of_the_first_rank_are_sent(pool: RankPool, tp: list[int], dp: i
         assert all(answers[rank] == answers[ranks[0]] for rank in ranks)
 
 
-def split_over_ranks(way: str) -> None:
-    """Parts of one weight differ by rights."""
-    topology = Topology([1, 3]) if way != "fully_shard" else Topology([1, 1], dp=2)
+def split_over_ranks(sharding: str) -> None:
+    """The parts of a sharded weight may differ."""
+    topology = Topology([1, 3]) if sharding != "fully_shard" else Topology([1, 1], dp=2)
     chunks: Sequence[nn.Module] = toy_chunks(topology)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
-        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
-        for chunk in mine:
-            if way == "fully_shard":
+        local = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        for chunk in local:
+            if sharding == "fully_shard":
                 fully_shard(chunk, mesh=mesh.dp_mesh)
-            elif way == "marked" and mesh.stage:
+            elif sharding == "marked" and mesh.stage:
                 mark(chunk, mesh.tp_rank)
             elif mesh.stage:
                 parallelize_module(
                     chunk, mesh.tp_mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()}
                 )
-        ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        ldt.Pipeline(local, mesh, loss_fn=toy_loss)
 
 
 def mark(chunk: nn.Module, tp_rank: int) -> None:
@@ -171,23 +171,23 @@ def mark(chunk: nn.Module, tp_rank: int) -> None:
     weight.tensor_model_parallel = True  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("way", ["tensor parallel", "fully_shard", "marked"])
-def test_parts_are_not_taken_for_the_same(pool: RankPool, way: str) -> None:
-    pool.run(split_over_ranks, way)
+@pytest.mark.parametrize("sharding", ["tensor parallel", "fully_shard", "marked"])
+def test_parts_of_a_sharded_weight_are_not_compared(pool: RankPool, sharding: str) -> None:
+    pool.run(split_over_ranks, sharding)
 
 
 def shards_of_replicas() -> str:
-    """A DTensor's shard in one replica is another than in the other."""
+    """Give a DTensor different shards in two replicas."""
     topology = Topology([2], dp=2)
     chunks = toy_chunks(topology)
     with ldt.connect(topology) as mesh:
-        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
-        for chunk in mine:
+        local = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        for chunk in local:
             parallelize_module(chunk, mesh.tp_mesh, {"first": ColwiseParallel(), "second": RowwiseParallel()})
         if mesh.rank == 3:
-            mine[0].first.weight.to_local().data[0, 0] += 1  # type: ignore[union-attr, operator]
+            local[0].first.weight.to_local().data[0, 0] += 1  # type: ignore[union-attr, operator]
         with pytest.raises(ldt.LdtError) as caught:
-            ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+            ldt.Pipeline(local, mesh, loss_fn=toy_loss)
         return str(caught.value)
 
 
@@ -229,15 +229,15 @@ class Lazy(nn.Module):
 
 
 @pytest.mark.parametrize("make", ["lazy", "meta", "left out"])
-def test_weights_that_come_later(pool: RankPool, make: str) -> None:
+def test_weights_that_are_loaded_later(pool: RankPool, make: str) -> None:
     assert pool.run(without_values_yet, make, ranks=range(3)) == [""] * 3
     for text in pool.run(without_values, make, ranks=range(3)):
         assert "must begin" in text
         assert make == "left out" or "weight of chunk 1 has no values yet" in text
 
 
-def test_weights_that_are_no_numbers(pool: RankPool) -> None:
-    """They are equal if they are the same."""
+def test_weights_with_nan(pool: RankPool) -> None:
+    """NaNs of equal bits are equal."""
     assert pool.run(without_values, "nan", ranks=range(3)) == [""] * 3
 
 

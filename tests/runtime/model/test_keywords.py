@@ -1,4 +1,4 @@
-"""What chunks get by name: metadata, rebuilt bit-equal on every stage, and on the edge any input."""
+"""Tests the keyword arguments of chunks: metadata, rebuilt bit-equal on every stage, and on the edge any input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Inputs = dict[str, Tensor]
 
 
 class Masked(nn.Module):
-    """Mixes the elements of a row as far as the mask lets it, by position; keeps what it was given."""
+    """Mixes the unmasked elements of a row by position, and records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Masked(nn.Module):
         if type(x) is Tensor:  # not while shapes are inferred
             self.seen.append({name: value.clone() for name, value in given.items() if value is not None})
         weights = torch.ones(x.shape[:2]) if attention_mask is None else attention_mask.float()
-        places = torch.zeros(x.shape[:2]) if position_ids is None else position_ids.float()
-        mixed = (x * weights[..., None]).cumsum(1) + places[..., None] / 100
+        positions = torch.zeros(x.shape[:2]) if position_ids is None else position_ids.float()
+        mixed = (x * weights[..., None]).cumsum(1) + positions[..., None] / 100
         return torch.tanh(self.linear(mixed))
 
 
@@ -52,7 +52,7 @@ class Head(Masked):
 
 
 class Tail(Masked):
-    """Takes an input that only chunks on the edge can have."""
+    """Takes an input that is available on the edge only."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, attention_mask: Tensor | None = None, scale: float = 1.0
@@ -75,7 +75,7 @@ MASKS = {
 
 
 def masked_batch(dtype: torch.dtype) -> list[tuple[Inputs, Tensor]]:
-    """One microbatch for each kind of mask, one without any, and ragged ones."""
+    """Return a microbatch for each kind of mask, one without masks, and ragged ones."""
     generator = torch.Generator().manual_seed(3)
     batch = []
     masks: list[Tensor | None] = [torch.tensor(rows).to(dtype) for rows in MASKS.values()]
@@ -98,7 +98,7 @@ def masked(stages: int, laps: int, policy: LanePolicy, dtype: torch.dtype) -> No
     batch = masked_batch(dtype)
     losses, grads = unsplit(chunks, batch)
     with ldt.connect(topology, lanes=policy, ranks=range(stages)) as mesh:
-        mine = topology.chunks_of(mesh.stage)
+        local = topology.chunks_of(mesh.stage)
         for chunk in chunks:
             chunk.zero_grad()
             chunk.seen.clear()
@@ -106,7 +106,7 @@ def masked(stages: int, laps: int, policy: LanePolicy, dtype: torch.dtype) -> No
         result = pipeline.step(batch if mesh.is_edge else None)
         if mesh.is_edge:
             assert all(map(torch.equal, result.losses or (), losses))
-        for index in mine:
+        for index in local:
             assert all(map(torch.equal, (p.grad for p in chunks[index].parameters()), grads[index]))
             check_seen(chunks[index].seen, batch, takes_positions=index != topology.tail)
 
@@ -125,7 +125,7 @@ def unsplit(chunks: list[Any], batch: list[tuple[Inputs, Tensor]]) -> tuple[list
 
 
 def check_seen(seen: list[Inputs], batch: list[tuple[Inputs, Tensor]], takes_positions: bool) -> None:
-    """Bit for bit, with dtype and shape, in the order of microbatches."""
+    """Compare masks bit for bit, with dtype and shape, in the order of microbatches."""
     assert len(seen) == len(batch)
     for got, (inputs, _) in zip(seen, batch, strict=True):
         names = {"attention_mask", *(["position_ids"] if takes_positions else [])} & set(inputs)
@@ -146,7 +146,7 @@ def test_masks_of_every_kind(
 
 
 class Wanting(nn.Module):
-    """Must be given by name what only chunks on the edge can be."""
+    """Requires a keyword argument that is available on the edge only."""
 
     def forward(self, x: Tensor, *, labels: Tensor) -> Tensor:
         return x
@@ -163,7 +163,7 @@ class Anything(nn.Module):
 
 
 def refused(where: str) -> str:
-    """Of each mistake every rank hears."""
+    """Make a mistake that raises on every rank."""
     topology = Topology([1, 1])
     chunks: list[nn.Module] = [Head(), Wanting() if where == "cloud" else Masked(), Tail()]
     (inputs, target) = masked_batch(torch.int64)[0]
@@ -189,13 +189,13 @@ def refused(where: str) -> str:
         ("float", "expected attention_mask of a bool or integer type, got float32"),
     ],
 )
-def test_what_cannot_be_given(pool: RankPool, where: str, sentence: str) -> None:
+def test_unavailable_keywords_are_refused(pool: RankPool, where: str, sentence: str) -> None:
     for text in pool.run(refused, where, ranks=range(2)):
         assert sentence in text
 
 
 def open_ended(microbatches: int) -> list[set[str]]:
-    """A chunk with ``**keywords`` on the cloud is given all metadata that there are, and nothing else."""
+    """A cloud chunk with ``**kwargs`` gets all metadata, and nothing else."""
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=range(2)) as mesh:
         chunk = Anything()
@@ -225,7 +225,7 @@ def test_keywords_of_functions() -> None:
 
 
 class Changing(Masked):
-    """Changes its mask in place."""
+    """Modifies its mask in place."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
@@ -245,7 +245,7 @@ def changing() -> list[Tensor]:
 
 
 def test_a_chunk_may_change_what_it_is_given(pool: RankPool) -> None:
-    """The next call gives it what the edge said, also where the edge says that nothing has changed."""
+    """The next call passes unmodified metadata, even if the edge announces that nothing changed."""
     seen = pool.run(changing, ranks=range(2))[1]
     expected = [inputs["attention_mask"] for inputs, _ in masked_batch(torch.int64)[:2]]
     assert len(seen) == 8
@@ -253,7 +253,7 @@ def test_a_chunk_may_change_what_it_is_given(pool: RankPool) -> None:
 
 
 class Dropping(nn.Module):
-    """Returns the rows that the mask keeps, of which it knows the number from the mask alone."""
+    """Returns the rows that the mask selects; their number depends on the mask alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +266,7 @@ class Dropping(nn.Module):
         return TensorSpec((int((attention_mask != 0).sum()), HIDDEN), x.dtype, requires_grad=True)
 
 
-def dropping(place: int) -> list[int]:
+def dropping(chunk: int) -> list[int]:
     topology = Topology([1, 1, 1])
     chunks: list[nn.Module] = [
         Head(),
@@ -274,11 +274,11 @@ def dropping(place: int) -> list[int]:
         nn.Linear(HIDDEN, HIDDEN),
         nn.Linear(HIDDEN, 1),
     ]
-    chunks[place] = Dropping()
+    chunks[chunk] = Dropping()
     batch = [(inputs, target) for inputs, target in masked_batch(torch.int64)[:5]]
     for inputs, _ in batch:
         del inputs["scale"], inputs["position_ids"]
-        if place == 0:
+        if chunk == 0:
             inputs["x"] = torch.randn(2, 5, HIDDEN)
             del inputs["input_ids"]
     with ldt.connect(topology, ranks=range(3)) as mesh:
@@ -288,12 +288,12 @@ def dropping(place: int) -> list[int]:
         return [specs[0].shape[0] for _, _, specs in hops]
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_shapes_may_depend_on_values_of_metadata(pool: RankPool, place: int) -> None:
-    """Masks of one shape that keep other numbers of rows."""
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+def test_shapes_may_depend_on_values_of_metadata(pool: RankPool, chunk: int) -> None:
+    """Masks of one shape select different numbers of rows."""
     kept = [sum(map(sum, ([min(m, 1) for m in row] for row in rows))) for rows in list(MASKS.values())[:5]]
     assert len(set(kept)) > 2
-    assert pool.run(dropping, place, ranks=range(3)) == [kept] * 3
+    assert pool.run(dropping, chunk, ranks=range(3)) == [kept] * 3
 
 
 def test_a_traced_module_has_no_names() -> None:

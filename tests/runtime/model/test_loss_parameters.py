@@ -1,4 +1,4 @@
-"""What a loss function trains is trained as the unsplit model's: scaled, divided, averaged, clipped and saved."""
+"""Tests that parameters of a loss function train as in the unsplit model: scaled, averaged, clipped and saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _kept: list[nn.Module] = []
 
 
 class Weighted(nn.Module):
-    """The sum of squares times a weight, and how many there are; or their mean."""
+    """The weighted sum of squares with the number of elements, or the mean."""
 
     def __init__(self, token: bool = False) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Weighted(nn.Module):
 
 
 class Holder:
-    """Called as an object, or by its method; what else it holds is not the loss's."""
+    """Is called as an object, or by its method; its other attributes do not belong to the loss."""
 
     def __init__(self, inner: nn.Module) -> None:
         self.inner, self.other = inner, nn.Linear(3, 3)
@@ -81,7 +81,7 @@ def test_parameters_are_found(way: str) -> None:
 
 
 class Model(nn.Module):
-    """One whose numbers a loss may want, and whose head it may train."""
+    """A model whose config a loss reads, or whose head it trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ READERS: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
     "config of a global": (lambda o, t: o.view(-1, model.config.vocab_size).sum() * model.training, ()),
     "config of a closure": ((lambda m: lambda o, t: o.sum() * m.config.vocab_size)(model), ()),
     "config by a keyword": (functools.partial(_given, held=model), ()),
-    "config by place": (functools.partial(lambda m, o, t: o.sum() * m.config.vocab_size, model), ()),
+    "config by position": (functools.partial(lambda m, o, t: o.sum() * m.config.vocab_size, model), ()),
     "config by a default": (_by_default, ()),
     "config by an attribute": (Reading(model), ()),
     "config in a comprehension": (_within, ()),
@@ -145,7 +145,7 @@ READERS: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("way", READERS)
-def test_what_is_only_read_is_not_trained(way: str) -> None:
+def test_a_model_whose_config_is_read_is_not_trained(way: str) -> None:
     loss_fn, names = READERS[way]
     found = loss_module(loss_fn)
     wanted = {id(p) for name, p in model.named_parameters() if name.startswith(tuple(names)) and names}
@@ -159,7 +159,7 @@ def test_a_function_of_torch_trains_nothing() -> None:
 
 
 def unsplit(chunks: Sequence[nn.Module], loss: Weighted, batches: Sequence[Any]) -> nn.ModuleList:
-    """Gradients of the mean over all tokens, or over microbatches, of all replicas."""
+    """Compute the gradients of the mean over all tokens, or over the microbatches of all replicas."""
     model = copy.deepcopy(nn.ModuleList([*chunks, loss]))
     *layers, criterion = model
     every = [pair for batch in batches for pair in batch]
@@ -209,7 +209,7 @@ def test_gradients_are_those_of_the_unsplit_model(
 
 
 def refused(reduction: Any) -> str:
-    """A number that no module has; a mean on one replica needs nothing done to its gradient."""
+    """Use a trained tensor that belongs to no module; a mean on one replica does not change its gradient."""
     topology = Topology([1, 1])
     w = torch.tensor(2.0, requires_grad=True)
 
@@ -227,7 +227,7 @@ def refused(reduction: Any) -> str:
         return ""
 
 
-def test_what_cannot_be_found_is_refused(pool: RankPool) -> None:
+def test_a_trained_tensor_that_is_not_found_is_refused(pool: RankPool) -> None:
     for text in pool.run(refused, "token", ranks=range(2)):
         assert "loss_fn uses a tensor of shape [] that requires a gradient" in text
         assert "make it a parameter of an nn.Module" in text
@@ -235,7 +235,7 @@ def test_what_cannot_be_found_is_refused(pool: RankPool) -> None:
 
 
 def unlike() -> str:
-    """Replicas of the edge begin with other weights in the loss."""
+    """Give edge replicas different weights in the loss."""
     topology = Topology([1, 1], dp=2)
     with ldt.connect(topology) as mesh:
         loss = Weighted()
@@ -251,7 +251,7 @@ def test_replicas_of_a_loss_begin_equal(pool: RankPool) -> None:
 
 
 def saved(path: Path) -> None:
-    """Weights, buffers and optimizer states of the loss go into the edge's checkpoint and come back."""
+    """Save and load weights, buffers and optimizer states of the loss in the edge's checkpoint."""
     topology = Topology([1, 1])
     batch = toy_microbatches(2)
     made = []
@@ -281,7 +281,7 @@ def test_a_loss_is_saved_and_loaded(pool: RankPool, tmp_path: Path) -> None:
 
 
 class Emits(nn.Module):
-    """Beside its input, some rows of it."""
+    """Returns its input and some rows of it."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Emits(nn.Module):
 
 
 class Cuts(nn.Module):
-    """What the loss uses has no gradient, what it does not use has one."""
+    """Detaches the output that the loss uses, not the one that it ignores."""
 
     def forward(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
         return x.detach() + 0.1, more
@@ -321,5 +321,5 @@ def cut_off(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [0, 2])
-def test_a_loss_that_uses_only_what_is_cut_off(pool: RankPool, rows: int) -> None:
+def test_a_loss_that_uses_only_a_detached_output(pool: RankPool, rows: int) -> None:
     pool.run(cut_off, rows, ranks=[0, 1])

@@ -1,4 +1,4 @@
-"""One weight in two places that would train apart: on two stages, or made two after it was tied."""
+"""Tests that a weight on two stages, or a tie that was split into two tensors, is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD_SIZE = 4
 
 
 class Named(nn.Module):
-    """A chunk that knows its names in the whole model."""
+    """A chunk that provides its names in the whole model."""
 
     def __init__(self, inner: nn.Module, first: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Scaled(nn.Module):
 
 
 def compiled(module: nn.Module) -> nn.Module:
-    """One that was compiled beside, too."""
+    """Return the module after compiling it elsewhere, too."""
     _kept.append(torch.compile(module))  # type: ignore[arg-type]
     return module
 
@@ -60,7 +60,7 @@ class Frozen(nn.Module):
 
 
 class Repeating(nn.Module):
-    """Begins as others of its kind do, but for its matrix, and has twice a layer that a chunk before it has, too."""
+    """Begins equal to others of its kind except for its matrix; may have two copies of a previous chunk's layer."""
 
     def __init__(self, layer: nn.Module | None = None) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Repeating(nn.Module):
 
 
 class Formulas(nn.Module):
-    """Has what formulas make, beside what is drawn."""
+    """Has parameters computed by formulas, besides random ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ class Secretive(nn.Module):
         raise RuntimeError("not yet")
 
 
-_kept: list[nn.Module] = []  # what a script has beside the model, such as averages of its weights
+_kept: list[nn.Module] = []  # what a script keeps besides the model, such as averages of its weights
 
 
 def shared(case: str) -> list[nn.Module]:
-    """All chunks of three stages, of which chunks 0 and 1 or 1 and 2 are to share; made alike on every rank."""
+    """Return the chunks of three stages, some of which share weights; equal on every rank."""
     torch.manual_seed(0)
     layer, block, weight = nn.Linear(16, 16), ToyChunk(16), nn.Parameter(torch.randn(16))
     chunks: dict[str, list[nn.Module]] = {
@@ -133,7 +133,7 @@ def shared(case: str) -> list[nn.Module]:
 
 
 def building(case: str, **options: Any) -> str:
-    """What ``Pipeline`` says of three stages; the mesh can then still be used."""
+    """Return the error of ``Pipeline`` on three stages; the mesh stays usable."""
     topology = Topology([1, 1, 1])
     with ldt.connect(topology, ranks=range(3)) as mesh:
         try:
@@ -174,7 +174,7 @@ def test_a_parameter_on_two_stages(pool: RankPool, case: str, first: str, second
 
 
 def test_a_name_on_two_stages(pool: RankPool) -> None:
-    """Is refused whatever the values are."""
+    """It is refused whatever the values are."""
     for text in pool.run(building_allowed, "a name", ranks=range(3)):
         assert (
             "inner.weight of chunk 0 (float32[16, 16], requires a gradient) on stage 0 and inner.weight"
@@ -191,7 +191,7 @@ MAY_BEGIN_EQUAL = (
 
 
 def warnings_of(case: str, alone: bool) -> int:
-    """Of Pipeline. ``alone``: a process keeps no more of the model than its chunks."""
+    """Count the warnings of Pipeline. With ``alone`` a process keeps only its chunks of the model."""
     topology, records = Topology([1, 1, 1]), []  # type: ignore[var-annotated]
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -210,11 +210,11 @@ def warnings_of(case: str, alone: bool) -> int:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_what_may_begin_equal(pool: RankPool, alone: bool) -> None:
-    """What does not train, what formulas make, and copies of layers, of which a rank that has the first tells."""
+    """Frozen layers, computed parameters, and copies of layers, which the rank with the first copy logs."""
     for case in MAY_BEGIN_EQUAL:
-        told = sum(pool.run(warnings_of, case, alone, ranks=range(3)))
-        assert told == 0 or "names" not in case, case
-        assert told > 0 or case not in ("an encoder", "an encoder inside", "copies of a layer"), case
+        warned = sum(pool.run(warnings_of, case, alone, ranks=range(3)))
+        assert warned == 0 or "names" not in case, case
+        assert warned > 0 or case not in ("an encoder", "an encoder inside", "copies of a layer"), case
 
 
 class Tied(nn.Module):
@@ -230,7 +230,7 @@ class Tied(nn.Module):
 
 
 def broken(how: str) -> str:
-    """The edge's two chunks share a weight, until something makes two of it."""
+    """The edge's two chunks share a weight, until ``how`` splits it into two tensors."""
     topology = Topology([2, 1]) if how == "parallelize_module" else Topology([1, 1], dp=2)
     torch.manual_seed(0)
     embedding = nn.Embedding(16, 16, padding_idx=0)

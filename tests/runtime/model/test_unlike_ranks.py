@@ -1,4 +1,4 @@
-"""Ranks that have other modules than their like, or come late: every rank hears of it, with names, and in time."""
+"""Tests that a rank with different modules, or a late one, raises an error with its name on every rank in time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Two(nn.Module):
 
 
 def sharded_unlike(names: list[list[str]]) -> str:
-    """Replicas of the cloud call fully_shard on parts of these names."""
+    """Cloud replicas call fully_shard on submodules of these names."""
 
     def make(mesh: ldt.Mesh, chunk: int) -> nn.Module:
         module = Two()
@@ -73,7 +73,7 @@ class Wide(nn.Module):
 
 
 def one_is_wider(dp: int) -> str:
-    """The last rank of the last replica has another module than all others."""
+    """The last rank of the last replica has a different module."""
 
     def make(mesh: ldt.Mesh, chunk: int) -> nn.Module:
         return Wide(WIDTH + 2 if mesh.rank == mesh.topology.world_size - 1 else WIDTH)
@@ -82,7 +82,7 @@ def one_is_wider(dp: int) -> str:
 
 
 @pytest.mark.parametrize("dp", [1, 2])
-def test_a_wrong_module_on_any_replica_is_told_to_all(pool: RankPool, dp: int) -> None:
+def test_a_different_module_on_any_replica_raises_on_all_ranks(pool: RankPool, dp: int) -> None:
     last = 2 * dp
     for text in pool.run(one_is_wider, dp, ranks=range(last + 1)):
         assert "the ranks of stage 1 disagree on what chunk 1 returns" in text
@@ -91,17 +91,17 @@ def test_a_wrong_module_on_any_replica_is_told_to_all(pool: RankPool, dp: int) -
 
 
 LATE = 3  # the rank that is late
-LIMIT, PATIENCE = paced(3.0).total_seconds(), paced(12.0).total_seconds()
+LIMIT, LATE_SECONDS = paced(3.0).total_seconds(), paced(12.0).total_seconds()
 
 
-def late_in_calibrate(key: str) -> tuple[float, str]:
-    """One rank stops in the middle of what "auto" measures, until all others gave up."""
+def late_in_autotune(key: str) -> tuple[float, str]:
+    """One rank stops in the middle of autotuning until all others gave up."""
     store, original = c10d._get_default_store(), autotune._seconds
-    dist.barrier()  # one that begins later would hear it from the others before its own time is up
+    dist.barrier()  # a rank that begins later would learn of the failure before its own timeout
     start = time.monotonic()
 
     def late(*arguments: Any) -> float:
-        while time.monotonic() < start + PATIENCE and store.add(key, 0) < WORLD_SIZE - 1:
+        while time.monotonic() < start + LATE_SECONDS and store.add(key, 0) < WORLD_SIZE - 1:
             time.sleep(0.05)
         return original(*arguments)
 
@@ -118,8 +118,8 @@ def late_in_calibrate(key: str) -> tuple[float, str]:
 
 
 def test_measuring_keeps_to_the_timeout_of_connect(pool: RankPool) -> None:
-    """Also on ranks that wait for the turn of their link."""
-    for rank, (seconds, text) in enumerate(pool.run(late_in_calibrate, "late in autotune")):
+    """Ranks that wait for their link's turn time out, too."""
+    for rank, (seconds, text) in enumerate(pool.run(late_in_autotune, "late in autotune")):
         assert "took too long: give connect a longer timeout" in text, f"rank {rank}"
         assert in_time(seconds, LIMIT + 5), f"rank {rank}"
         assert seconds > LIMIT - 0.5, f"rank {rank}"

@@ -1,4 +1,4 @@
-"""What leaves the edge: samples, labels and losses are refused, all else is written down if asked."""
+"""Tests that samples, labels and losses never leave the edge, and that the audit logs everything that does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ IDS = torch.tensor([[3, 1, 4], [1, 5, 9]])
 
 
 class Leaking(nn.Module):
-    """A head that sends something of the sample along."""
+    """A head that also returns a part of the sample."""
 
     def __init__(self, leak: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -84,12 +84,12 @@ def test_an_audit_finds_copies(pool: RankPool, leak: str, tmp_path: Path) -> Non
         assert "would send a copy of the inputs of microbatch 0 to the cloud" in text
 
 
-def test_what_a_layer_made_of_them_may_leave(pool: RankPool, tmp_path: Path) -> None:
+def test_outputs_of_layers_may_leave(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(leaking, "a sum", str(tmp_path / "audit.jsonl"), ranks=range(3)) == ["sent"] * 3
 
 
 class Remembering(ToyChunk):
-    """A head that sends what it finds in a list along."""
+    """A head that also returns a tensor from a list."""
 
     def __init__(self, found: list[Tensor]) -> None:
         super().__init__(16)
@@ -100,7 +100,7 @@ class Remembering(ToyChunk):
 
 
 def leaking_a_loss() -> str:
-    """The loss of the first step, in the second one."""
+    """Send the loss of the first step in the second one."""
     topology = Topology([1, 1])
     found: list[Tensor] = []
 
@@ -123,7 +123,7 @@ def test_losses_do_not_leave(pool: RankPool) -> None:
         assert "would send a loss of the step before to the cloud" in text
 
 
-def test_a_loss_is_known_for_as_long_as_somebody_has_it() -> None:
+def test_a_loss_is_protected_as_long_as_it_is_alive() -> None:
     guard = Guard([])
     loss, gone = torch.zeros(3).sum(), torch.zeros(3).sum()
     held = weakref.ref(gone.untyped_storage())
@@ -137,7 +137,7 @@ def test_a_loss_is_known_for_as_long_as_somebody_has_it() -> None:
         later.check([torch.zeros(()) for _ in range(100)], "where the other one was")
 
 
-def test_targets_and_nested_inputs_are_known() -> None:
+def test_targets_and_nested_inputs_are_protected() -> None:
     target, nested = torch.randn(4), torch.randn(3, 3)
     guard = Guard([Microbatch((), {"options": [{"weights": nested}]}, (target, 1))])
     for tensor, what in ((target[1:], "target"), (nested[0], "inputs")):
@@ -164,8 +164,8 @@ def audited(path: str | None, tp: list[int], token: bool) -> list[dict[str, floa
 
 
 @pytest.mark.parametrize("token", [False, True])
-def test_all_that_leaves_is_written(pool: RankPool, token: bool, tmp_path: Path) -> None:
-    """Each byte that the edge's lanes have sent in steps is in the file."""
+def test_the_audit_logs_every_byte(pool: RankPool, token: bool, tmp_path: Path) -> None:
+    """The file accounts for each byte that the edge's lanes sent in steps."""
     path = tmp_path / "audit.jsonl"
     lanes, posts = pool.run(audited, str(path), [1, 1, 1], token, ranks=range(3))[0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -176,8 +176,8 @@ def test_all_that_leaves_is_written(pool: RankPool, token: bool, tmp_path: Path)
     assert by_purpose["activation"] == by_purpose["gradient"] == sum(shapes)
     assert by_purpose["activation"] + by_purpose["gradient"] == sum(lanes.values())
     peers = 2
-    told = by_purpose["metadata"] + by_purpose.get("tokens", 0)
-    assert peers * told == posts["posts"]
+    metadata_bytes = by_purpose["metadata"] + by_purpose.get("tokens", 0)
+    assert peers * metadata_bytes == posts["posts"]
     assert ("tokens" in by_purpose) == token
     first = next(line for line in lines if line["purpose"] == "activation")
     assert first == {
@@ -200,7 +200,7 @@ def existing(path: str) -> str:
     return str(caught.value)
 
 
-def test_an_audit_is_not_written_over(pool: RankPool, tmp_path: Path) -> None:
+def test_an_audit_file_is_not_overwritten(pool: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     path.write_text("mine\n")
     own, other = pool.run(existing, str(path), ranks=range(2))
@@ -211,7 +211,7 @@ def test_an_audit_is_not_written_over(pool: RankPool, tmp_path: Path) -> None:
 
 
 class Returning(torch.autograd.Function):
-    """Gives a tensor for a gradient."""
+    """Returns a given tensor as the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class Identity(nn.Module):
 
 
 def leaking_a_label(copies: bool, path: str) -> str:
-    """The gradient of the tail's input is the label itself, or equal to it."""
+    """Return the label itself, or a copy of it, as the gradient of the tail's input."""
     topology = Topology([1, 1])
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
@@ -272,13 +272,13 @@ def metadata_that_are_samples() -> str:
         return str(caught.value)
 
 
-def test_metadata_are_no_samples(pool: RankPool) -> None:
+def test_samples_are_refused_as_metadata(pool: RankPool) -> None:
     for text in pool.run(metadata_that_are_samples, ranks=range(2)):
         assert "metadata of microbatch 0 would send the inputs of microbatch 0" in text
 
 
-def test_memory_is_known_however_it_is_held() -> None:
-    """Arrays, other mappings, and tensors over a part of the same memory with a storage of their own."""
+def test_memory_is_protected_in_every_container() -> None:
+    """Arrays, mappings, and tensors over a part of the same memory with their own storage."""
     array, held = numpy.arange(12.0), torch.arange(12.0)
     guard = Guard([Microbatch(({"a": UserDict(x=held)}, array), {}, None)])
     for tensor in (torch.from_numpy(array[3:]), torch.from_numpy(held.numpy()[5:]), held[2:].view(2, 5)):
@@ -288,8 +288,8 @@ def test_memory_is_known_however_it_is_held() -> None:
     guard.check([held], "something")
 
 
-def test_what_lies_beside_a_sample_is_none() -> None:
-    """Of one buffer a part is the sample: all of it may not leave, the other parts may."""
+def test_the_rest_of_a_shared_buffer_may_leave() -> None:
+    """A part of a buffer is the sample: the whole buffer must not leave, the other parts may."""
     buffer = torch.arange(12.0)
     guard = Guard([Microbatch((buffer[4:8],), {}, None)])
     guard.check([buffer[:4], buffer[8:]], "something")

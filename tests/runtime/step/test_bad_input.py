@@ -1,4 +1,4 @@
-"""Mistakes of the caller: one clear error on every rank, before any payload, and the mesh survives where it can."""
+"""Tests that mistakes of the caller raise one clear error on every rank before any data is sent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def describe(error: BaseException) -> str:
 
 
 def built_with(at: int, mistake: str) -> str:
-    """Every rank builds its pipeline, rank ``at`` with a mistake. Then all build a right one and step."""
+    """Every rank builds its pipeline, rank ``at`` with a mistake. Then all build a correct one and step."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         modules: Any = [chunks[index] for index in TOPOLOGY.chunks_of(mesh.stage)]
@@ -72,7 +72,7 @@ def built_with(at: int, mistake: str) -> str:
         ("reduction", "loss_reduction must be 'mean' or 'token', got 'sum'"),
     ],
 )
-def test_a_pipeline_that_cannot_be(pool: RankPool, mistake: str, text: str, at: int) -> None:
+def test_wrong_arguments_of_pipeline(pool: RankPool, mistake: str, text: str, at: int) -> None:
     answers = pool.run(built_with, at, mistake)
     number = len(TOPOLOGY.chunks_of(at))
     for rank, answer in enumerate(answers):
@@ -127,7 +127,7 @@ def edge_mistake(name: str, mode: str) -> str:
             given = (pair for pair in [])  # type: ignore[var-annotated]
         with pytest.raises((ValueError, TypeError, ldt.LdtError)) as caught:
             getattr(pipeline, mode)(given if mesh.is_edge else None)
-        step_and_compare(mesh, pipeline, chunks, toy_microbatches(2))  # the pipeline is as good as before
+        step_and_compare(mesh, pipeline, chunks, toy_microbatches(2))  # the pipeline stays usable
         return describe(caught.value)
 
 
@@ -143,7 +143,7 @@ def test_bad_microbatches(pool: RankPool, name: str, mode: str) -> None:
 
 
 def given_badly(at: list[int]) -> tuple[str, bool]:
-    """The edge's ranks ``at`` get bad microbatches."""
+    """Give bad microbatches to the edge ranks ``at``."""
     topology = Topology([2, 1])
     chunks = toy_chunks(topology)
     with ldt.connect(topology) as mesh:
@@ -157,7 +157,7 @@ def given_badly(at: list[int]) -> tuple[str, bool]:
 
 
 def test_bad_microbatches_on_an_edge_of_two_ranks(pool: RankPool) -> None:
-    """If the leader refuses, all do, and the mesh is as good as before. One member alone is a failure."""
+    """If the leader refuses, all ranks do and the mesh stays usable. If only another rank does, the mesh fails."""
     own = "TypeError: microbatch 0 must be a pair"
     answers = pool.run(given_badly, [0, 1])
     assert [failed for _, failed in answers] == [False] * 3
@@ -188,7 +188,7 @@ def test_step_without_a_loss(pool: RankPool) -> None:
 
 
 def called(calls: list[tuple[str, Any, bool]]) -> str:
-    """Rank r makes the call ``calls[r]``: method, microbatches, whether under inference_mode. All must raise."""
+    """Rank r makes ``calls[r]`` (method, microbatches, whether under inference_mode). All must raise."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)
@@ -212,7 +212,7 @@ def test_step_under_inference_mode(pool: RankPool, where: list[int]) -> None:
 
 
 def good_after_bad() -> None:
-    """The edge calls the step off, so nothing is broken, on whichever ranks there was a reason."""
+    """The edge calls the step off, so the mesh stays usable, whichever ranks refused."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)
@@ -269,7 +269,7 @@ def bad_output(kind: type[nn.Module]) -> str:
 
 
 @pytest.mark.parametrize(("kind", "got"), [(Dictionary, "dict"), (NoneInside, "tuple of Tensor, NoneType")])
-def test_outputs_that_are_no_tensors(pool: RankPool, kind: type[nn.Module], got: str) -> None:
+def test_outputs_that_are_not_tensors(pool: RankPool, kind: type[nn.Module], got: str) -> None:
     answers = pool.run(bad_output, kind, ranks=[0, 1])
     assert all(
         f"chunk 1 must return a tensor or a tuple of tensors, got {got}" in answer for answer in answers
@@ -304,5 +304,5 @@ def bad_loss(reduction: Any, loss_fn: Any) -> str:
         ("token", no_pair_loss, "loss_fn must return (sum of losses, number of tokens), got Tensor"),
     ],
 )
-def test_losses_of_the_wrong_form(pool: RankPool, reduction: str, loss_fn: Any, text: str) -> None:
+def test_wrong_returns_of_loss_fn(pool: RankPool, reduction: str, loss_fn: Any, text: str) -> None:
     assert all(text in answer for answer in pool.run(bad_loss, reduction, loss_fn))

@@ -1,4 +1,4 @@
-"""Errors that name the way out: outputs that have no plain memory, and transports without a device."""
+"""Tests that errors give advice: outputs without plain memory, and transports without a device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAKE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 class Returning(nn.Linear):
-    """Returns what ``kind`` says."""
+    """Returns an output of the given ``kind``."""
 
     kind = ""
 
@@ -53,20 +53,20 @@ def returning(chunk: int, kind: str, declared: bool) -> str:
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_an_output_without_plain_memory_names_its_chunk_and_the_way_out(pool: RankPool, kind: str) -> None:
+def test_an_output_without_plain_memory_names_its_chunk_and_gives_advice(pool: RankPool, kind: str) -> None:
     for text in pool.run(returning, 0, kind, True):
         assert "output of chunk 0 for microbatch 0, tensor 0 is a tensor (" in text
         assert MAKE[kind][1] in text
 
 
 @pytest.mark.parametrize("chunk", [0, 1])
-def test_a_sparse_output_is_seen_when_shapes_are_found(pool: RankPool, chunk: int) -> None:
+def test_shape_inference_refuses_a_sparse_output(pool: RankPool, chunk: int) -> None:
     for text in pool.run(returning, chunk, "coo", False):
         assert f"cannot tell what chunk {chunk} (Returning) returns" in text
         assert "give the layer that makes it sparse=False" in text
 
 
-def test_a_transport_of_gpus_names_the_backend_that_is_missing(pool: RankPool) -> None:
+def test_a_gpu_transport_names_the_missing_backend(pool: RankPool) -> None:
     for text in pool.run(refused):
         assert "the process group has no backend for cuda (it has cpu:gloo" in text
         assert "init_process_group('cpu:gloo,cuda:nccl')" in text

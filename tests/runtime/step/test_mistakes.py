@@ -1,4 +1,4 @@
-"""What a chunk, a loss or the call of connect may get wrong, and what the error says to do about it."""
+"""Tests the advice in errors for mistakes in a chunk, in a loss or in the arguments of connect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = toy_microbatches(2)
 
 
 class Wrapping(ToyChunk):
-    """Returns a DTensor, or the result of a collective that nobody has waited for; on fakes only if ``always``."""
+    """Returns a DTensor, or the result of an unfinished collective; on fake tensors only if ``always``."""
 
     def __init__(self, kind: str, always: bool) -> None:
         super().__init__(16)
@@ -69,7 +69,7 @@ _alone: list[Any] = []  # the group of this rank
 
 
 class _Copied(torch.autograd.Function):
-    """Same values; the gradient is the result of a collective that nobody has waited for."""
+    """Keeps the values; its gradient is the result of an unfinished collective."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def gradient_of_a_collective() -> None:
         _alone.clear()
 
 
-def test_a_gradient_that_is_still_under_way(pool: RankPool) -> None:
+def test_a_gradient_of_an_unfinished_collective(pool: RankPool) -> None:
     pool.run(gradient_of_a_collective)
 
 
@@ -193,7 +193,7 @@ class ToNumpy(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "advice"), [(Mistyped, False), (Reading, True), (Selecting, True), (ToNumpy, True)]
 )
-def test_only_who_reads_values_is_told_to_declare(kind: type[nn.Module], advice: bool) -> None:
+def test_only_chunks_that_read_values_are_advised_to_declare(kind: type[nn.Module], advice: bool) -> None:
     with pytest.raises(ldt.LdtError) as caught:
         infer_specs(1, kind(), (torch.ones(2, 4),), {}, torch.device("cpu"), training=True)
     text = str(caught.value)
@@ -208,7 +208,7 @@ def test_only_who_reads_values_is_told_to_declare(kind: type[nn.Module], advice:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are devices for it")
 @pytest.mark.parametrize("option", ["backend", "device"])
-def test_a_device_that_is_not_there(option: str) -> None:
+def test_a_missing_device(option: str) -> None:
     options: Any = {"backend": "nccl"} if option == "backend" else {"device": "cuda"}
     with pytest.raises(ValueError, match=r"'(nccl|cuda)'.* this process has none: install"):
         ldt.connect(Topology([1]), **options)
@@ -225,5 +225,5 @@ def default_backends() -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are devices for it")
-def test_a_default_group_for_both_uses_what_is_there(pool: RankPool) -> None:
+def test_a_default_group_for_both_uses_the_available_device(pool: RankPool) -> None:
     assert pool.run(default_backends) == ["cpu", "cpu"]

@@ -1,4 +1,4 @@
-"""Plans that ranks were given or made: the same everywhere, and such that the runtime can run them."""
+"""Tests that the plans of all ranks are equal, and valid for the mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOPOLOGY = Topology([1, 1, 1])
 
 
 def of_the_rank(topology: Topology, num_microbatches: int, training: bool) -> Plan:
-    """Valid, but rank 1 posts its receives at other places."""
+    """Return a valid plan, but post receives at other positions on rank 1."""
     buffers = 1 if dist.get_rank() == 1 else 2
     return ldt.plan.ushape(topology, num_microbatches, training=training, receive_buffers=buffers)
 
@@ -41,7 +41,7 @@ def forward_only(topology: Topology, num_microbatches: int, training: bool) -> P
 
 
 def stepped(factory: Callable[[Topology, int, bool], Plan], mode: str) -> tuple[str, str, bool]:
-    """One call with a bad plan. Returns type and text of the error, and whether the mesh survived."""
+    """Make one call with a bad plan. Returns type and text of the error, and whether the mesh is usable."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks, plan_factory=factory)
@@ -54,7 +54,7 @@ def stepped(factory: Callable[[Topology, int, bool], Plan], mode: str) -> tuple[
 
 
 @pytest.mark.parametrize("mode", ["step", "eval"])
-def test_a_factory_that_gives_ranks_different_plans(pool: RankPool, mode: str) -> None:
+def test_a_factory_with_different_plans_on_ranks(pool: RankPool, mode: str) -> None:
     answers = pool.run(stepped, of_the_rank, mode)
     for rank, (kind, text, _) in enumerate(answers):
         assert kind == ("LdtError" if rank == 1 else "RemoteStageError")
@@ -78,7 +78,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("factory", WRONG)
-def test_a_factory_whose_plans_do_not_fit(pool: RankPool, factory: Callable[..., Plan]) -> None:
+def test_a_factory_whose_plans_do_not_match(pool: RankPool, factory: Callable[..., Plan]) -> None:
     answers = pool.run(stepped, factory, "step")
     assert [kind for kind, _, _ in answers] == ["PlanError", "RemoteStageError", "RemoteStageError"]
     assert all(WRONG[factory] in text and usable for _, text, usable in answers)
@@ -94,14 +94,14 @@ def given(factory: Callable[..., Plan]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("factory", [of_another_topology, of_other_lanes])
-def test_a_given_plan_that_does_not_fit(pool: RankPool, factory: Callable[..., Plan]) -> None:
+def test_a_given_plan_that_does_not_match(pool: RankPool, factory: Callable[..., Plan]) -> None:
     for kind, text in pool.run(given, factory):
         assert kind == "PlanError"
         assert WRONG[factory] in text
 
 
 def bare() -> None:
-    """A plan of compute actions only, for two replicas: sends, receives and reductions are put in."""
+    """Run a plan of compute actions only, for two replicas: sends, receives and reductions are added."""
     topology = Topology([1], dp=2)
     plan = ldt.plan.ushape(topology, 3)
     rows = {node: [a for a in row if a.kind.is_compute] for node, row in plan.rows.items()}
@@ -116,7 +116,7 @@ def test_a_bare_plan_is_completed(pool: RankPool) -> None:
 
 
 def other_sizes(tp: list[int], with_factory: bool) -> list[str]:
-    """Steps of 4, 2 and 4 microbatches under a plan for 4, read from its text, and evals of other sizes."""
+    """Run steps of 4, 2 and 4 microbatches with a plan for 4, parsed from its text, and evals of other sizes."""
     topology = Topology(tp)
     chunks = toy_chunks(topology)
     plan = Plan.from_text(ldt.plan.ushape(topology, 4).to_text())
@@ -136,7 +136,7 @@ def other_sizes(tp: list[int], with_factory: bool) -> list[str]:
 
 @pytest.mark.parametrize("tp", [[1, 1, 1], [2, 1]])
 def test_a_given_plan_is_for_its_number_of_microbatches(pool: RankPool, tp: list[int]) -> None:
-    """Another is refused before anything is sent; with a factory it is no matter."""
+    """Another number is refused before anything is sent, unless there is a factory."""
     for texts in pool.run(other_sizes, tp, False):
         assert len(texts) == 1
         assert "the plan given to Pipeline is for 4 microbatches, step() got 2" in texts[0]

@@ -1,4 +1,4 @@
-"""Steps that are announced while the one before them runs."""
+"""Tests steps that are announced while the previous step runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = list[tuple[Tensor, Tensor]]
 
 
 def batches(replica: int = 0) -> list[Batch]:
-    """Of other shapes and numbers; the third like the second."""
+    """Return microbatches of different shapes and numbers; the third list like the second."""
     return [
         toy_microbatches(number, batch=rows, seed=10 * replica + seed)
         for seed, (number, rows) in enumerate([(4, 3), (4, 5), (4, 5), (2, 1)])
@@ -31,7 +31,7 @@ def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def announced(tp: list[int], dp: int, edge_dp: int, reduction: Any) -> list[int]:
-    """All but the first step are announced. Returns how many messages the edge sent in each."""
+    """Announce all steps but the first. Returns how many messages the edge sent in each."""
     topology = Topology(tp, dp=dp, edge_dp=edge_dp)
     chunks = toy_chunks(topology)
     loss_fn: Callable[..., Any] = toy_loss if reduction == "mean" else sum_loss
@@ -49,8 +49,8 @@ def announced(tp: list[int], dp: int, edge_dp: int, reduction: Any) -> list[int]
             sent.append(messages(mesh) - before)
             losses, grads = expected[number]
             assert [float(one) for one in result.losses or ()] == losses
-            mine = [p.grad for p in pipeline.parameters()]
-            assert all(map(torch.equal, mine, grads))
+            local = [p.grad for p in pipeline.parameters()]
+            assert all(map(torch.equal, local, grads))
             clear(pipeline)
         return sent
 
@@ -75,10 +75,10 @@ def messages(mesh: ldt.Mesh) -> int:
 @pytest.mark.parametrize(
     ("tp", "dp", "edge_dp"), [([1, 1, 1], 1, 1), ([2, 1], 1, 1), ([1, 1], 2, 1), ([1, 1], 2, 2)]
 )
-def test_a_step_that_was_announced_is_the_same(
+def test_an_announced_step_is_bit_equal(
     pool: RankPool, tp: list[int], dp: int, edge_dp: int, reduction: str
 ) -> None:
-    """The message of a step is sent in the one before it; with tokens, their number is sent in each as well."""
+    """A step's message is sent during the previous step; with "token" each step also sends its number of tokens."""
     topology = Topology(tp, dp=dp, edge_dp=edge_dp)
     others = len(topology.nodes) - 1
     tokens = others if reduction == "token" else 0
@@ -89,11 +89,11 @@ def test_a_step_that_was_announced_is_the_same(
 
 
 def mistaken(how: str) -> list[str]:
-    """What each rank hears when the call that was announced is not the one that is made."""
+    """Return each rank's errors when a call differs from its announcement."""
     topology = Topology([1, 1])
     chunks = toy_chunks(topology)
     first, other, *_ = batches()
-    heard = []
+    errors = []
     with ldt.connect(topology, ranks=range(2)) as mesh:
         pipeline = build(mesh, chunks)
         upcoming: Any = "no list" if how == "bad" else other
@@ -106,10 +106,10 @@ def mistaken(how: str) -> list[str]:
         given = {"batch": first, "bad": upcoming}.get(how, other)
         with pytest.raises((TypeError, ldt.LdtError)) as caught:
             call(given if mesh.is_edge else None)
-        heard.append(str(caught.value))
-        if how == "bad":  # refused before anything was sent: it goes on
+        errors.append(str(caught.value))
+        if how == "bad":  # refused before anything was sent: the mesh stays usable
             step_and_compare(mesh, pipeline, chunks, other)
-    return heard
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def mistaken(how: str) -> list[str]:
         ("bad", "microbatches must be a list of (inputs, target) pairs, got str"),
     ],
 )
-def test_another_call_than_was_announced(pool: RankPool, how: str, sentence: str) -> None:
+def test_a_call_that_differs_from_its_announcement(pool: RankPool, how: str, sentence: str) -> None:
     for (text,) in pool.run(mistaken, how, ranks=range(2)):
         assert sentence in text
 
 
 def same_objects() -> None:
-    """The list may be made anew as long as it holds the same tensors."""
+    """Pass a new list with the same tensors."""
     topology = Topology([1, 1])
     chunks = toy_chunks(topology)
     first, other, *_ = batches()
@@ -140,5 +140,5 @@ def same_objects() -> None:
         assert all(map(torch.equal, result.losses or (), losses))
 
 
-def test_the_list_may_be_made_anew(pool: RankPool) -> None:
+def test_a_new_list_of_the_same_tensors(pool: RankPool) -> None:
     pool.run(same_objects, ranks=range(2))

@@ -1,4 +1,4 @@
-"""The dry check of all boundaries between stages."""
+"""Tests validate(): the check of all stage boundaries on fake tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def valid(tp: list[int], laps: int) -> list[list[str]]:
 
 @pytest.mark.parametrize(("tp", "laps"), [([1, 1, 1], 1), ([1, 2], 2), ([2], 1)])
 def test_what_hops_will_carry(pool: RankPool, tp: list[int], laps: int) -> None:
-    """On every rank; the pipeline then runs as if nothing had been."""
+    """Every rank gets the same specs, and the pipeline then runs as without the check."""
     topology = Topology(tp, laps=laps)
     crossing = [topology.crosses(hop) for hop in range(topology.tail)]
     expected = [
@@ -47,7 +47,7 @@ def test_what_hops_will_carry(pool: RankPool, tp: list[int], laps: int) -> None:
 
 
 class Declaring(ToyChunk):
-    """Says something else than it returns."""
+    """Declares other specs than it returns."""
 
     def __init__(self, rows: int) -> None:
         super().__init__(16)
@@ -58,7 +58,7 @@ class Declaring(ToyChunk):
 
 
 class Reading(ToyChunk):
-    """Cannot run without values, and says what it returns."""
+    """Cannot run without values, and declares what it returns."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1.0 if x.sum().item() < 1e9 else 0.0)
@@ -103,13 +103,13 @@ def checked(kind: str) -> str:
         ("reads", "valid"),
     ],
 )
-def test_a_boundary_that_does_not_fit(pool: RankPool, kind: str, sentence: str) -> None:
+def test_a_boundary_that_does_not_match(pool: RankPool, kind: str, sentence: str) -> None:
     for text in pool.run(checked, kind, ranks=range(3)):
         assert sentence in text
 
 
 class Forgetful(ToyChunk):
-    """Does not say that its output requires a gradient."""
+    """Does not declare that its output requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__(16)
@@ -160,7 +160,7 @@ def blamed(kind: str, validating: bool) -> str:
         ),
     ],
 )
-def test_who_has_to_change_what(
+def test_the_error_names_the_chunk_to_change(
     pool: RankPool, kind: str, sentences: tuple[str, ...], validating: bool
 ) -> None:
     for text in pool.run(blamed, kind, validating, ranks=range(2)):
@@ -169,7 +169,7 @@ def test_who_has_to_change_what(
 
 
 def refused() -> list[Any]:
-    """Bad microbatches are refused as in a step, and the mesh stays usable."""
+    """Pass bad microbatches: refused as in a step, and the mesh stays usable."""
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=range(2)) as mesh:
         pipeline = build(mesh, toy_chunks(topology))
@@ -211,7 +211,7 @@ def test_a_pipeline_without_a_loss(pool: RankPool) -> None:
 
 
 def sharded() -> None:
-    """fully_shard: taken at their word, and not touched."""
+    """Validate chunks in fully_shard, which are skipped."""
     topology = Topology([1, 1], dp=2)
     chunks = [Declaring(0) for _ in range(3)]
     for number, chunk in enumerate(chunks):
@@ -219,10 +219,10 @@ def sharded() -> None:
         for parameter in chunk.parameters():
             nn.init.normal_(parameter)
     with ldt.connect(topology, ranks=range(4)) as mesh:
-        mine = [copy.deepcopy(chunks[index]) for index in topology.chunks_of(mesh.stage)]
-        for module in mine:
+        local = [copy.deepcopy(chunks[index]) for index in topology.chunks_of(mesh.stage)]
+        for module in local:
             fully_shard(module, mesh=mesh.dp_mesh)
-        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
+        pipeline = ldt.Pipeline(local, mesh, loss_fn=toy_loss)
         pipeline.validate(ragged() if mesh.is_edge else None)
         result = pipeline.step(ragged() if mesh.is_edge else None)
         if mesh.is_edge:
@@ -230,5 +230,5 @@ def sharded() -> None:
             torch.testing.assert_close(result.losses, losses)
 
 
-def test_gathered_weights_are_left_alone(pool: RankPool) -> None:
+def test_chunks_in_fully_shard_are_skipped(pool: RankPool) -> None:
     pool.run(sharded, ranks=range(4))
