@@ -1,1 +1,1 @@
-"""Random jobs of a seed against the unsplit model: each ends equal or is refused by name, on every rank."""
+"""Compares random jobs with the unsplit model: each must be equal, or refused with a known error, on every rank."""

@@ -1,4 +1,4 @@
-"""`python -m differential`: random jobs against the unsplit model. `make differential` runs it."""
+"""`python -m differential` compares random jobs with the unsplit model. `make differential` runs it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from differential.shrink import shrink
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if there is a finding, or too many jobs were refused, else 0."""
+    """Return 1 if there is a finding, or too many jobs were refused, otherwise 0."""
     options = _parser().parse_args(arguments)
     seeds = _numbers(options.seeds) if options.seeds else range(options.first, options.first + options.jobs)
     start = time.monotonic()
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = []
     with Machine() as machine:
         for outcome in machine.run(draw(seed, everything=options.everything) for seed in seeds):
-            _tell(outcome, outcomes, machine, options.scripts)
+            _print_finding(outcome, outcomes, machine, options.scripts)
             outcomes.append(outcome)
     text = table(outcomes)
     print(text + f"\n{len(outcomes)} jobs in {time.monotonic() - start:.0f} s")
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.table.parent.mkdir(parents=True, exist_ok=True)
         options.table.write_text(text)
     wrong = complaint(outcomes, options.most_refused)
-    print(wrong or "all is equal or refused by name")
+    print(wrong or "all jobs are equal or refused with a known error")
     return int(bool(wrong))
 
 
@@ -43,8 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m differential", description=__doc__)
     parser.add_argument("--jobs", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: %(default)s)")
-    parser.add_argument("--seeds", help='these instead, such as "17" or "3,5,8-9"')
-    parser.add_argument("--everything", action="store_true", help="also what is switched off as known")
+    parser.add_argument("--seeds", help='run these seeds instead, such as "17" or "3,5,8-9"')
+    parser.add_argument(
+        "--everything", action="store_true", help="include jobs that are switched off as known"
+    )
     parser.add_argument(
         "--most-refused", type=float, default=MOST_REFUSED, help="a share (default: %(default)s)"
     )
@@ -56,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mutants",
         nargs="?",
         const="",
-        help="take out checks of ldt, those with this in their name, one at a time",
+        help="remove checks of ldt one at a time, those with this text in their name",
     )
     return parser
 
@@ -70,8 +72,10 @@ def _try_mutants(options: argparse.Namespace) -> int:
     return int(bool(missed))
 
 
-def _tell(outcome: Outcome, earlier: Sequence[Outcome], machine: Machine, scripts: Path | None) -> None:
-    """Of a finding, and of the first of its family its script."""
+def _print_finding(
+    outcome: Outcome, earlier: Sequence[Outcome], machine: Machine, scripts: Path | None
+) -> None:
+    """Print a finding, and write a script for the first of its family."""
     job, verdict = outcome
     if not verdict.is_finding:
         return
@@ -89,7 +93,7 @@ def _tell(outcome: Outcome, earlier: Sequence[Outcome], machine: Machine, script
 
 
 def _numbers(text: str) -> list[int]:
-    """Those of ranges such as "3,5,8-9"."""
+    """Return the numbers in ranges such as "3,5,8-9"."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

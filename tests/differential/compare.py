@@ -1,4 +1,4 @@
-"""What came of a job: equal, refused by name on every rank, or a finding."""
+"""Judges a job: equal, refused with a known error on every rank, or a finding."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["Verdict", "judge"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind`` is "equal", "refused", "finding", or "invalid", where the unsplit model raises as well.
+    """``kind`` is "equal", "refused", "finding", or "invalid" if the unsplit model raises as well.
 
-    ``name`` says which of its kind, the same for jobs that come to the same; ``text`` has the details.
+    ``name`` identifies the outcome within its kind; ``text`` has the details.
     """
 
     kind: str
@@ -32,12 +32,12 @@ class Verdict:
 
     @property
     def family(self) -> str:
-        """What stays while a job is cut down, whichever of its values is the first to differ."""
+        """The part of the name that stays while a job shrinks, whichever value is the first to differ."""
         return "differs" if self.name.startswith("differs") else self.name
 
 
 def judge(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] | Exception) -> Verdict:
-    """``endings`` are by rank, ``expected`` is the reference's, or what that raised."""
+    """Judge ``endings``, by rank. ``expected`` is the reference's result, or what it raised."""
     raised = [ending.raised for ending in endings]
     if any(raised):
         return _judge_errors(job, raised, expected)
@@ -50,8 +50,8 @@ def judge(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] 
     lines = [
         f"rank {rank}, call {call}: {line}"
         for rank, ending in enumerate(endings)
-        for call, (mine, theirs) in enumerate(zip(ending.records, expected[ending.node], strict=True))
-        for line in differences(job, mine, theirs)
+        for call, (actual, reference) in enumerate(zip(ending.records, expected[ending.node], strict=True))
+        for line in differences(job, actual, reference)
     ]
     if not lines:
         return Verdict("equal", "bit for bit" if exact else "to rounding")
@@ -88,7 +88,7 @@ def _judge_errors(
 
 
 def _together(errors: Sequence[Raised]) -> bool:
-    """Whether all raise in one call, or in the next, if theirs of the first was done before."""
+    """Whether all ranks raise in the same call, or in the next if they had finished it."""
     first = min(error.call for error in errors)
     return all(error.call == first or (error.remote and error.call == first + 1) for error in errors)
 
@@ -98,7 +98,7 @@ def _invalid(error: Exception) -> Verdict:
 
 
 def _kind_of(line: str) -> str:
-    """The name of what differs, without ranks and places."""
+    """Return the name of what differs, without ranks and positions."""
     name = line.split(": ", 1)[1].split(":")[0]
     return _without_numbers(name)
 

@@ -1,4 +1,4 @@
-"""Where the values of a rank differ from the unsplit model's."""
+"""Finds values of a rank that differ from the unsplit model's."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from differential.spec import Job
 
 __all__ = ["differences", "is_exact"]
 
-_RTOL, _ATOL = 1e-8, 1e-11  # of float64, where a sum may be in another order
+_RTOL, _ATOL = 1e-8, 1e-11  # for float64 sums in another order
 _MORE_OUTPUTS = ("Emit", "Branch", "EmitOwn", "KeptOutput", "MovedWeight")
 
 
 def is_exact(job: Job) -> bool:
-    """Whether all sums are in the unsplit model's order."""
+    """Whether all sums are computed in the unsplit model's order."""
     more = sum(item.kind in _MORE_OUTPUTS for chunk in job.chunks for item in chunk)
     reduces = job.reduction == "token" or job.dp > 1
     return not (job.ties or reduces or job.clips or more > 1 or job.has("Alias", "Parallel"))
 
 
-def differences(job: Job, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """A line for each value that is not the unsplit model's."""
+def differences(job: Job, actual: Mapping[str, Any], reference: Mapping[str, Any]) -> list[str]:
+    """Return a line for each value that differs from the unsplit model's."""
     exact = is_exact(job)
-    mine, theirs = _compared(job, mine), _compared(job, theirs)
-    lines = [f"{name}: there is none" for name in theirs.keys() - mine.keys()]
-    lines += [f"{name}: the unsplit model has none" for name in mine.keys() - theirs.keys()]
-    pairs = [(name, mine[name], theirs[name]) for name in mine if name in theirs]
+    actual, reference = _compared(job, actual), _compared(job, reference)
+    lines = [f"{name}: there is none" for name in reference.keys() - actual.keys()]
+    lines += [f"{name}: the unsplit model has none" for name in actual.keys() - reference.keys()]
+    pairs = [(name, actual[name], reference[name]) for name in actual if name in reference]
     return lines + [f"{name}: {line}" for name, got, want in pairs if (line := _difference(got, want, exact))]
 
 
 def _compared(job: Job, record: Mapping[str, Any]) -> dict[str, Any]:
-    """A rank without gradients gives the norm in float32.
+    """Return the values to compare. A rank without gradients has the norm in float32.
 
-    Backwards count twice where a split one runs them twice, and where a hop carries what may require a gradient: that
-    of zeros runs, too.
+    Backwards count twice if a split backward runs them twice, and if a hop carries a tensor that may require a
+    gradient: the backward of zeros runs, too.
     """
     in_doubt = job.plan == "split" or job.has("OddDetach", "LayerDrop")
     other = in_doubt and job.has("Custom", "TensorHook", "ModuleHook")

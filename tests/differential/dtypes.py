@@ -1,4 +1,4 @@
-"""Parts whose weights are of other dtypes than the activations: float32, which autocast makes bfloat16, and complex."""
+"""Parts with weights of other dtypes than the activations: float32, which autocast casts to bfloat16, and complex."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Single(Part):
 
 
 class Complex(Part):
-    """Takes pairs of columns as complex numbers, for a product with a parameter that is complex, too."""
+    """Multiplies pairs of columns, viewed as complex numbers, with a complex parameter."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)

@@ -1,4 +1,4 @@
-"""Parts whose backward is the user's own: custom functions and hooks."""
+"""Parts with a user-defined backward: custom functions and hooks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class _Product(torch.autograd.Function):
-    """``note`` is called with the gradient in each backward."""
+    """Calls ``note`` with the gradient in each backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, note: Any) -> torch.Tensor:
@@ -66,16 +66,16 @@ class _Accumulating(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         if weight.requires_grad:
-            mine = grad.t() @ x
+            update = grad.t() @ x
             if weight.grad is None:
-                weight.grad = mine
+                weight.grad = update
             else:
-                weight.grad += mine
+                weight.grad += update
         return grad @ weight, None
 
 
 class Accumulates(Part):
-    """A custom function that adds to the weight's gradient by itself, as fused kernels do."""
+    """A custom function that accumulates into the weight's gradient itself, as fused kernels do."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -86,7 +86,7 @@ class Accumulates(Part):
 
 
 class Tally(Part):
-    """A custom function that sums up in a buffer what comes back to it."""
+    """A custom function that sums its incoming gradients in a buffer."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -101,7 +101,7 @@ class Tally(Part):
 
 
 class ForwardHook(Part):
-    """A layer with a hook that reads what it returns, or changes it."""
+    """A layer with a forward hook that reads or changes its output."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -167,7 +167,7 @@ class TensorHook(Part):
 
 
 class GradHook(Part):
-    """A hook on a parameter's gradient, before it is accumulated: it scales, or clamps."""
+    """A hook on a parameter's gradient before accumulation that scales or clamps it."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -179,7 +179,7 @@ class GradHook(Part):
 
 
 class PostHook(Part):
-    """A hook that runs once a parameter's gradient is accumulated: it scales it, or sums up what it sees."""
+    """A post-accumulate-grad hook that scales the gradient, or sums the gradients that it sees."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)

@@ -1,4 +1,4 @@
-"""From a seed to a job."""
+"""Draws a random job from a seed."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ _RANDOM = {
     "Dropout",
     "LayerDrop",
     "Checkpointed",
-}  # one chunk of a stage draws, so that its order is that of microbatches
-# The end of a chunk, and the beginning of the next one or of a later one: what meets there seldom by chance.
+}  # only one chunk of a stage draws, so that it draws in the order of microbatches
+# The end of a chunk, and the beginning of a later one: pairs that rarely meet by chance.
 _OVER_A_HOP = (
     ("Alias", "InPlace"),
     ("Alias", "Unused", "InPlace"),
@@ -90,13 +90,13 @@ _OVER_A_HOP = (
     ("Uneven", "Affine"),
 )
 _OPTIMIZERS = ("sgd", "momentum", "adamw", "groups", "adagrad", "rmsprop")
-_FIRST = ("Affine", "Mlp")  # what leaves the edge must not be the sample's own memory
+_FIRST = ("Affine", "Mlp")  # the edge must not send the sample's own memory
 _TRIES = 1000
 Chunks = tuple[tuple[Item, ...], ...]
 
 
 def draw(seed: int, *, everything: bool = False) -> Job:
-    """The job of a seed: the same wherever it is drawn. With ``everything`` also what is known not to work."""
+    """Draw the job of a seed, equal in every process. With ``everything`` also draw what is known not to work."""
     for attempt in range(_TRIES):
         job = _draw(random.Random(f"{seed} {attempt}"), seed)
         if everything or not any(off.holds(job) for off in OFF):
@@ -156,7 +156,7 @@ def _put_over_a_hop(
     topology: Topology,
     draws: dict[int, int],
 ) -> None:
-    """At the end of a chunk and the beginning of a later one; in between nothing but what is said."""
+    """Put a pair of parts at the end of a chunk and the beginning of a later one."""
     first, *between, last = numbers.choice([kinds for kinds in _OVER_A_HOP if len(kinds) <= len(chunks)])
     hop = numbers.randrange(len(chunks) - 1 - len(between))
     numbered = partial(Item, number=numbers.randrange(60))
@@ -174,14 +174,14 @@ def _put_over_a_hop(
 
 
 def _is_static(chunk: tuple[Item, ...]) -> bool:
-    """Whether nothing may come behind it."""
+    """Whether no part may follow."""
     return any(item.kind == "StaticOutput" for item in chunk)
 
 
 def _chunk(numbers: random.Random, index: int, topology: Topology, draws: bool) -> tuple[Item, ...]:
     wanted = numbers.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=numbers.choice([1, 2, 2, 3, 4]))
     kinds = [kind for kind in wanted if _fits(kind, index, topology, draws)]
-    if "StaticOutput" in kinds:  # what came behind it here would keep its memory for the backward
+    if "StaticOutput" in kinds:  # a following part would save its memory for the backward
         kinds = [kind for kind in kinds if kind != "StaticOutput"] + ["StaticOutput"]
     if index == 0:
         kinds.insert(0, numbers.choice(_FIRST))
@@ -210,7 +210,7 @@ def _frozen(numbers: random.Random, topology: Topology) -> tuple[int, ...]:
 
 
 def _ties(numbers: random.Random, topology: Topology, chunks: Chunks) -> tuple[tuple[int, int], ...]:
-    """Mostly of chunks on one stage; behind a StaticOutput no layer may keep what it is given."""
+    """Tie mostly chunks of one stage; after a StaticOutput no layer may keep its input."""
     if numbers.random() > 0.15:
         return ()
     pairs = [(c, c + topology.num_stages) for c in range(topology.num_chunks - topology.num_stages)]

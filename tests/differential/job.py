@@ -1,4 +1,4 @@
-"""Runs jobs on the ranks of a pool and tells how each ended there."""
+"""Runs jobs on the ranks of a pool and reports how each ended."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = ["Ending", "Raised", "run_jobs"]
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception of a rank; ``ours`` says that it is ldt's, ``remote`` that another rank was first."""
+    """An exception of a rank; ``ours`` if ldt raised it, ``remote`` if another rank failed first."""
 
-    call: int  # during which; -1: Pipeline()
+    call: int  # index of the call that raised; -1: Pipeline()
     kind: str
     text: str
     ours: bool
@@ -58,7 +58,7 @@ class Raised:
 
 @dataclass
 class Ending:
-    """How a job ended on a rank: what it ``records`` of each call, and what it ``raised``."""
+    """How a job ended on a rank: the ``records`` of each call, and what it ``raised``."""
 
     node: Node
     records: Records = field(default_factory=list)
@@ -66,7 +66,7 @@ class Ending:
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, mutant: str = "") -> list[Ending]:
-    """All of ``jobs``, which have the same mesh terms, one after the other; with what ``mutant`` takes out missing."""
+    """Run ``jobs``, which have the same mesh config, one after the other, with the ``mutant`` of that name applied."""
     warnings.simplefilter("ignore")
     endings, mesh = [], None
     with applied(mutant) if mutant else nullcontext():
@@ -83,14 +83,14 @@ def run_jobs(jobs: Sequence[Job], folder: Path, mutant: str = "") -> list[Ending
 
 
 def applied(mutant: str) -> AbstractContextManager[None]:
-    """A mutant by name; those are not needed elsewhere."""
+    """Apply a mutant by name. Imports them only when needed."""
     from differential.mutants import MUTANTS
 
     return next(known for known in MUTANTS if known.name == mutant).applied()
 
 
 def connect(job: Job) -> ldt.Mesh:
-    """The mesh of a job; failures are noticed soon."""
+    """Connect the mesh of a job, with short timeouts."""
     limit = timedelta(seconds=20)
     return ldt.connect(
         job.topology,
@@ -103,7 +103,7 @@ def connect(job: Job) -> ldt.Mesh:
 
 
 def run_job(mesh: ldt.Mesh, job: Job, folder: Path) -> Ending:
-    """Whatever it raises is in the ending."""
+    """Run a job; an exception goes into the ending."""
     rank = _Rank(mesh, job, folder / f"job-{job.seed}")
     ending = Ending(mesh.node, rank.records)
     try:
@@ -137,7 +137,7 @@ class _Rank:
             record = getattr(self, f"_{call.kind}")(call)
             self._set_modes(training=True)
             self.records.append(record | values_of(self.modules, gradients=False, group=self.group))
-        mesh.control.all_gather(None)  # nobody is done before all are
+        mesh.control.all_gather(None)  # barrier
         self.records.append({"the next random numbers": next_random_numbers()})
 
     def _build(self, variation: int) -> None:
@@ -146,13 +146,13 @@ class _Rank:
         for part in chain(*(chunk.modules() for chunk in chunks)):
             if hasattr(part, "be_on"):
                 part.be_on(mesh.tp_rank, job.topology.tp[mesh.stage], self.group)
-        mine = {index: chunks[index] for index in job.topology.chunks_of(mesh.stage)}
+        local = {index: chunks[index] for index in job.topology.chunks_of(mesh.stage)}
         loss = Loss(job) if mesh.is_edge else None
-        self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in mine.items()}
+        self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in local.items()}
         if loss is not None:
             self.modules["loss"] = loss
         self.pipeline = ldt.Pipeline(
-            list(map(self._wrapped, mine.values())),
+            list(map(self._wrapped, local.values())),
             mesh,
             loss_fn=loss,
             loss_reduction=job.reduction,
@@ -163,10 +163,10 @@ class _Rank:
         )
         self.optimizer = make_optimizer(job, self.pipeline.parameters())
         nothing = nn.Parameter(torch.zeros(()))
-        self.scaled = self.optimizer or torch.optim.SGD([nothing])  # each rank has as many as the others
+        self.scaled = self.optimizer or torch.optim.SGD([nothing])  # each rank has equally many optimizers
 
     def _wrapped(self, chunk: nn.Module) -> nn.Module:
-        """In DistributedDataParallel, if that has something to do."""
+        """Wrap in DistributedDataParallel if there are several replicas and parameters."""
         trains = any(parameter.requires_grad for parameter in chunk.parameters())
         if not (self.job.wraps and trains and self.mesh.dp_group is not None):
             return chunk
@@ -241,7 +241,7 @@ class _Rank:
 
 
 class _Planner:
-    """Plans for costs that are drawn, the same on all ranks."""
+    """Plans with random costs, equal on all ranks."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -259,7 +259,7 @@ class _Planner:
 
 
 def _anywhere(raised: bool) -> bool:
-    """Whether a job raised on any rank."""
+    """Whether a job raised on some rank."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return raised
     answers: list[Any] = [None] * dist.get_world_size()

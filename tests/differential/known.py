@@ -1,4 +1,4 @@
-"""What is switched off in the grammar, and which refusals are right: data, each with its reason."""
+"""Lists what the grammar does not draw, and which refusals are correct, each with its reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MUST_REFUSE", "OFF", "REFUSALS", "Off", "Refusal"]
 
 @dataclass(frozen=True)
 class Off:
-    """Jobs that are not drawn, as ``reason`` is known."""
+    """Jobs that are not drawn, for a known ``reason``."""
 
     reason: str
     holds: Callable[[Job], bool]
@@ -21,7 +21,7 @@ class Off:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error whose text has ``pattern`` is right for jobs for which it ``holds``."""
+    """An error whose text matches ``pattern`` is correct for jobs for which it ``holds``."""
 
     name: str
     pattern: str
@@ -48,7 +48,7 @@ def _frozen_notes(job: Job) -> bool:
 
 
 def trains_apart(job: Job) -> bool:
-    """Whether a layer that trains is shared by chunks of two stages, or is two that have one name."""
+    """Whether a trained layer is shared by chunks of two stages, or two trained layers have one name."""
     stages = job.topology.num_stages
     seen = not job.torn or job.names
     return any(
@@ -64,7 +64,7 @@ def _differs_over_a_stage(job: Job) -> bool:
 
 
 def _begins_unequal(job: Job) -> bool:
-    """Whether ranks that should hold the same weights hold some, and others."""
+    """Whether ranks that should hold equal weights hold different ones."""
     return job.begin == "unequal" and any(
         {item.kind for item in chunk} - _WITHOUT_WEIGHTS and len(job.topology.ranks_of_stage(stage)) > 1
         for index, chunk in enumerate(job.chunks)
@@ -77,12 +77,12 @@ def _reduces(job: Job) -> bool:
 
 
 def _sums_otherwise(job: Job) -> bool:
-    """Whether gradients of layers in float32 are summed in another order, which would show in all that follows."""
+    """Whether float32 gradients are summed in another order, which would change all later values."""
     return job.has("Single") and bool(job.ties or job.clips or job.has("Parallel") or _reduces(job))
 
 
 def _hooks_too_soon(job: Job) -> bool:
-    """Whether a hook on a parameter's gradient would see one that is not complete."""
+    """Whether a hook on a parameter's gradient would see an incomplete gradient."""
     topology = job.topology
     return any(
         item.kind in ("GradHook", "PostHook")
@@ -106,7 +106,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda job: _splits(job) and _has_reentrant(job),
     ),
     Refusal(
-        "a reentrant checkpoint behind a graph that is cut",
+        "a reentrant checkpoint after a detached graph",
         "requires no gradient, but was agreed as .* with use_reentrant=True",
         lambda job: _has_reentrant(job) and (job.has("Detach", "OddDetach", "LayerDrop") or bool(job.frozen)),
     ),
@@ -116,7 +116,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda job: _splits(job) and job.has("Tally"),
     ),
     Refusal(
-        "in-place work on what a graph saved",  # legal in the unsplit model if no gradient comes to what saved it
+        "in-place work on what a graph saved",  # legal in the unsplit model if the op that saved it gets no gradient
         "changes input . in place, and on the rank of chunk . something else refers to the memory",
         lambda job: job.has("InPlace"),
     ),
@@ -126,21 +126,21 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda job: bool(job.torn) and job.names,
     ),
     Refusal(
-        "a loss that is cut off from the model",
+        "a loss that is detached from the model",
         "does not require a gradient although the output of the model does",
         lambda job: job.has("Detach", "OddDetach", "LayerDrop") or bool(job.frozen),
     ),
 )
 
-# Jobs that cannot be right: whatever they end with but a refusal is a finding.
+# Jobs that must be refused: any other outcome is a finding.
 MUST_REFUSE: tuple[Refusal, ...] = (
     Refusal(
-        "a layer that is on two stages, or two",
+        "a layer that is on two stages, or split into two",
         "two stages hold it, and their copies would diverge|copy split it into two tensors",
         trains_apart,
     ),
     Refusal(
-        "a loss with what is no parameter",
+        "a loss with a trained tensor that is no parameter",
         "loss_fn uses a tensor of shape .* that requires a gradient",
         lambda job: job.loss == "Hidden" and _reduces(job),
     ),
@@ -149,32 +149,34 @@ MUST_REFUSE: tuple[Refusal, ...] = (
     ),
     Refusal("hooks on gradients that change later", "has a hook on its gradient", _hooks_too_soon),
     Refusal(
-        "ranks that hold the same begin unequal", "train one model and must begin equal", _begins_unequal
+        "ranks of a stage begin with different weights",
+        "train one model and must begin equal",
+        _begins_unequal,
     ),
 )
 
 OFF: tuple[Off, ...] = (
     Off(
-        "a layer on two stages that begins otherwise",
+        "a layer on two stages with different initial weights",
         lambda job: trains_apart(job) and job.begin != "equal",
     ),
     Off(
-        "a layer without a name on two stages that is trained later, when the rest of the model is gone",
+        "an unnamed layer on two stages that is unfrozen after the rest of the model was freed",
         lambda job: (
             bool(job.ties and job.frozen and not job.names) and any(call.kind == "thaw" for call in job.calls)
         ),
     ),
     Off(
-        "modules that are cut or wrapped begin equal",
+        "sharded or wrapped modules with different initial weights",
         lambda job: job.begin != "equal" and (job.wraps or job.has("Parallel")),
     ),
     Off(
-        "frozen functions that note their backwards, behind a graph that a count or a hook may cut",
+        "frozen functions that count their backwards, after a graph that a counter or a hook may detach",
         lambda job: job.has("OddDetach", "LayerDrop", "ForwardHook", "ModuleHook") and _frozen_notes(job),
     ),
     Off("float32 in another order", _sums_otherwise),
     Off(
-        "ranks of a stage may differ where each sends its own",
+        "ranks of a stage that may differ, as each sends its own tensor",
         lambda job: job.has("Uneven") and job.transfer in ("direct", "auto"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Parts that compute: layers, parameters that meet activations in every way, views, work in place, checkpoints."""
+"""Parts that compute: layers, parameters, views, in-place operations, checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Extras = list[torch.Tensor]
 
 
 class Part(nn.Module):
-    """Takes and returns [rows, width] and the tensors that travel beside it. In float64, weights drawn on the CPU."""
+    """Takes and returns [rows, width] in float64, and side tensors. Weights are drawn on the CPU."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Part(nn.Module):
         return x, extras
 
     def record(self) -> list[float]:
-        """What it has counted, to be compared."""
+        """Return its counters, to be compared."""
         return []
 
     def weight(self, *shape: int) -> nn.Parameter:
@@ -70,7 +70,7 @@ class Mlp(Part):
 
 
 class Scale(Part):
-    """A product with a vector, or with one whose gradient is exactly zero."""
+    """Multiplies with a vector, or with one whose gradient is exactly zero."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -81,12 +81,12 @@ class Scale(Part):
 
 
 class Position(Part):
-    """Adds a parameter under a view: with one row autograd gives ``.grad`` the memory of the gradient under way."""
+    """Adds a view of a parameter: with one row, ``.grad`` shares memory with the incoming gradient."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
         self.way = number % 5
-        self.place = self.weight(width, 1) if self.way == 4 else self.weight(width)
+        self.position = self.weight(width, 1) if self.way == 4 else self.weight(width)
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         ways = (
@@ -96,11 +96,11 @@ class Position(Part):
             lambda p: p[None, :],
             lambda p: p.t(),
         )
-        return x + ways[self.way](self.place), extras
+        return x + ways[self.way](self.position), extras
 
 
 class Views(Part):
-    """The same numbers in another layout."""
+    """Returns the same values in another layout."""
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         rows, width = x.shape
@@ -118,7 +118,7 @@ class Views(Part):
 
 
 class InPlace(Part):
-    """Changes what it is given, or a part or a view of it."""
+    """Modifies its input in place, or a part or a view of it."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -140,7 +140,7 @@ class InPlace(Part):
 
 
 class Twice(Part):
-    """One layer that is used two times."""
+    """Applies one layer twice."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -151,7 +151,7 @@ class Twice(Part):
 
 
 class Checkpointed(Part):
-    """A block that torch.utils.checkpoint runs again in the backward, in both of its kinds, also with dropout."""
+    """A block that torch.utils.checkpoint recomputes in the backward: reentrant or not, with and without dropout."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)

@@ -1,4 +1,4 @@
-"""Runs jobs in pools of ranks, many on one mesh, and judges them against the unsplit model."""
+"""Runs jobs in pools of ranks, many on one mesh, and compares them with the unsplit model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BASE_SECONDS, _JOB_SECONDS = 30.0, 3.0  # a batch's deadline; a single job's is
 
 
 class Outcome(NamedTuple):
-    """What came of a job."""
+    """A job and its verdict."""
 
     job: Job
     verdict: Verdict
@@ -50,14 +50,14 @@ class Machine:
         self._open.close()
 
     def run(self, jobs: Iterable[Job], mutant: str = "") -> Iterator[Outcome]:
-        """The outcomes of all jobs, those of one mesh together. With the ``mutant`` of that name in the ranks."""
-        ordered = sorted(jobs, key=lambda job: repr(job.mesh_terms))
-        for _, alike in groupby(ordered, key=lambda job: job.mesh_terms):
+        """Return the outcomes of all jobs, grouped by mesh, with the ``mutant`` of that name applied in the ranks."""
+        ordered = sorted(jobs, key=lambda job: repr(job.mesh_config))
+        for _, alike in groupby(ordered, key=lambda job: job.mesh_config):
             while batch := list(islice(alike, _BATCH)):
                 yield from self._run_batch(batch, mutant)
 
     def run_one(self, job: Job) -> Verdict:
-        """What comes of one job alone."""
+        """Run one job alone."""
         return next(self._run_batch([job])).verdict
 
     def _run_batch(self, jobs: Sequence[Job], mutant: str = "") -> Iterator[Outcome]:
@@ -73,7 +73,7 @@ class Machine:
     def _run_apart(
         self, jobs: Sequence[Job], expected: Sequence[Any], error: RankError, mutant: str
     ) -> Iterator[Outcome]:
-        """After a hang or a crash: which job it was."""
+        """Run the jobs one by one after a hang or a crash, to find the one that caused it."""
         if len(jobs) == 1:
             late = "were not done after" in str(error)
             name = "a rank hangs" if late else "a rank dies or cannot connect"
@@ -98,7 +98,7 @@ class Machine:
 
 
 def _expected(job: Job) -> Any:
-    """The reference's records, or what it raises."""
+    """Return the reference's records, or the exception that it raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,4 +1,4 @@
-"""Chunks, loss, optimizer and samples of a job: equal wherever they are made."""
+"""Builds the chunks, loss, optimizer and samples of a job, equal in every process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from differential import beside, dtypes, functions, layers, ranks, stateful
+from differential import dtypes, functions, layers, ranks, side_tensors, stateful
 from differential.ranks import whole_of
 from differential.spec import Item, Job
 
@@ -30,16 +30,16 @@ __all__ = [
 WIDTH = 4
 PARTS = {
     name: getattr(module, name)
-    for module in (layers, beside, stateful, functions, dtypes, ranks)
+    for module in (layers, side_tensors, stateful, functions, dtypes, ranks)
     for name in module.__all__
     if name != "Part"
 }
-ON_EVERY_STAGE = ("attention_mask",)  # of inputs by name; the others are for the edge alone
+ON_EVERY_STAGE = ("attention_mask",)  # keyword inputs; the others stay on the edge
 Microbatches = list[tuple[Any, torch.Tensor]]
 
 
 class Chunk(nn.Module):
-    """Parts one after the other, and behind them a layer that another chunk may have as well."""
+    """Runs parts in sequence, then a layer that another chunk may share."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class Chunk(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        *beside: torch.Tensor,
+        *side_tensors: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         gain: float = 1.0,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        extras = list(beside)
+        extras = list(side_tensors)
         if attention_mask is not None:
             x = gain * torch.where(attention_mask, x, 0.5 * x)
         for part in self.parts:
@@ -63,12 +63,12 @@ class Chunk(nn.Module):
         return (x, *extras) if extras else x
 
     def record(self) -> list[float]:
-        """What its parts have counted."""
+        """Return the counters of its parts."""
         return [number for part in self.parts for number in part.record()]
 
 
 class NamedChunk(Chunk):
-    """One that knows what its tensors are called in the whole model."""
+    """A chunk that provides its names in the whole model."""
 
     def __init__(self, parts: Iterable[nn.Module], index: int) -> None:
         super().__init__(parts)
@@ -79,7 +79,7 @@ class NamedChunk(Chunk):
 
 
 class Loss(nn.Module):
-    """Squared errors, their mean, or with "token" their sum over columns and the number of rows."""
+    """Mean squared error, or with "token" the sum over columns and the number of rows."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Loss(nn.Module):
 
 
 def build(job: Job, variation: int = 0) -> list[Chunk]:
-    """All chunks of the model, with weights that ``variation`` changes."""
+    """Build all chunks of the model; ``variation`` changes the weights."""
     with torch.random.fork_rng(devices=[]):
         every = [
             [_part(item, job.seed, index, variation) for item in items]
@@ -122,31 +122,31 @@ def build(job: Job, variation: int = 0) -> list[Chunk]:
 
 
 def make_optimizer(job: Job, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer | None:
-    """None where there is nothing to train.
+    """Return an optimizer; None if there is nothing to train.
 
-    A large eps: where the true gradient is zero, a sum in another order must not become a step.
+    eps is large, so that rounding does not become a step where the true gradient is zero.
     """
-    mine = list(parameters)
-    if not mine:
+    params = list(parameters)
+    if not params:
         return None
     match job.optimizer:
         case "adamw":
-            return torch.optim.AdamW(mine, lr=0.01, eps=1e-3, weight_decay=0.1)
+            return torch.optim.AdamW(params, lr=0.01, eps=1e-3, weight_decay=0.1)
         case "groups":
             groups = [
-                {"params": [p for p in mine if p.dim() > 1], "weight_decay": 0.1},
-                {"params": [p for p in mine if p.dim() <= 1], "lr": 0.02, "betas": (0.8, 0.9)},
+                {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+                {"params": [p for p in params if p.dim() <= 1], "lr": 0.02, "betas": (0.8, 0.9)},
             ]
             return torch.optim.AdamW(groups, lr=0.01, eps=1e-3, weight_decay=0.0, amsgrad=True)
         case "adagrad":
-            return torch.optim.Adagrad(mine, lr=0.02, eps=1e-3)
+            return torch.optim.Adagrad(params, lr=0.02, eps=1e-3)
         case "rmsprop":
-            return torch.optim.RMSprop(mine, lr=0.005, eps=1e-3, momentum=0.5, centered=True)
-    return torch.optim.SGD(mine, lr=0.05, momentum=0.9 if job.optimizer == "momentum" else 0.0)
+            return torch.optim.RMSprop(params, lr=0.005, eps=1e-3, momentum=0.5, centered=True)
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9 if job.optimizer == "momentum" else 0.0)
 
 
 def microbatches(job: Job, call: int, replica: int) -> Microbatches:
-    """Those of an edge replica for a call."""
+    """Return the microbatches of an edge replica for a call."""
     generator = torch.Generator().manual_seed(_number(job.seed, call, replica))
     shapes = ((2, rows, WIDTH) for rows in job.calls[call].batches)
     pairs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -162,7 +162,7 @@ def microbatches(job: Job, call: int, replica: int) -> Microbatches:
 
 
 def seed_everything(seed: int) -> None:
-    """Torch's, Python's and NumPy's random numbers."""
+    """Seed the generators of PyTorch, Python and NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -171,29 +171,29 @@ def seed_everything(seed: int) -> None:
 def values_of(
     chunks: Mapping[str, nn.Module], gradients: bool, group: Any = None
 ) -> dict[str, torch.Tensor | None]:
-    """Copies of gradients, or of parameters, buffers and records, by the chunk's name and theirs in it.
+    """Copy gradients, or parameters, buffers and records, by the chunk's name and theirs in it.
 
-    What the ranks of a stage have parts of is gathered in ``group``.
+    Sharded tensors are gathered in ``group``.
     """
     found: dict[str, torch.Tensor | None] = {}
-    for place, chunk in chunks.items():
+    for label, chunk in chunks.items():
         for name, parameter in chunk.named_parameters():
             grad = parameter.grad
             if gradients:
                 whole = None if grad is None else whole_of(parameter, grad, group).clone()
-                found[f"gradient of {place}.{name}"] = whole
+                found[f"gradient of {label}.{name}"] = whole
             else:
                 whole = whole_of(parameter, parameter.detach(), group)
-                found[f"parameter {place}.{name}"] = whole.clone()
+                found[f"parameter {label}.{name}"] = whole.clone()
         if not gradients:
-            found |= {f"buffer {place}.{name}": buffer.clone() for name, buffer in chunk.named_buffers()}
+            found |= {f"buffer {label}.{name}": buffer.clone() for name, buffer in chunk.named_buffers()}
             if isinstance(chunk, Chunk):
-                found[f"what {place} counted"] = torch.tensor(chunk.record(), dtype=torch.float64)
+                found[f"what {label} counted"] = torch.tensor(chunk.record(), dtype=torch.float64)
     return found
 
 
 def next_random_numbers() -> torch.Tensor:
-    """Of each generator: they tell who has drawn."""
+    """Draw from each generator: the numbers show which rank has drawn before."""
     return torch.tensor([random.random(), float(np.random.rand()), float(torch.rand(()))])
 
 

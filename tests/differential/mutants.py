@@ -1,4 +1,4 @@
-"""What is taken out of ldt, and for which jobs that must be found: data for ``differential.mutation``."""
+"""Lists the checks to remove from ldt, with the jobs that must reveal each: data for ``differential.mutation``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MUTANTS"]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Instead of a check."""
+    """Replaces a check."""
 
 
 def _leaves_shared_memory(job: Job) -> bool:
@@ -25,20 +25,20 @@ def _changes_gradients(job: Job) -> bool:
 
 
 def _has_gradients_in_one(job: Job) -> bool:
-    """Whether the gradient of one row may become that of two parameters, and PyTorch adds nothing to it."""
+    """Whether two parameters may share one gradient tensor, to which PyTorch adds nothing."""
     twice = any(sum(item.kind == "Position" for item in chunk_runner) > 1 for chunk in job.chunks)
     return twice and any(call.kind == "step" and call.batches == (1,) for call in job.calls[:1])
 
 
 _UNDER_WAY: tuple[Mutant, ...] = (
     Mutant(
-        "what leaves keeps its memory",
+        "sent tensors keep their memory",
         ("ldt.runtime.execution.executor:own_memory",),
         lambda tensors, always=(): [],
         _leaves_shared_memory,
     ),
     Mutant(
-        "what leaves keeps its memory, and versions are not compared",
+        "sent tensors keep their memory, and versions are not compared",
         ("ldt.runtime.execution.executor:own_memory", "ldt.runtime.execution.in_flight:InFlightTensors.end"),
         lambda *args: [],
         _leaves_shared_memory,
@@ -50,31 +50,31 @@ _UNDER_WAY: tuple[Mutant, ...] = (
         lambda job: job.has("MovedWeight") and any(call.kind == "eval" for call in job.calls),
     ),
     Mutant(
-        "gradients that are one in memory stay so",
+        "gradients may share memory",
         ("ldt.runtime.execution.grad_memory:GradMemory.separate",),
         lambda *args: [],
         lambda job: _has_gradients_in_one(job) and (job.clips or job.scales or _changes_gradients(job)),
     ),
     Mutant(
-        "elements that are one in memory are not told",
+        "overlapping elements are not published",
         ("ldt.runtime.execution.executor:self_overlapping",),
         lambda tensors: [],
         lambda job: job.has("InPlace") and job.has("Views"),
     ),
     Mutant(
-        "work in place on an input is not told",
+        "in-place changes of an input are not published",
         ("ldt.runtime.execution.aliasing:Aliasing.changes",),
         _nothing,
         lambda job: job.has("InPlace"),
     ),
     Mutant(
-        "outputs that share memory are not told",
+        "outputs that share memory are not published",
         ("ldt.runtime.execution.aliasing:Aliasing.shares",),
         _nothing,
         lambda job: job.has("InPlace"),
     ),
     Mutant(
-        "inputs that are passed on are not told",
+        "inputs that are passed on are not published",
         ("ldt.runtime.execution.aliasing:Aliasing.passes",),
         _nothing,
         lambda job: job.has("InPlace") and job.has("Alias") and len(job.chunks) > 2,
@@ -89,37 +89,37 @@ _WEIGHTS: tuple[Mutant, ...] = (
         lambda job: job.begin == "unequal",
     ),
     Mutant(
-        "of weights of ranks only shapes are compared",
+        "only shapes of weights are compared",
         ("ldt.runtime.model.initial_weights:digests",),
         lambda tensors: [""] * len(tensors),
         lambda job: job.begin == "unequal",
     ),
     Mutant(
-        "weights of the first rank are not sent",
+        "weights of the first rank are not broadcast",
         ("ldt.runtime.model.initial_weights:Weights.send",),
         _nothing,
         lambda job: job.begin == "synced",
     ),
     Mutant(
-        "what stages share is not looked for",
+        "ties between stages are not checked",
         ("ldt.runtime.model.ties:Ties.compare",),
         _nothing,
         lambda job: bool(job.ties),
     ),
     Mutant(
-        "what stages share is known by its name alone",
+        "ties are detected by name only",
         ("ldt.runtime.model.ties:content_digest",),
         _nothing,
         lambda job: bool(job.ties) and not job.names and not job.torn,
     ),
     Mutant(
-        "what stages share is known by its values alone",
+        "ties are detected by values only",
         ("ldt.runtime.model.ties:_name_mark",),
         _nothing,
         lambda job: bool(job.ties) and job.names and job.torn == "other",
     ),
     Mutant(
-        "buffers of replicas are not sent",
+        "buffers of replicas are not broadcast",
         ("ldt.runtime.model.buffer_sync:BufferSync.run",),
         _nothing,
         lambda job: job.dp > 1 and job.has("RunningMean", "KeptOutput") and job.shares_buffers,
@@ -131,13 +131,13 @@ _WEIGHTS: tuple[Mutant, ...] = (
         lambda job: job.has("Uneven"),
     ),
     Mutant(
-        "parts of a stage's ranks are no parts in the norm",
+        "tensor-parallel shards are not sharded in the norm",
         ("ldt.train.grad_norm:is_tensor_parallel",),
         lambda tensor: False,
         lambda job: job.has("Parallel") and job.clips and max(job.tp) > 1,
     ),
     Mutant(
-        "parts of a stage's ranks are no parts in a checkpoint",
+        "tensor-parallel shards are not sharded in a checkpoint",
         ("ldt.train.checkpoint.tensor_parallel:is_tensor_parallel",),
         lambda tensor: False,
         lambda job: (
@@ -157,7 +157,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
         lambda job: job.loss == "Weighted",
     ),
     Mutant(
-        "what the loss trains besides is not looked for",
+        "unknown trained tensors of the loss are not checked",
         ("ldt.runtime.execution.loss:check_trained_leaves",),
         _nothing,
         lambda job: job.loss == "Hidden" and _changes_gradients(job),

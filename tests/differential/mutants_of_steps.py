@@ -1,4 +1,4 @@
-"""What is taken out of gradients and of dry runs."""
+"""Lists the checks to remove from gradients and dry runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DRY_RUN", "GRADIENTS"]
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Instead of a check."""
+    """Replaces a check."""
 
 
 def _no_context(*args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def _changes_gradients(job: Job) -> bool:
 
 
 def _zeros_for_absent(specs: Any, arrived: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Whatever comes is a gradient."""
+    """Treat every arriving tensor as a gradient."""
     marked = absent_grads.unpack_grads(specs, arrived)
     grads = iter(arrived)
     coming = [next(grads) if spec.requires_grad and spec.used is not False else None for spec in specs]
@@ -44,7 +44,7 @@ def _with_plain_objects(copies: Any, value: Any) -> Any:
 _copy_of = fake_module.FakeCopies.copy_of
 GRADIENTS: tuple[Mutant, ...] = (
     Mutant(
-        "tokens do not count",
+        "gradients are not divided by tokens",
         ("ldt.runtime.execution.loss:TokenScale.finish",),
         _nothing,
         lambda job: job.reduction == "token",
@@ -62,13 +62,13 @@ GRADIENTS: tuple[Mutant, ...] = (
         lambda job: any(not call.updates for call in job.calls) and _changes_gradients(job),
     ),
     Mutant(
-        "infinite gradients are not told to other stages",
+        "infinite gradients are not shared between stages",
         ("ldt.train.grad_scaler:GradScaler._unscale_grads_",),
         torch.amp.GradScaler._unscale_grads_,
         lambda job: any(call.overflows for call in job.calls) and not job.has("Complex"),
     ),
     Mutant(
-        "hooks on gradients are not looked for",
+        "hooks on gradients are not checked",
         ("ldt.runtime.pipeline_setup:check_gradients", "ldt.runtime.pipeline:check_gradients"),
         _nothing,
         lambda job: job.has("GradHook", "PostHook") and _changes_gradients(job),
@@ -80,19 +80,19 @@ GRADIENTS: tuple[Mutant, ...] = (
         lambda job: job.has("LayerDrop", "OddDetach", "Detach", "Drop"),
     ),
     Mutant(
-        "all that crosses is taken for used",
+        "all sent tensors count as used",
         ("ldt.runtime.step.shape_cache:used",),
         lambda inputs, outputs, reaches: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
     Mutant(
-        "all that crosses is taken for used, and absent gradients are not counted",
+        "all sent tensors count as used, and absent gradients are not counted",
         ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:AbsentGrads.check"),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
     Mutant(
-        "functions that accumulate by themselves run twice",
+        "functions that accumulate gradients themselves run twice",
         ("ldt.runtime.execution.side_effects:PartWatch.watch_node",),
         _nothing,
         lambda job: job.has("Accumulates") and job.plan == "split",
@@ -104,7 +104,7 @@ GRADIENTS: tuple[Mutant, ...] = (
         lambda job: job.has("Tally") and job.plan == "split",
     ),
     Mutant(
-        "what hooks return the second time is taken",
+        "the second result of a hook is used",
         ("ldt.runtime.execution.split_backward:_replace_with",),
         _nothing,
         lambda job: job.has("TensorHook") and job.plan == "split",
@@ -119,25 +119,25 @@ GRADIENTS: tuple[Mutant, ...] = (
 
 DRY_RUN: tuple[Mutant, ...] = (
     Mutant(
-        "what a dry run had requires a gradient, and no more",
+        "only outputs that require a gradient in the dry run may require one",
         ("ldt.runtime.dry_run.grad_flow:DryRun.may_require_grad",),
         lambda run, outputs: [output.requires_grad for output in outputs],
         lambda job: job.has("LayerDrop") and job.has("Detach"),
     ),
     Mutant(
-        "a dry run took all ways",
+        "a dry run takes all branches",
         ("ldt.runtime.dry_run.grad_flow:DryRun._is_whole",),
         lambda run, outputs: True,
         lambda job: job.has("LayerDrop", "OddDetach"),
     ),
     Mutant(
-        "a dry run moves random generators",
+        "a dry run advances random generators",
         ("ldt.runtime.dry_run.isolation:_random_states",),
         _no_context,
         lambda job: job.has("LayerDrop"),
     ),
     Mutant(
-        "a dry run leaves globals behind",
+        "a dry run does not restore globals",
         ("ldt.runtime.dry_run.isolation:_Snapshot.restore",),
         _nothing,
         lambda job: job.has("Cache"),
@@ -149,7 +149,7 @@ DRY_RUN: tuple[Mutant, ...] = (
         lambda job: job.autocasts and job.has("Single"),
     ),
     Mutant(
-        "a dry run has plain objects in common",
+        "a dry run shares plain objects",
         ("ldt.runtime.dry_run.fake_module:FakeCopies.copy_of",),
         _with_plain_objects,
         lambda job: job.has("Memory", "Cache", "RunningMean", "ForwardHook"),
@@ -161,7 +161,7 @@ DRY_RUN: tuple[Mutant, ...] = (
         lambda job: job.has("ForwardHook"),
     ),
     Mutant(
-        "state that decides is not seen",
+        "changed state is not detected",
         ("ldt.runtime.dry_run.fake_module:FakeCopies.state_changed",),
         lambda copies: False,
         lambda job: job.has("LayerDrop", "OddDetach"),

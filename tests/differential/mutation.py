@@ -1,4 +1,4 @@
-"""Takes checks of ldt out, one at a time, and looks whether the machine finds each of them missing."""
+"""Removes checks of ldt one at a time, and tests that the machine reveals each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from differential.grammar import draw
 from differential.machine import Machine
 from differential.spec import Job
 
-__all__ = ["Mutant", "found", "table_of"]
+__all__ = ["Mutant", "resolve", "table_of"]
 
 _TRIED = 60  # jobs for each mutant
 _AT_ONCE = 6
@@ -24,7 +24,7 @@ _AT_ONCE = 6
 
 @dataclass(frozen=True)
 class Mutant:
-    """Its ``targets``, each as "module:name.name", become ``replacement``; jobs for which it ``holds`` are tried."""
+    """Replaces its ``targets``, each a "module:name.name", by ``replacement``; tried on jobs for which it ``holds``."""
 
     name: str
     targets: tuple[str, ...]
@@ -33,23 +33,23 @@ class Mutant:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """In this process, for a while."""
+        """Apply the mutant in this process."""
         with ExitStack() as patches:
             for target in self.targets:
-                owner, name = found(target)
+                owner, name = resolve(target)
                 patches.enter_context(patch.object(owner, name, self.replacement))
             yield
 
 
-def found(target: str) -> tuple[Any, str]:
-    """Where it stands, and its name there."""
+def resolve(target: str) -> tuple[Any, str]:
+    """Return the owner of the target, and its name there."""
     module, names = target.split(":")
     *path, last = names.split(".")
     return reduce(getattr, path, importlib.import_module(module)), last
 
 
 def first_found(mutant: Mutant, machine: Machine, seeds: Iterable[int]) -> tuple[Job, Verdict] | None:
-    """The first job that shows that it is missing, of those that are tried."""
+    """Return the first job that reveals the mutant, of those that are tried."""
     drawn = (job for job in map(draw, seeds) if mutant.holds(job))
     jobs = list(islice(drawn, _TRIED))
     while jobs:
@@ -63,8 +63,8 @@ def first_found(mutant: Mutant, machine: Machine, seeds: Iterable[int]) -> tuple
 def table_of(
     mutants: Sequence[Mutant], machine: Machine, first: int = 0, names: str = ""
 ) -> tuple[str, list[str]]:
-    """A row for each of ``mutants`` whose name has ``names``, in Markdown, and the names of those not found."""
-    rows = ["| taken out | found by seed | as |", "| --- | ---: | --- |"]
+    """Return a Markdown row for each mutant whose name contains ``names``, and the names of those not revealed."""
+    rows = ["| removed | revealed by seed | as |", "| --- | ---: | --- |"]
     missed = []
     for mutant in mutants:
         if names not in mutant.name:

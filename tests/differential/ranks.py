@@ -1,4 +1,4 @@
-"""Parts that know which rank of its stage they run on."""
+"""Parts whose behavior depends on the rank within the stage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Parallel", "Uneven"]
 
 
 class Uneven(Part):
-    """Differs between the ranks of a stage, as layers do that keep a part of the sequence each."""
+    """Differs between the ranks of a stage, like layers that keep a part of the sequence each."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
         self.rank = 0
 
     def be_on(self, rank: int, size: int, group: Any) -> None:
-        """Told by who builds it there."""
+        """Set the rank. Called by the builder."""
         self.rank = rank
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
@@ -56,7 +56,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Parallel(Part):
-    """Two layers of which each rank of a stage has a part of the hidden units, cut as Megatron's layers cut theirs."""
+    """Two layers whose hidden units are split over the ranks of a stage, as in Megatron-LM."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -64,7 +64,7 @@ class Parallel(Part):
         self.group: Any = None
 
     def be_on(self, rank: int, size: int, group: Any) -> None:
-        """Cut, if there is more than one."""
+        """Shard the layers if there is more than one rank."""
         if size == 1:
             return
         self.group = group
@@ -81,7 +81,7 @@ class Parallel(Part):
 
 
 def whole_of(parameter: torch.Tensor, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """``tensor``, the value or gradient of ``parameter``, with the parts of all ranks of the stage."""
+    """Gather ``tensor``, the value or gradient of ``parameter``, from all ranks of the stage."""
     if not getattr(parameter, "tensor_model_parallel", False):
         return tensor
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]

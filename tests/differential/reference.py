@@ -1,6 +1,6 @@
-"""What a job must come to: the unsplit model in one process, all microbatches one after the other.
+"""Computes the expected result of a job: the unsplit model in one process, microbatch by microbatch.
 
-Replicas are copies that keep their own buffers and random numbers, and have their gradients summed as one model would.
+Replicas are copies with their own buffers and random states. Their gradients are summed as in one model.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ __all__ = ["CLIP_NORM", "SCALER", "Records", "autocast_of", "outputs_of", "refer
 CLIP_NORM = 0.05
 SCALER: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 
-Records = list[dict[str, Any]]  # for each call what is compared, by name
+Records = list[dict[str, Any]]  # the compared values of each call, by name
 
 
 def reference(job: Job) -> dict[Node, Records]:
-    """By node, for each call. Raises what the unsplit model raises."""
+    """Return the records by node, for each call. Raises what the unsplit model raises."""
     with _one_thread():
         return _Unsplit(job).run()
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As in the ranks: LayerNorm's backward sums in another order with more threads."""
+    """Use one thread, as the ranks do: LayerNorm's backward sums in another order with more threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -49,7 +49,7 @@ class _Unsplit:
         self.edges = [node for node in self.topology.nodes if node.stage == 0]
         self.saved: dict[Node, Any] = {}
         self.scaler = torch.amp.GradScaler("cpu", enabled=job.scales, **SCALER)
-        self.scaler.scale(torch.zeros(()))  # makes the scale, also where no loss is ever scaled
+        self.scaler.scale(torch.zeros(()))  # initializes the scale, even if no loss is scaled
 
     def run(self) -> dict[Node, Records]:
         records: dict[Node, Records] = {node: [] for node in self.nodes}
@@ -125,7 +125,7 @@ class _Unsplit:
     # -- parts of these ------------------------------------------------------------------------------------------
 
     def _losses(self, index: int, call: Call, training: bool) -> dict[Node, dict[str, Any]]:
-        """Of each edge replica, after the backward of each microbatch if ``training``."""
+        """Return the losses of each edge replica; runs each backward if ``training``."""
         self._share_buffers()
         batches = {edge: microbatches(self.job, index, edge.replica) for edge in self.edges}
         found: dict[Node, dict[str, Any]] = {}
@@ -150,22 +150,22 @@ class _Unsplit:
         return found
 
     def _share_buffers(self) -> None:
-        """Replicas begin a call with those of the first: all of what is wrapped, else those that are state."""
+        """Copy the first replica's buffers to the others: all of wrapped chunks, otherwise those in state_dict."""
         for node, held in self.nodes.items():
             first = self.nodes[Node(node.stage, 0)]
             for index, chunk in held.chunks.items():
                 wrapped = self.job.wraps and held.is_wrapped[index]
                 state = chunk.state_dict() if self.job.shares_buffers else ()
-                theirs = dict(first.chunks[index].named_buffers())
+                first_buffers = dict(first.chunks[index].named_buffers())
                 for name, buffer in chunk.named_buffers():
                     if wrapped or name in state:
-                        buffer.copy_(theirs[name])
+                        buffer.copy_(first_buffers[name])
 
     def _tokens(self, call: Call) -> int:
         return sum(call.batches) * self.topology.edge_dp
 
     def _weight(self, target: torch.Tensor) -> int:
-        """Of a microbatch in the loss of the step."""
+        """Return the weight of a microbatch in the loss of the step."""
         return len(target) if self.job.reduction == "token" else 1
 
     def _backward(self, edge: Node, loss: torch.Tensor) -> None:
@@ -186,7 +186,7 @@ class _Unsplit:
         return output
 
     def _part_gradients(self) -> None:
-        """Give each its own memory: where two share theirs, PyTorch would add to both of them."""
+        """Give each gradient its own memory: if two share memory, PyTorch would add to both."""
         by_memory: dict[int, list[torch.nn.Parameter]] = {}
         for parameter in dict.fromkeys(p for held in self.nodes.values() for p in held.parameters()):
             if parameter.grad is not None:
@@ -203,7 +203,7 @@ class _Unsplit:
         return earlier
 
     def _sum_over_replicas(self, divisor: int) -> None:
-        """Each has gradients of its microbatches. Tokens divide them at the end: numbers of 16 bits see that."""
+        """Sum the gradients of the replicas. Dividing by tokens comes last, which matters in 16-bit precision."""
         for stage in range(self.topology.num_stages):
             held = [replica for node, replica in self.nodes.items() if node.stage == stage]
             for alike in zip(*(replica.parameters() for replica in held), strict=True):
@@ -212,7 +212,7 @@ class _Unsplit:
                     parameter.grad = torch.stack(grads).sum(0) / divisor
 
     def _clip(self) -> torch.Tensor:
-        """Of one replica of each stage; the others are scaled alike."""
+        """Clip one replica of each stage; the others are scaled equally."""
         whole = [p for node, held in self.nodes.items() if node.replica == 0 for p in held.parameters()]
         grads = [p.grad for p in whole if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads) if grads else torch.zeros(())
@@ -221,11 +221,11 @@ class _Unsplit:
         return norm.double()
 
     def _unscale(self) -> torch.optim.Optimizer:
-        """One optimizer of all that only stands for them with the scaler: it changes nothing."""
+        """Unscale with one dummy optimizer that represents all of them."""
         every = [parameter for held in self.nodes.values() for parameter in held.parameters()]
         grads = [parameter.grad for parameter in every if parameter.grad is not None]
         holders = [torch.nn.Parameter(torch.zeros(())), *map(_holder_of, grads)]
-        holders[0].grad = torch.zeros(())  # so that there is one
+        holders[0].grad = torch.zeros(())  # at least one gradient
         whole = torch.optim.SGD(holders, lr=0.0)
         self.scaler.unscale_(whole)
         return whole
@@ -239,27 +239,27 @@ class _Unsplit:
 
 
 def autocast_of(job: Job) -> AbstractContextManager[object]:
-    """Under which forwards run."""
+    """Return the autocast context of forwards."""
     return torch.autocast("cpu", torch.bfloat16, enabled=job.autocasts)
 
 
 def outputs_of(number: int, output: Any) -> dict[str, Any]:
-    """What the tail returned for a microbatch, by name."""
+    """Return the tail's outputs for a microbatch, by name."""
     tensors = output if isinstance(output, tuple) else (output,)
     return {
-        f"output {place} of microbatch {number}": tensor.detach().clone()
-        for place, tensor in enumerate(tensors)
+        f"output {index} of microbatch {number}": tensor.detach().clone()
+        for index, tensor in enumerate(tensors)
     }
 
 
 def _sum_of(loss: Any) -> torch.Tensor:
-    """Without the number of tokens that it is the sum of."""
+    """Return the sum of losses without the number of tokens."""
     total: torch.Tensor = loss[0] if isinstance(loss, tuple) else loss
     return total
 
 
 def _holder_of(grad: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter with this gradient, as real numbers, which are all that torch unscales on a CPU."""
+    """Return a parameter with this gradient as real numbers: GradScaler unscales no complex ones on a CPU."""
     real = torch.view_as_real(grad) if grad.is_complex() else grad
     holder = torch.nn.Parameter(torch.zeros_like(real))
     holder.grad = real

@@ -1,4 +1,4 @@
-"""What a node of the unsplit model holds: its chunks, their optimizer, and random numbers of its own."""
+"""Holds the state of one node of the unsplit model: chunks, optimizer and random states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Replica"]
 
 
 class Replica:
-    """What a node holds."""
+    """The state of one node."""
 
     def __init__(self, job: Job, node: Node) -> None:
         self.job = job
@@ -29,11 +29,11 @@ class Replica:
         self.renew(0)
 
     def renew(self, variation: int) -> None:
-        """Other modules, of other weights."""
+        """Replace the modules by new ones with other weights."""
         rank = self.job.topology.ranks_of_stage(self.node.stage)[0]
         chunks = build(self.job, variation + self.job.variation_of(self.node.stage, rank))
         self.chunks = {index: chunks[index] for index in self.job.topology.chunks_of(self.node.stage)}
-        self.is_wrapped = {  # if any is
+        self.is_wrapped = {
             index: any(parameter.requires_grad for parameter in chunk.parameters())
             for index, chunk in self.chunks.items()
         }
@@ -51,7 +51,7 @@ class Replica:
         return copy.deepcopy(([m.state_dict() for m in self.modules.values()], optimizer)), self.random
 
     def load(self, of_first: Any, own: Any) -> None:
-        """The weights and buffers of the first replica, and the random numbers of this one."""
+        """Load the weights and buffers of the first replica, and this replica's random states."""
         modules, optimizer = copy.deepcopy(of_first[0])
         self.random = own[1]
         for module, values in zip(self.modules.values(), modules, strict=True):
@@ -62,7 +62,7 @@ class Replica:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Random numbers are this node's."""
+        """Use this node's random states."""
         set_random_states(self.random)
         yield
         self.random = random_states()

@@ -1,4 +1,4 @@
-"""What came of many jobs: a table, and whether it is as it should be."""
+"""Summarizes the outcomes of many jobs in a table, and checks them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from differential.machine import Outcome
 
 __all__ = ["MOST_REFUSED", "complaint", "table"]
 
-MOST_REFUSED = 0.3  # of all jobs: beyond it, the machine would see too little
+MOST_REFUSED = 0.3  # of all jobs; with more refusals the machine tests too little
 _KINDS = ("equal", "refused", "invalid", "finding")
 _SHOWN = 5
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each outcome, in Markdown, with some of the seeds that came to it."""
+    """Return a Markdown table with a row for each outcome and some of its seeds."""
     counts = Counter((outcome.verdict.kind, outcome.verdict.name) for outcome in outcomes)
     rows = [("outcome", "", "jobs", "such as"), ("---", "---", "---:", "---")]
     for (kind, name), count in sorted(counts.items(), key=lambda row: (_KINDS.index(row[0][0]), -row[1])):
@@ -25,7 +25,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def complaint(outcomes: Sequence[Outcome], most_refused: float = MOST_REFUSED) -> str:
-    """What is wrong with these outcomes; empty if nothing is."""
+    """Return what is wrong with the outcomes; empty if nothing is."""
     findings = [outcome.job.seed for outcome in outcomes if outcome.verdict.is_finding]
     if findings:
         return f"{len(findings)} findings: seeds {', '.join(map(str, findings))}"

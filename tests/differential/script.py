@@ -1,4 +1,4 @@
-"""A job as one file that needs nothing of this package: what it uses of it is copied there."""
+"""Writes a job as a standalone script, with copies of everything that it uses of this package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from types import ModuleType
 
 from differential import (
-    beside,
     differences,
     dtypes,
     functions,
@@ -17,6 +16,7 @@ from differential import (
     ranks,
     reference,
     replica,
+    side_tensors,
     slow_lanes,
     spec,
     stateful,
@@ -27,7 +27,7 @@ from differential.spec import Job
 
 __all__ = ["script_of"]
 
-_PARTS = (layers, beside, stateful, functions, dtypes, ranks)
+_PARTS = (layers, side_tensors, stateful, functions, dtypes, ranks)
 _REST = (model, replica, reference, slow_lanes, running, differences)
 _ALWAYS = {"Part"}
 _MAIN = '''
@@ -46,8 +46,8 @@ def main() -> None:
         lines = [
             f"rank {rank}, call {call}: {line}"
             for rank, ending in enumerate(endings)
-            for call, (mine, theirs) in enumerate(zip(ending.records, right[ending.node]))
-            for line in differences(JOB, mine, theirs)
+            for call, (actual, reference) in enumerate(zip(ending.records, right[ending.node]))
+            for line in differences(JOB, actual, reference)
         ]
         print("\\n".join(lines) or "nothing that was computed differs from the unsplit model")
     dist.destroy_process_group()
@@ -58,7 +58,7 @@ main()
 
 
 def script_of(job: Job, verdict: Verdict) -> str:
-    """Python, to be run by torchrun."""
+    """Return Python source, to be run by torchrun."""
     kinds = {item.kind for chunk in job.chunks for item in chunk}
     imports: dict[str, None] = {}
     body: list[str] = []
@@ -79,7 +79,7 @@ def script_of(job: Job, verdict: Verdict) -> str:
 
 
 def _pieces(module: ModuleType, wanted: Iterable[str] | None) -> Iterator[tuple[ast.stmt, str]]:
-    """Its imports of others and its definitions; of classes those that are ``wanted``, with what these refer to."""
+    """Return a module's external imports and definitions; only the ``wanted`` classes, with their dependencies."""
     source = inspect.getsource(module)
     nodes = [node for node in ast.parse(source).body if not _is_own(node)]
     texts = {id(node): _text(source, node) for node in nodes}
@@ -93,7 +93,7 @@ def _pieces(module: ModuleType, wanted: Iterable[str] | None) -> Iterator[tuple[
 
 
 def _is_own(node: ast.stmt) -> bool:
-    """A docstring, ``__all__``, an import of this package or of the future."""
+    """Whether it is a docstring, ``__all__``, or an import of this package or of ``__future__``."""
     if isinstance(node, ast.ImportFrom):
         return (node.module or "").split(".")[0] in ("differential", "__future__")
     if isinstance(node, ast.Assign):
@@ -102,7 +102,7 @@ def _is_own(node: ast.stmt) -> bool:
 
 
 def _text(source: str, node: ast.stmt) -> str:
-    """With its decorators."""
+    """Return the source with decorators."""
     first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
     return "\n".join(source.splitlines()[first - 1 : node.end_lineno])
 

@@ -1,4 +1,4 @@
-"""Cuts a job down while it still comes to the same finding."""
+"""Shrinks a job while it still gives the same finding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLAIN: dict[str, Any] = {
 
 
 def shrink(job: Job, verdict: Verdict, run: Callable[[Job], Verdict]) -> tuple[Job, Verdict]:
-    """The smallest job found, and what came of it: one thing less each time, as long as it fails alike."""
+    """Return the smallest job found, and its verdict: removes one thing at a time while it fails alike."""
     candidates = _smaller(job)
     for _ in range(_TRIES):
         candidate = next(candidates, None)
@@ -48,7 +48,7 @@ def shrink(job: Job, verdict: Verdict, run: Callable[[Job], Verdict]) -> tuple[J
 
 
 def _smaller(job: Job) -> Iterator[Job]:
-    """Jobs with one thing less, great things first."""
+    """Yield jobs with one thing less, the largest reductions first."""
     yield from _smaller_meshes(job)
     for name, plain in _PLAIN.items():
         if getattr(job, name) != plain:
@@ -57,8 +57,8 @@ def _smaller(job: Job) -> Iterator[Job]:
         if _is_sound(rest := job.calls[:index] + job.calls[index + 1 :]):
             yield replace(job, calls=rest)
     for index, chunk in enumerate(job.chunks):
-        for place in range(len(chunk)):
-            yield _with(job, "chunks", index, chunk[:place] + chunk[place + 1 :])
+        for position in range(len(chunk)):
+            yield _with(job, "chunks", index, chunk[:position] + chunk[position + 1 :])
     for index, call in enumerate(job.calls):
         yield from (_with(job, "calls", index, less) for less in _smaller_calls(call))
 
@@ -79,7 +79,7 @@ def _smaller_meshes(job: Job) -> Iterator[Job]:
 
 
 def _fewer(chunks: tuple[Any, ...], number: int) -> tuple[Any, ...]:
-    """The same parts in fewer chunks: the last ones become one."""
+    """Merge the last chunks: the same parts in fewer chunks."""
     return (*chunks[: number - 1], sum(chunks[number - 1 :], ()))
 
 
@@ -97,7 +97,7 @@ def _smaller_calls(call: Call) -> Iterator[Call]:
 
 
 def _is_sound(calls: tuple[Call, ...]) -> bool:
-    """Whether what is loaded was saved, and the next step is there where it was announced."""
+    """Whether every load has a save before it, and every announced step exists."""
     kinds = [call.kind for call in calls]
     loads = [kinds.index(kind) for kind in ("load", "restart") if kind in kinds]
     saved = kinds.index("save") if "save" in kinds else len(kinds)
@@ -106,7 +106,7 @@ def _is_sound(calls: tuple[Call, ...]) -> bool:
 
 
 def _with(job: Job, name: str, index: int, value: Any) -> Job:
-    """The job with another entry in one of its tuples."""
+    """Return the job with another entry in one of its tuples."""
     entries = list(getattr(job, name))
     entries[index] = value
     return replace(job, **{name: tuple(entries)})

@@ -1,4 +1,4 @@
-"""Parts that make, drop and take in what travels beside the activation: any dtype, aliases, parameters, kept memory."""
+"""Parts that add, use or drop side tensors, which travel with the activation: any dtype, aliases, parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Absorb", "Alias", "Branch", "Detach", "Drop", "Emit", "EmitOwn", "Od
 
 
 class Emit(Part):
-    """One more output: of another dtype, with or without a gradient, of no elements, of no dimensions."""
+    """Adds an output: of another dtype, with or without a gradient, empty, or a scalar."""
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         ways = (
@@ -33,7 +33,7 @@ class Emit(Part):
 
 
 class Branch(Part):
-    """One more output, over a parameter of its own: where nobody takes it, that one has no gradient."""
+    """Adds an output computed with its own parameter, which has no gradient if no part uses the output."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -45,7 +45,7 @@ class Branch(Part):
 
 
 class Absorb(Part):
-    """Takes in all that travels beside, or all but the first."""
+    """Uses all side tensors, or all but the first."""
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         kept = extras[: self.number % 4 == 1]
@@ -58,14 +58,14 @@ class Absorb(Part):
 
 
 class Drop(Part):
-    """Leaves the last of what travels beside unused."""
+    """Leaves the last side tensor unused."""
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         return x, extras[:-1]
 
 
 class Alias(Part):
-    """One more output in the memory of the first."""
+    """Adds an output that shares memory with the first."""
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         ways = (
@@ -79,7 +79,7 @@ class Alias(Part):
 
 
 class EmitOwn(Part):
-    """One more output that is the module's own: a parameter, a view of one, a buffer."""
+    """Adds an output that the module owns: a parameter, a view of one, or a buffer."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -98,14 +98,14 @@ class EmitOwn(Part):
 
 
 class Detach(Part):
-    """Cuts the graph: what is before gets no gradient from here."""
+    """Detaches: the parts before get no gradient."""
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
         return (x.detach() if self.number % 2 else x.detach() + 0.1), extras
 
 
 class OddDetach(Part):
-    """Cuts the graph in every other forward."""
+    """Detaches in every other forward."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -130,7 +130,7 @@ class _IntoStatic(torch.autograd.Function):
 
 
 class StaticOutput(Part):
-    """Computes into memory that it keeps, as a captured graph does: the next forward writes there again."""
+    """Computes into static memory, as a CUDA graph does: the next forward overwrites it."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)

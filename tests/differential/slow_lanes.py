@@ -1,7 +1,7 @@
-"""Lanes that are slow on purpose: sends that read their tensors late, and messages that arrive late.
+"""Slows lanes down: sends that read their tensors late, and messages that arrive late.
 
-A send that is held starts once this rank would wait for something that does not come, or after some more sends on its
-channel: whatever the rank does in between may reach memory that is still to be sent.
+A held send starts when this rank waits for a message that does not arrive, or after some more sends on its
+channel. Anything that the rank does in between may modify memory that is still to be sent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ldt.runtime.comm.endpoint import Endpoint
 
 __all__ = ["slow_lanes"]
 
-_GRACE = 0.02  # seconds that a receive is waited for while sends are held
+_GRACE = 0.02  # seconds that a receive may take while sends are held
 _HELD_SHARE = 0.35
 _LATE_SHARE = 0.2
 _LATE = 0.004
@@ -27,7 +27,7 @@ _LATE = 0.004
 
 @contextmanager
 def slow_lanes(mesh: Mesh, seed: int) -> Iterator[None]:
-    """Some of the messages of this rank are held or late, drawn from ``seed``."""
+    """Hold or delay random messages of this rank, drawn from ``seed``."""
     plain = dict(mesh.endpoints)
     held = _Held(random.Random(seed))
     try:
@@ -38,7 +38,7 @@ def slow_lanes(mesh: Mesh, seed: int) -> Iterator[None]:
 
 
 class _Held:
-    """The sends of a rank that have not started, in order."""
+    """The held sends of a rank, in order."""
 
     def __init__(self, numbers: random.Random) -> None:
         self.numbers = numbers
@@ -61,12 +61,12 @@ class _Held:
 
 
 class _HeldSend:
-    """As a ``dist.Work``, as far as the runtime uses one."""
+    """The part of ``dist.Work`` that the runtime uses."""
 
     def __init__(self, held: _Held, start: Callable[[], Any]) -> None:
         self._held, self._start = held, start
         self._began = False
-        self._work: Any = None  # still None afterwards where other ranks send it all
+        self._work: Any = None  # stays None if other ranks send the message
 
     def begin(self) -> None:
         self._work = self._start()

@@ -1,4 +1,4 @@
-"""What a job is, as data: it prints as the Python that makes it, and can be cut down piece by piece."""
+"""Describes a job as data: its repr is Python source, and it can shrink piece by piece."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Call", "Item", "Job"]
 
 @dataclass(frozen=True)
 class Item:
-    """One part of a chunk, by the name of its class; ``number`` picks its variant and seeds its weights."""
+    """One part of a chunk, by class name; ``number`` selects its variant and seeds its weights."""
 
     kind: str
     number: int = 0
@@ -19,11 +19,11 @@ class Item:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of all ranks: "step", "eval", "validate", "save", "load", or "restart", a load into other modules.
+    """A call of all ranks: "step", "eval", "validate", "save", "load", "restart" (a load into new modules), or "thaw".
 
-    Or "thaw": what is frozen is trained from then on.
+    "thaw" unfreezes all layers.
     ``batches`` are the rows of each microbatch of an edge replica. After a step the optimizer runs if it ``updates``,
-    and gradients stay otherwise. ``ahead`` tells a step of the next one's microbatches. If it ``overflows``, a target
+    otherwise gradients stay. ``ahead`` announces the next step's microbatches. If it ``overflows``, a target
     is infinite, and so are gradients. While it is ``quiet``, modules are in eval mode.
     """
 
@@ -37,7 +37,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Job:
-    """A model in chunks, a mesh to run it on, and the calls that are made."""
+    """A model in chunks, a mesh to run it on, and the calls to make."""
 
     chunks: tuple[tuple[Item, ...], ...]
     calls: tuple[Call, ...]
@@ -47,26 +47,22 @@ class Job:
     laps: int = 1
     lanes: str = "dedicated"
     transfer: str = "leader"
-    plan: str = "ushape"  # "optimize" or "split" for costs drawn from seed
+    plan: str = "ushape"  # "optimize" or "split" for random costs
     reduction: str = "mean"
     loss: str = "Squares"
     optimizer: str = "sgd"
     frozen: tuple[int, ...] = ()  # chunks
-    ties: tuple[tuple[int, int], ...] = ()  # chunks that share a layer, put behind the other parts of both
-    torn: str = (
-        ""  # what the second one has in its place: "copy", or "other", a layer with weights of its own
-    )
-    names: bool = False  # chunks know what their tensors are called in the whole model
-    begin: str = (
-        "equal"  # "unequal": ranks of the cloud begin with weights of their own; "synced": and are sent one's
-    )
+    ties: tuple[tuple[int, int], ...] = ()  # chunks that share a layer, appended to both
+    torn: str = ""  # the second chunk has a "copy" of the layer, or "other", a layer with its own weights
+    names: bool = False  # chunks provide names in the whole model
+    begin: str = "equal"  # "unequal": cloud ranks begin with their own weights; "synced": these are broadcast
     clips: bool = False
-    scales: bool = False  # the loss, by a GradScaler
+    scales: bool = False  # the loss, with a GradScaler
     autocasts: bool = False  # to bfloat16
-    inputs: str = "tensor"  # or "dict", some of which the cloud gets as metadata
-    shares_buffers: bool = True  # of the first replica with the others
+    inputs: str = "tensor"  # or "dict", some of which are metadata for the cloud
+    shares_buffers: bool = True  # sync_buffers
     wraps: bool = False  # chunks in DistributedDataParallel
-    slow: bool = False  # lanes
+    slow: bool = False  # with slow_lanes
     seed: int = 0
 
     @property
@@ -74,8 +70,8 @@ class Job:
         return Topology(self.tp, dp=self.dp, edge_dp=self.edge_dp, laps=self.laps)
 
     @property
-    def mesh_terms(self) -> tuple[object, ...]:
-        """What jobs that run on one mesh have in common."""
+    def mesh_config(self) -> tuple[object, ...]:
+        """The mesh config, which jobs on one mesh share."""
         return self.tp, self.dp, self.edge_dp, self.laps, self.lanes, self.transfer
 
     def has(self, *kinds: str) -> bool:
@@ -83,13 +79,13 @@ class Job:
         return any(item.kind in kinds for chunk in self.chunks for item in chunk)
 
     def variation_of(self, stage: int, rank: int) -> int:
-        """Which weights a rank begins with; equal numbers are equal weights."""
+        """Return the variation of a rank's initial weights; equal numbers mean equal weights."""
         return 0 if stage == 0 or self.begin == "equal" else 2 + rank
 
     def freezes(self, chunk: int) -> bool:
-        """Whether it is frozen to the end."""
+        """Whether the chunk is never unfrozen."""
         return chunk in self.frozen and all(call.kind != "thaw" for call in self.calls)
 
     def seed_of(self, node: Node) -> int:
-        """Of the random generators of a node's ranks."""
+        """Return the seed of the random generators of a node's ranks."""
         return 1000 * self.seed + 10 * node.stage + node.replica

@@ -1,4 +1,4 @@
-"""Parts that remember: attributes, plain objects, caches, buffers; and such as draw random numbers."""
+"""Parts with state (attributes, plain objects, caches, buffers), and parts that draw random numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Cache", "Dropout", "KeptOutput", "LayerDrop", "Memory", "MovedWeight
 
 
 class Memory(Part):
-    """Adds what it remembers of its last forward."""
+    """Adds a value from its last forward."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -49,7 +49,7 @@ _TABLES: dict[tuple[int, int], torch.Tensor] = {}
 
 
 class Cache(Part):
-    """Makes a table for each number of rows when it first meets one, as rotary embeddings do."""
+    """Caches a table for each number of rows, as rotary embeddings do."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -70,7 +70,7 @@ class Cache(Part):
 
 
 class RunningMean(Part):
-    """Moves a buffer in its forward, and counts, in a buffer, an attribute and a plain object."""
+    """Updates a running mean, and counts in a buffer, an attribute and a plain object."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -92,7 +92,7 @@ class RunningMean(Part):
 
 
 class KeptOutput(Part):
-    """One more output that it keeps and changes in its next forward."""
+    """Adds an output that it keeps and modifies in its next forward."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -108,7 +108,7 @@ class KeptOutput(Part):
 
 
 class MovedWeight(Part):
-    """A parameter that its own forward moves, as weight clipping does, and hands out."""
+    """Returns a parameter that its own forward modifies, as weight clipping does."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)
@@ -129,7 +129,7 @@ class Dropout(Part):
 
 
 class LayerDrop(Part):
-    """Leaves its layer out at random: Python's numbers, NumPy's, or torch's."""
+    """Skips its layer at random, with Python's, NumPy's or PyTorch's generator."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__(width, number)

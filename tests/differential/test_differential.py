@@ -1,4 +1,4 @@
-"""Two hundred jobs of `make differential`, and the machine itself: it must see what is wrong."""
+"""Runs two hundred jobs of `make differential`, and tests that the machine itself detects errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from differential.grammar import draw
 from differential.job import Ending, Raised
 from differential.machine import Outcome
 from differential.mutants import MUTANTS
-from differential.mutation import Mutant, found
+from differential.mutation import Mutant, resolve
 from differential.reference import reference
 from differential.report import complaint, table
 from differential.script import script_of
@@ -51,8 +51,8 @@ def machine() -> Iterator[Machine]:
 
 
 @pytest.mark.timeout(1200)
-def test_jobs_are_equal_or_refused_by_name(machine: Machine) -> None:
-    """Again: `make differential ARGS="--seeds 17"`."""
+def test_jobs_are_equal_or_refused(machine: Machine) -> None:
+    """Rerun one: `make differential ARGS="--seeds 17"`."""
     outcomes = list(machine.run(map(draw, SEEDS)))
     findings = [outcome for outcome in outcomes if outcome.verdict.is_finding]
     details = "\n\n".join(f"seed {job.seed}: {verdict.name}\n{verdict.text}" for job, verdict in findings)
@@ -65,7 +65,7 @@ def test_a_seed_is_a_job() -> None:
 
 
 def endings() -> list[Ending]:
-    """Of a run that is right."""
+    """Return the endings of a correct run."""
     right = reference(JOB)
     return [Ending(node, right[node]) for node in NODES]
 
@@ -91,7 +91,7 @@ REMOTE = error(remote=True)
         ([REMOTE, error(kind="KeyError", ours=False)], "unnamed error: KeyError"),
     ],
 )
-def test_what_ranks_raise_is_judged(raised: list[Raised | None], name: str) -> None:
+def test_errors_of_ranks_are_judged(raised: list[Raised | None], name: str) -> None:
     ends = [replace(ending, raised=one) for ending, one in zip(endings(), raised, strict=True)]
     verdict = judge(JOB, ends, reference(JOB))
     assert verdict.name == name
@@ -101,7 +101,7 @@ def test_what_ranks_raise_is_judged(raised: list[Raised | None], name: str) -> N
 @pytest.mark.parametrize(
     "name", ["losses", "gradient of chunk 0.parts.0.layer.weight", "the next random numbers"]
 )
-def test_other_values_are_a_finding(name: str) -> None:
+def test_different_values_are_a_finding(name: str) -> None:
     ends = endings()
     record = next(record for record in ends[0].records if name in record)
     record[name] = torch.nextafter(record[name], torch.ones(()).to(record[name]))
@@ -117,7 +117,7 @@ def test_none_is_not_zero() -> None:
     assert judge(JOB, ends, reference(JOB)).name == "differs: gradient of chunk #.parts.#.factor"
 
 
-def test_a_job_is_cut_down_to_what_fails() -> None:
+def test_a_job_shrinks_to_what_fails() -> None:
     from differential.compare import Verdict
 
     def run(job: Job) -> Verdict:
@@ -131,7 +131,7 @@ def test_a_job_is_cut_down_to_what_fails() -> None:
     assert small.calls in ((Call("step", (1,)),), (Call("eval", (1,)),))
 
 
-def test_a_script_needs_nothing_of_this_package(tmp_path: Path) -> None:
+def test_a_script_is_standalone(tmp_path: Path) -> None:
     from differential.compare import Verdict
 
     job = replace(JOB, tp=(1,), chunks=(JOB.chunks[0], (Item("Accumulates"),)))
@@ -152,15 +152,15 @@ def test_a_script_needs_nothing_of_this_package(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_what_is_taken_out_is_there_again(mutant: Mutant) -> None:
-    """`make differential ARGS=--mutants` shows that each is found."""
-    before = [getattr(*found(target)) for target in mutant.targets]
+def test_mutants_are_undone(mutant: Mutant) -> None:
+    """`make differential ARGS=--mutants` shows that each is revealed."""
+    before = [getattr(*resolve(target)) for target in mutant.targets]
     with mutant.applied():
-        assert all(getattr(*found(target)) is mutant.replacement for target in mutant.targets)
-    assert [getattr(*found(target)) for target in mutant.targets] == before
+        assert all(getattr(*resolve(target)) is mutant.replacement for target in mutant.targets)
+    assert [getattr(*resolve(target)) for target in mutant.targets] == before
 
 
-def test_too_many_refusals_are_told() -> None:
+def test_too_many_refusals_are_a_complaint() -> None:
     from differential.compare import Verdict
 
     good, refused = (Outcome(JOB, Verdict(kind, "why")) for kind in ("equal", "refused"))
