@@ -1,1 +1,1 @@
-"""Seeded faults in a small job: what the other ranks raise, how soon, and what is left behind."""
+"""Injects seeded faults into a small job, and checks what the other ranks raise, how soon, and what leaks."""

@@ -1,4 +1,4 @@
-"""`python -m faults`: faults of many seeds, and a table of what came of them. `make faults` runs it."""
+"""`python -m faults` injects the faults of many seeds and prints a table of results. `make faults` runs it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOST = {"disk_full": "that save", "pause": "nothing", "slow": "nothing"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 if a seed was not as expected, else 0."""
+    """Return 1 if a seed did not end as expected, otherwise 0."""
     parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
     parser.add_argument(
         "--seeds", default="0-199", help='such as "17", "0-24" or "3,5,8-9" (default: %(default)s)'
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed in _numbers(options.seeds):
             start = time.monotonic()
             outcomes.append(harness.run(seed))
-            _tell(outcomes[-1], time.monotonic() - start)
+            _print_outcome(outcomes[-1], time.monotonic() - start)
     text = table(outcomes)
     print(text)
     if options.table is not None:
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(outcome.complaints for outcome in outcomes))
 
 
-def _tell(outcome: Outcome, seconds: float) -> None:
+def _print_outcome(outcome: Outcome, seconds: float) -> None:
     raised = "nothing raised" if outcome.seconds is None else f"all raised after {outcome.seconds:.2f} s"
     print(f"{outcome.fault}: {raised}, {seconds:.1f} s in all", flush=True)
     for complaint in outcome.complaints:
@@ -45,7 +45,7 @@ def _tell(outcome: Outcome, seconds: float) -> None:
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """A row for each kind of fault, in Markdown."""
+    """Return a Markdown table with a row for each kind of fault."""
     rows = [_HEAD, ("---", *["---:"] * (len(_HEAD) - 1))]
     rows += [
         _row(kind, of_kind) for kind in KINDS if (of_kind := [o for o in outcomes if o.fault.kind == kind])
@@ -65,7 +65,7 @@ def _row(kind: FaultKind, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> list[int]:
-    """Those of ranges such as "3,5,8-9"."""
+    """Return the numbers in ranges such as "3,5,8-9"."""
     found: list[int] = []
     for part in text.split(","):
         first, _, last = part.partition("-")

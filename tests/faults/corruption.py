@@ -1,4 +1,4 @@
-"""Headers and control messages that arrive as something else than what was meant."""
+"""Corrupts headers and control messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["CORRUPTIONS"]
 
 _HEAD_BYTES = 24
 _MAGIC_BYTES = 6  # of a step message, with its version and kind
-_LONG_CALL_SECONDS = 2.5  # calls as long as this are compared with those of others, in vain
+_LONG_CALL_SECONDS = 2.5  # after this, the desync check reads the keys of other ranks
 
 
-class _Scrambled(NamedTuple):
-    """A letter with other bytes in ``place``."""
+class _CorruptedMessage(NamedTuple):
+    """A message with corrupt bytes in ``span``."""
 
     edge_message: EdgeMessage
-    place: slice
+    span: slice
 
     @property
     def subject(self) -> Any:
@@ -34,22 +34,22 @@ class _Scrambled(NamedTuple):
 
     def to_bytes(self) -> bytes:
         data = bytearray(self.edge_message.to_bytes())
-        data[self.place] = bytes(byte ^ 0xA5 for byte in data[self.place])
+        data[self.span] = bytes(byte ^ 0xA5 for byte in data[self.span])
         return bytes(data)
 
 
-def letter_head(mesh: ldt.Mesh) -> None:
-    """The head of the next letter of the edge."""
-    _scramble_next_letter(slice(0, _HEAD_BYTES))
+def message_head(mesh: ldt.Mesh) -> None:
+    """Corrupt the header of the edge's next message."""
+    _corrupt_next_message(slice(0, _HEAD_BYTES))
 
 
 def step_message(mesh: ldt.Mesh) -> None:
-    """The head of the next step message, within its letter."""
-    _scramble_next_letter(slice(_HEAD_BYTES, _HEAD_BYTES + _MAGIC_BYTES))
+    """Corrupt the header of the next step message, inside its edge message."""
+    _corrupt_next_message(slice(_HEAD_BYTES, _HEAD_BYTES + _MAGIC_BYTES))
 
 
 def wrong_sum(mesh: ldt.Mesh) -> None:
-    """The number that says which call the next sum belongs to."""
+    """Corrupt the mark that says to which call the next sum belongs."""
     plain = ControlPlane._mark
 
     def mark(plane: ControlPlane) -> float:
@@ -60,29 +60,29 @@ def wrong_sum(mesh: ldt.Mesh) -> None:
 
 
 def failure_key(mesh: ldt.Mesh) -> None:
-    """What stands in the store where failures are reported."""
+    """Corrupt the store's key for failure reports."""
     mesh.store.set(f"{mesh.key}/failure", os.urandom(20))
 
 
 def call_key(mesh: ldt.Mesh) -> None:
-    """What stands in the store about the next call. It is read where a call is long, so this rank is late for it."""
+    """Corrupt the store's key for the next call. Ranks read it during a long call, so this rank is late for it."""
     desync = mesh.detector.desync
     mesh.store.set(f"{desync._key}/{desync._count + 1}", os.urandom(20))
     time.sleep(_LONG_CALL_SECONDS)
 
 
-def _scramble_next_letter(place: slice) -> None:
+def _corrupt_next_message(span: slice) -> None:
     plain = Outbox.send
 
     def send(outbox: Outbox, edge_message: EdgeMessage) -> None:
         Outbox.send = plain  # type: ignore[method-assign]
-        plain(outbox, _Scrambled(edge_message, place))  # type: ignore[arg-type]
+        plain(outbox, _CorruptedMessage(edge_message, span))  # type: ignore[arg-type]
 
     Outbox.send = send  # type: ignore[method-assign]
 
 
 CORRUPTIONS: dict[str, Callable[[ldt.Mesh], None]] = {
-    "letter_head": letter_head,
+    "message_head": message_head,
     "step_message": step_message,
     "sum": wrong_sum,
     "failure_key": failure_key,

@@ -1,4 +1,4 @@
-"""What a run of the job is, and the fault that a seed stands for: pure data, the same wherever it is drawn."""
+"""Draws the fault of a seed: pure data, equal in every process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FaultKind = Literal[
 Point = Literal["action", "forward", "backward", "loss", "data", "optimizer", "save"]
 
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
-QUIET: tuple[FaultKind, ...] = ("pause", "slow")  # of which no rank may notice anything
+QUIET: tuple[FaultKind, ...] = ("pause", "slow")  # that no rank may notice
 STEPS = 6
 SAVE_EVERY = 2
 SHAPES = (
@@ -37,7 +37,7 @@ SHAPES = (
     Topology([2, 1]),
     Topology([1, 1], dp=2),
 )
-MICROBATCHES = 3  # in each step, on each replica of the edge
+MICROBATCHES = 3  # per step and edge replica
 _ANYWHERE: tuple[Point, ...] = ("action", "action", "action", "optimizer", "data", "save")
 _IN_PYTHON: tuple[Point, ...] = ("action", "forward", "backward", "loss", "data", "optimizer")
 _POINTS: dict[FaultKind, tuple[Point, ...]] = {
@@ -50,15 +50,15 @@ _POINTS: dict[FaultKind, tuple[Point, ...]] = {
 }
 _DETAILS: dict[FaultKind, tuple[str, ...]] = {
     "exit": ("os._exit", "sys.exit"),
-    "corrupt": ("letter_head", "step_message", "sum", "failure_key", "call_key"),
+    "corrupt": ("message_head", "step_message", "sum", "failure_key", "call_key"),
 }
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` on ``rank`` of ``topology`` in step ``step``, when it comes to ``point`` for the ``index``-th time.
+    """A ``kind`` of fault on ``rank`` of ``topology`` in step ``step``, at ``point`` for the ``index``-th time.
 
-    The ends of an action are points as well as its begin. While saving, the fault comes ``delay`` seconds later.
+    The begin and the end of an action are points. While saving, the fault comes ``delay`` seconds later.
     """
 
     seed: int
@@ -81,19 +81,19 @@ class Fault:
 
 
 def draw(seed: int) -> Fault:
-    """The fault of a seed. Seeds in a row take the kinds in turn."""
+    """Draw the fault of a seed. Consecutive seeds take the kinds in turn."""
     dice = random.Random(seed)
     kind = KINDS[seed % len(KINDS)]
     topology = dice.choice(SHAPES)
     detail = dice.choice(_DETAILS.get(kind, ("",)))
     leaders = [rank for rank in range(topology.world_size) if topology.tp_rank_of(rank) == 0]
     ranks = range(topology.world_size)
-    if detail in ("letter_head", "step_message"):  # only leaders of the edge write those
+    if detail in ("message_head", "step_message"):  # only leaders of the edge send those
         ranks = [rank for rank in leaders if topology.node_of(rank).stage == 0]
     rank = dice.choice(ranks)
     counts = _counts(topology, rank)
     point = dice.choice([point for point in _POINTS.get(kind, _ANYWHERE) if counts[point]])
-    # Neither the first step, which has none before it, nor the last one, after which nobody waits for anybody.
+    # Neither the first step, which has no step before it, nor the last, after which no rank waits for another.
     steps = range(SAVE_EVERY - 1, STEPS - 1, SAVE_EVERY) if point == "save" else range(1, STEPS - 1)
     return Fault(
         seed,
@@ -109,7 +109,7 @@ def draw(seed: int) -> Fault:
 
 
 def _counts(topology: Topology, rank: int) -> dict[Point, int]:
-    """How often a step comes to each point on that rank."""
+    """Return how often a step reaches each point on the rank."""
     node = topology.node_of(rank)
     row = ushape(topology, num_microbatches=MICROBATCHES).rows[node]
     kinds = [action.kind for action in row]

@@ -1,4 +1,4 @@
-"""Makes a fault happen in this process, at the point that it was drawn for."""
+"""Injects a fault into this process at its point."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import torch
 
 import ldt
 from faults.corruption import CORRUPTIONS
-from faults.crew import Injected, Seat
 from faults.fault import Fault, FaultKind, Point
-from faults.holdings import Connection, borrowed_socket, tcp_connections
+from faults.leak_check import Connection, borrowed_socket, tcp_connections
+from faults.worker_pool import Injected, Worker
 from ldt.runtime.execution import executor
 from ldt.testing import paced
 
-__all__ = ["EXIT_CODE", "PAUSE_SECONDS", "SILENCE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
+__all__ = ["EXIT_CODE", "HEARTBEAT_SECONDS", "PAUSE_SECONDS", "STOP_SECONDS", "InjectedError", "Trap"]
 
-SILENCE_SECONDS = paced(2.0).total_seconds()  # what the job gives connect as heartbeat_timeout
+HEARTBEAT_SECONDS = paced(2.0).total_seconds()  # the job's heartbeat_timeout
 PAUSE_SECONDS = 1.2
-STOP_SECONDS = SILENCE_SECONDS + 3.0
+STOP_SECONDS = HEARTBEAT_SECONDS + 3.0
 EXIT_CODE = 3
 _SLOW_SECONDS = 0.3
 _SLOW_EVERY = 5  # actions
@@ -36,15 +36,15 @@ _DISK_BYTES = 64
 
 
 class InjectedError(Exception):
-    """What an injected exception is."""
+    """The exception that is injected."""
 
 
 class Trap:
-    """Knows where this process is in the job, and strikes where the fault says. Without a fault it never does."""
+    """Follows this process through the job and injects the fault at its point. Without a fault it does nothing."""
 
-    def __init__(self, fault: Fault | None, seat: Seat) -> None:
-        self._fault = fault if fault is not None and fault.rank == seat.rank else None
-        self._seat = seat
+    def __init__(self, fault: Fault | None, worker: Worker) -> None:
+        self._fault = fault if fault is not None and fault.rank == worker.rank else None
+        self._worker = worker
         self._step = -1
         self._count = 0
         self._mesh: Callable[[], ldt.Mesh | None] = lambda: None
@@ -53,26 +53,26 @@ class Trap:
         self.watch_actions()
 
     def watch_actions(self) -> None:
-        """From now on every action of a plan tells this trap when it begins and ends."""
+        """Make every action of a plan report its begin and end to this trap."""
         for kind, method in executor._METHODS.items():
             plain = getattr(method, "plain", method)
             executor._METHODS[kind] = _watched(plain, self)
 
     def before_connect(self) -> None:
-        """Connections that there are now are not the mesh's."""
+        """Record the existing connections, which are not the mesh's."""
         self._foreign = {connection.fd for connection in tcp_connections()}
 
     def connected(self, mesh: ldt.Mesh) -> None:
         self._mesh = weakref.ref(mesh)
 
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._step, self._count = step, 0
         if self._fault is not None and self._fault.kind == "drop":
             self._traffic.append({found.fd: found.sent + found.received for found in self._connections()})
 
     def reach(self, point: Point) -> None:
-        """The job has come to a point."""
+        """Reach a point of the job."""
         fault = self._fault
         if fault is None or (self._step, point) != (fault.step, fault.point):
             return
@@ -82,18 +82,18 @@ class Trap:
                 self._strike(fault)
         elif self._count - 1 == fault.index:
             delayed = point == "save" and fault.kind != "disk_full"
-            if delayed and fault.detail != "sys.exit":  # which ends the thread that calls it
+            if delayed and fault.detail != "sys.exit":  # which ends only the thread that calls it
                 threading.Timer(fault.delay, self._strike, [fault]).start()
             else:
                 self._strike(fault)
 
     def release(self) -> None:
-        """The disk has room again."""
+        """Free the disk."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     def _strike(self, fault: Fault) -> None:
         continue_after = {"pause": PAUSE_SECONDS, "stop": STOP_SECONDS}.get(fault.kind)
-        self._seat.tell(Injected(time.monotonic(), continue_after))
+        self._worker.report_fault(Injected(time.monotonic(), continue_after))
         _STRIKES[fault.kind](self, fault)
 
     # -- one method per kind ---------------------------------------------------------------------------------
@@ -108,13 +108,13 @@ class Trap:
         sys.exit(EXIT_CODE) if fault.detail == "sys.exit" else os._exit(EXIT_CODE)
 
     def _stop(self, fault: Fault) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)  # the crew sends SIGCONT
+        os.kill(os.getpid(), signal.SIGSTOP)  # the pool sends SIGCONT
 
     def _sleep(self, fault: Fault) -> None:
         time.sleep(_SLOW_SECONDS)
 
     def _drop(self, fault: Fault) -> None:
-        """Shut down a connection over which bytes went in the step before: the job will miss it."""
+        """Shut down a connection that was used in the step before, so the job needs it."""
         before, after = self._traffic[-2:]
         used = sorted(fd for fd in after.keys() & before.keys() if after[fd] > before[fd])
         with borrowed_socket(random.Random(fault.seed).choice(used)) as sock:
@@ -126,15 +126,15 @@ class Trap:
         CORRUPTIONS[fault.detail](mesh)
 
     def _fill_disk(self, fault: Fault) -> None:
-        """To this process it is: a write beyond the limit is an OSError, as Python ignores SIGXFSZ."""
+        """Limit this process's file size: a write beyond it raises OSError, as Python ignores SIGXFSZ."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (_DISK_BYTES, resource.RLIM_INFINITY))
 
     def _connections(self) -> list[Connection]:
-        """Those of the mesh, but for those to the store."""
+        """Return the mesh's connections, except those to the store."""
         return [
             found
             for found in tcp_connections()
-            if found.fd not in self._foreign and found.peer_port != self._seat.port
+            if found.fd not in self._foreign and found.peer_port != self._worker.port
         ]
 
 

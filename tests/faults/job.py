@@ -1,4 +1,4 @@
-"""The small job that faults are injected into: it trains, saves every other step, and reports what it saw."""
+"""The small job that faults are injected into: it trains, saves every other step, and reports."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 import ldt
 from faults import checkpoints
-from faults.crew import Seat
 from faults.fault import MICROBATCHES, SAVE_EVERY, STEPS, Fault
-from faults.holdings import Holdings
-from faults.injection import SILENCE_SECONDS, Trap
+from faults.injection import HEARTBEAT_SECONDS, Trap
+from faults.leak_check import Resources
+from faults.worker_pool import Worker
 from ldt.testing import ToyChunk, paced, toy_loss, toy_microbatches
 from ldt.testing.models import on_backward
 from ldt.topology import Topology
@@ -34,7 +34,7 @@ Microbatches = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank is to run: a job in a ``world`` of its own, from the last checkpoint in ``folder`` if any."""
+    """What a rank runs: a job in its own ``world``, from the last checkpoint in ``folder`` if any."""
 
     world: str
     topology: Topology
@@ -44,7 +44,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception as the harness sees it; ``time`` is CLOCK_MONOTONIC, ``ours`` says that it is ldt's.
+    """An exception as the harness sees it; ``time`` is CLOCK_MONOTONIC, ``ours`` if ldt raised it.
 
     ``rank`` and ``cause`` are those of a RemoteStageError.
     """
@@ -69,33 +69,33 @@ class Raised:
 
 @dataclass
 class Report:
-    """What a rank saw. Steps are counted by how many were done; ``digests`` are those of its weights after each."""
+    """What a rank reports. Steps are counted from 1; ``digests`` are of its weights after each step."""
 
     loaded: int | None = None
     done: int = 0
     digests: dict[int, str] = field(default_factory=dict)
     tried: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
-    refused: Raised | None = None  # a save that failed, after which the job went on
+    refused: Raised | None = None  # by a failed save, after which the job continued
     failure: Raised | None = None
     closed: float = 0.0  # CLOCK_MONOTONIC
-    left: list[str] = field(default_factory=list)  # what it holds more than before
+    leaked: list[str] = field(default_factory=list)
 
 
-def train(seat: Seat, order: Order) -> Report:
-    """Run the job; whatever it raises is in the report."""
-    before = Holdings.now()
+def train(worker: Worker, order: Order) -> Report:
+    """Run the job; an exception goes into the report."""
+    before = Resources.now()
     report = Report()
     world = order.topology.world_size
     limit = paced(30)
     dist.init_process_group(
-        "gloo", store=seat.store(order.world), rank=seat.rank, world_size=world, timeout=limit
+        "gloo", store=worker.store(order.world), rank=worker.rank, world_size=world, timeout=limit
     )
     with suppress(Exception):
-        _connect_and_train(order, Trap(order.fault, seat), report)
+        _connect_and_train(order, Trap(order.fault, worker), report)
     report.closed = time.monotonic()
     dist.destroy_process_group()
-    report.left = before.left_since()
+    report.leaked = before.leaked_since()
     return report
 
 
@@ -103,7 +103,7 @@ def _connect_and_train(order: Order, trap: Trap, report: Report) -> None:
     trap.before_connect()
     with _reporting(report), _connect(order.topology) as mesh:
         trap.connected(mesh)
-        with _reporting(report):  # again, so that closing does not count
+        with _reporting(report):  # inner context: closing does not count
             _train(mesh, order, trap, report)
 
 
@@ -149,7 +149,7 @@ def _save(
 
 
 def _microbatches(step: int, mesh: ldt.Mesh, trap: Trap) -> Microbatches | None:
-    """Of another shape in each step, so that each is told of in a message of its own."""
+    """Draw microbatches of a new shape in each step, so that each step has a new message."""
     trap.reach("data")
     if not mesh.is_edge:
         return None
@@ -160,13 +160,13 @@ def _connect(topology: Topology) -> ldt.Mesh:
     return ldt.connect(
         topology,
         timeout=paced(_CONNECT_SECONDS),
-        heartbeat_timeout=timedelta(seconds=SILENCE_SECONDS),
+        heartbeat_timeout=timedelta(seconds=HEARTBEAT_SECONDS),
     )
 
 
 @contextmanager
 def _reporting(report: Report) -> Iterator[None]:
-    """Note an exception where it first passes, before anything is closed."""
+    """Record an exception before anything is closed."""
     try:
         yield
     except Exception as error:
@@ -182,7 +182,7 @@ def _digest(pipeline: ldt.Pipeline) -> str:
 
 
 class _Chunk(ToyChunk):
-    """Tells a trap of its forwards and backwards, and talks to the other ranks of its node in between."""
+    """Reports its forwards and backwards to a trap, with an all-reduce in the node in between."""
 
     def __init__(self, index: int, mesh: ldt.Mesh, trap: Trap) -> None:
         torch.manual_seed(index)
@@ -197,7 +197,7 @@ class _Chunk(ToyChunk):
         return on_backward(super().forward(x), partial(self.reach, "backward"))
 
     def reach(self, place: str) -> None:
-        """And meet the other ranks of the node, as the layers of a tensor-parallel stage do in each direction."""
+        """Reach a point, and all-reduce in the node, as tensor-parallel layers do in each direction."""
         self.trap.reach(place)
         if self.group is not None:
             dist.all_reduce(torch.ones(_WIDTH), group=self.group)

@@ -1,4 +1,4 @@
-"""What a process holds of the system: threads, file descriptors, children, memory; and how two moments differ."""
+"""Detects leaks of a process: compares its threads, file descriptors, children and memory between two moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "Holdings", "borrowed_socket", "resident_bytes", "tcp_connections"]
+__all__ = ["Connection", "Resources", "borrowed_socket", "resident_bytes", "tcp_connections"]
 
 SETTLING_SECONDS = 2.0  # the kernel and joined threads may take a moment
 _ESTABLISHED = 1
@@ -23,42 +23,42 @@ _ACKED = slice(120, 128)  # tcpi_bytes_acked and tcpi_bytes_received of struct t
 _RECEIVED = slice(128, 136)
 
 
-class Holdings(NamedTuple):
-    """Threads by name, open files by what they are (all sockets alike), and the children of all threads."""
+class Resources(NamedTuple):
+    """The threads by name, open files by kind (sockets count as one), and children of all threads."""
 
     threads: Counter[str]
     files: Counter[str]
     children: frozenset[str]
 
     @classmethod
-    def now(cls) -> Holdings:
+    def now(cls) -> Resources:
         gc.collect()
         tasks = list(Path("/proc/self/task").iterdir())
         names: Counter[str] = Counter()
         children: set[str] = set()
         for task in tasks:
-            with suppress(OSError):  # a thread that has just ended
+            with suppress(OSError):  # a thread has just ended
                 names[(task / "comm").read_text().strip()] += 1
                 children.update((task / "children").read_text().split())
         files = Counter(re.sub(r":\[\d+\]", "", link) for _, link in _links())
         return cls(names, files, frozenset(children))
 
-    def more_than(self, before: Holdings) -> list[str]:
-        """What is here and was not there, in words. Empty if nothing."""
+    def excess_over(self, before: Resources) -> list[str]:
+        """Return what exceeds ``before``, in words. Empty if nothing does."""
         more = [f"{number} threads {name}" for name, number in (self.threads - before.threads).items()]
         more += [f"{number} open {name}" for name, number in (self.files - before.files).items()]
         return more + [f"child process {pid}" for pid in sorted(self.children - before.children)]
 
-    def left_since(self) -> list[str]:
-        """What the process holds more than at this moment, once it had time to settle."""
+    def leaked_since(self) -> list[str]:
+        """Return what the process holds beyond this snapshot, after some time to settle."""
         deadline = time.monotonic() + SETTLING_SECONDS
-        while (more := Holdings.now().more_than(self)) and time.monotonic() < deadline:
+        while (more := Resources.now().excess_over(self)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return more
 
 
 class Connection(NamedTuple):
-    """A connected TCP socket of this process, and the bytes that have gone each way."""
+    """A connected TCP socket of this process, and its bytes sent and received."""
 
     fd: int
     peer_port: int
@@ -67,7 +67,7 @@ class Connection(NamedTuple):
 
 
 def tcp_connections() -> list[Connection]:
-    """Those that are established, by file descriptor."""
+    """Return the established TCP connections, by file descriptor."""
     return [found for fd, link in sorted(_links()) if link.startswith("socket:") for found in _connection(fd)]
 
 
@@ -83,19 +83,19 @@ def _connection(fd: int) -> Iterator[Connection]:
 
 @contextmanager
 def borrowed_socket(fd: int) -> Iterator[socket.socket]:
-    """Another name for what ``fd`` is; the descriptor itself stays as it is."""
+    """Duplicate ``fd`` as a socket object; ``fd`` stays open."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
 
 
 def _links() -> Iterator[tuple[int, str]]:
     for entry in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # that of the listing itself
+        with suppress(OSError):  # the descriptor of the listing itself
             yield int(entry.name), str(entry.readlink())
 
 
 def resident_bytes() -> int:
-    """The resident memory of this process, once the collector has run and freed pages were given back."""
+    """Return the resident memory of this process after garbage collection and malloc_trim."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])

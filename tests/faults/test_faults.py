@@ -1,4 +1,4 @@
-"""Twenty-five seeds: every kind of fault, each followed by a run from the last checkpoint. `make faults` runs 200."""
+"""Injects the faults of 25 seeds, each followed by a resumed run. `make faults` runs 200."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def harness() -> Iterator[Harness]:
 
 @pytest.mark.parametrize("seed", SEEDS, ids="seed-{}".format)
 def test_a_fault(harness: Harness, seed: int) -> None:
-    """Again: `python -m pytest tests/faults -k seed-17`, or `make faults ARGS="--seeds 17"`."""
+    """Rerun one: `python -m pytest tests/faults -k seed-17`, or `make faults ARGS="--seeds 17"`."""
     harness.run(seed).check()
 
 
-def test_the_seeds_have_all_kinds_twice() -> None:
+def test_the_seeds_cover_all_kinds_twice() -> None:
     kinds = [draw(seed).kind for seed in SEEDS]
     assert all(kinds.count(kind) >= 2 for kind in KINDS)
     assert [draw(seed) for seed in SEEDS] == [draw(seed) for seed in SEEDS]

@@ -1,4 +1,4 @@
-"""A rank of the middle stage fails or is killed: the others raise soon and name it, and all end by themselves."""
+"""Tests that after a rank of the middle stage fails or is killed, the others name it and all processes exit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ldt.testing import allowed, in_time
 
 WORLD_SIZE = 3
 RAISE_SECONDS = 5.0
-EXIT_SECONDS = 60.0  # with the imports of torch, on a busy machine
+EXIT_SECONDS = 60.0  # includes importing torch on a busy machine
 _SCRIPT = """
 import json, os, signal, sys, time
 import torch, torch.distributed as dist
@@ -79,7 +79,7 @@ dist.destroy_process_group()
 
 
 def run(script: Path, where: str, folder: Path) -> list[tuple[int, str]]:
-    """Exit code and standard error of each rank; rank 0 keeps the store, as under `env://`."""
+    """Return exit code and standard error of each rank; rank 0 hosts the store, as under `env://`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = {"WORLD_SIZE": str(WORLD_SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -90,7 +90,7 @@ def run(script: Path, where: str, folder: Path) -> list[tuple[int, str]]:
             env={**os.environ, **address, **quick, "RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # so that what they leave behind can be found
+            start_new_session=True,  # so that orphans can be found
         )
         for rank in range(WORLD_SIZE)
     ]
@@ -105,11 +105,11 @@ def run(script: Path, where: str, folder: Path) -> list[tuple[int, str]]:
 
 
 def is_session(number: int) -> bool:
-    """Whether a process of the session is there."""
+    """Whether the session has a live process."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended since
+        except OSError:  # it has ended
             continue
         if int(fields[3]) == number:
             return True
@@ -117,7 +117,7 @@ def is_session(number: int) -> bool:
 
 
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward", "kill"])
-def test_every_rank_names_the_first_failure_and_ends(tmp_path: Path, where: str) -> None:
+def test_every_rank_names_the_first_failure_and_exits(tmp_path: Path, where: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
     endings = run(script, where, tmp_path)

@@ -1,4 +1,4 @@
-"""The harness itself: it must see what is wrong, or the faults prove nothing."""
+"""Tests that the fault harness itself detects errors."""
 
 from __future__ import annotations
 
@@ -15,51 +15,51 @@ import pytest
 
 pytest.importorskip("torch")
 
-from faults import judgement
+from faults import verdict
 from faults.__main__ import table
-from faults.crew import Crew, Ending, Injected, Seat
 from faults.fault import SAVE_EVERY, STEPS, Fault, FaultKind, draw
 from faults.harness import SHARED_MEMORY, FaultError, Outcome, left_files
-from faults.holdings import Holdings, tcp_connections
 from faults.job import Raised, Report
-from faults.judgement import complaints, resumption_complaints
+from faults.leak_check import Resources, tcp_connections
+from faults.verdict import complaints, resumption_complaints
+from faults.worker_pool import Ending, Injected, Worker, WorkerPool
 
 SAVES = list(range(SAVE_EVERY, STEPS + 1, SAVE_EVERY))
 GOOD = Report(done=STEPS, digests={step: str(step) for step in range(STEPS + 1)}, tried=SAVES, saved=SAVES)
 
 
-def act(seat: Seat, what: str) -> str:
+def act(worker: Worker, what: str) -> str:
     if what == "hang":
         time.sleep(60.0)
     elif what == "exit":
         os._exit(7)
     elif what == "raise":
         raise ValueError("no")
-    seat.tell(Injected(1.0))
-    return f"rank {seat.rank}"
+    worker.report_fault(Injected(1.0))
+    return f"rank {worker.rank}"
 
 
-def test_a_crew_says_how_each_rank_ended_and_replaces_it() -> None:
-    with Crew(4) as crew:
-        crew.run(act, ["answer"] * 4, timeout=60.0)
-        answered, hung, gone, raised = crew.run(act, ["answer", "hang", "exit", "raise"], timeout=2.0)
+def test_a_pool_reports_how_each_rank_ended_and_replaces_it() -> None:
+    with WorkerPool(4) as pool:
+        pool.run(act, ["answer"] * 4, timeout=60.0)
+        answered, hung, gone, raised = pool.run(act, ["answer", "hang", "exit", "raise"], timeout=2.0)
         assert answered == Ending("rank 0")
-        assert crew.injected == [Injected(1.0)]
+        assert pool.injected == [Injected(1.0)]
         assert "in act" in (hung.stack or "")
         assert gone == Ending(exit_code=7)
         assert "ValueError: no" in raised.answer
-        again = crew.run(act, ["answer"] * 4, timeout=60.0)
+        again = pool.run(act, ["answer"] * 4, timeout=60.0)
         assert [end.answer for end in again] == [f"rank {rank}" for rank in range(4)]
 
 
-def test_what_a_process_holds_more_is_seen() -> None:
-    before = Holdings.now()
+def test_leaks_of_a_process_are_detected() -> None:
+    before = Resources.now()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
     listener = socket.create_server(("127.0.0.1", 0))
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    more = "\n".join(Holdings.now().more_than(before))
+    more = "\n".join(Resources.now().excess_over(before))
     assert "1 threads" in more
     assert "1 open socket" in more
     assert "1 open pipe" in more
@@ -68,16 +68,16 @@ def test_what_a_process_holds_more_is_seen() -> None:
     thread.join()
     listener.close()
     child.communicate()
-    assert before.left_since() == []
+    assert before.leaked_since() == []
 
 
-def test_a_file_left_in_shared_memory_is_seen_unless_another_program_holds_it() -> None:
+def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it() -> None:
     before = set(SHARED_MEMORY.iterdir())
-    mine, of_other = (SHARED_MEMORY / f"ldt-test-{os.getpid()}-{name}" for name in ("mine", "other"))
+    own_file, of_other = (SHARED_MEMORY / f"ldt-test-{os.getpid()}-{name}" for name in ("own_file", "other"))
     hold = "import mmap, sys; f = open(sys.argv[1], 'r+'); m = mmap.mmap(f.fileno(), 4); print(flush=True); input()"
     other = None
     try:
-        for path in (mine, of_other):
+        for path in (own_file, of_other):
             path.write_bytes(b"left")
         other = subprocess.Popen(
             [sys.executable, "-c", hold, str(of_other)],
@@ -88,30 +88,30 @@ def test_a_file_left_in_shared_memory_is_seen_unless_another_program_holds_it() 
         assert other.stdout is not None
         other.stdout.readline()
         left = left_files(before)
-        assert mine in left
+        assert own_file in left
         assert of_other not in left
     finally:
         if other is not None:
             other.communicate(b"\n")
-        mine.unlink(missing_ok=True)
+        own_file.unlink(missing_ok=True)
         of_other.unlink(missing_ok=True)
 
 
 def test_connections_count_their_bytes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        mine = socket.create_connection(listener.getsockname())
-        theirs, _ = listener.accept()
-        mine.sendall(b"12345")
-        assert theirs.recv(5) == b"12345"
+        own_file = socket.create_connection(listener.getsockname())
+        remote, _ = listener.accept()
+        own_file.sendall(b"12345")
+        assert remote.recv(5) == b"12345"
         found = {connection.fd: connection for connection in tcp_connections()}
         assert (
-            found[mine.fileno()].sent - found[theirs.fileno()].sent >= 5
+            found[own_file.fileno()].sent - found[remote.fileno()].sent >= 5
         )  # Linux may count the first packet, too
-        assert found[theirs.fileno()].received - found[mine.fileno()].received == 5
-        assert found[mine.fileno()].peer_port == listener.getsockname()[1]
+        assert found[remote.fileno()].received - found[own_file.fileno()].received == 5
+        assert found[own_file.fileno()].peer_port == listener.getsockname()[1]
         assert listener.fileno() not in found
-        mine.close()
-        theirs.close()
+        own_file.close()
+        remote.close()
 
 
 def raised(kind: str = "RemoteStageError", **details: Any) -> Raised:
@@ -120,7 +120,7 @@ def raised(kind: str = "RemoteStageError", **details: Any) -> Raised:
 
 
 def fault_of(kind: FaultKind) -> Fault:
-    """One on rank 1, while step 3 is saved."""
+    """Return a fault on rank 1 while step 3 is saved."""
     return replace(draw(0), kind=kind, rank=1, step=3, point="save", detail="")
 
 
@@ -144,7 +144,7 @@ REMOTE = raised(rank=1, cause="InjectedError")
         ("exception", failing(raised(rank=1, cause="LdtError")), failing(OWN), "rank 0: expected Remote"),
         ("exception", failing(None), failing(OWN), "rank 0: should have raised"),
         ("exception", failing(replace(REMOTE, time=16.0)), failing(OWN), "last rank raised after 6.00 s"),
-        ("exception", failing(REMOTE, left=["2 threads x"]), failing(OWN), "rank 0: holds more than before: 2 th"),
+        ("exception", failing(REMOTE, leaked=["2 threads x"]), failing(OWN), "rank 0: leaked: 2 th"),
         ("exception", failing(REMOTE), failing(REMOTE), "rank 1: expected InjectedError"),
         ("exception", failing(REMOTE), Ending(stack="in wait"), "rank 1: did not answer: it hung at\nin wait"),
         ("exception", failing(replace(REMOTE, time=1.0)), failing(OWN), "rank 0: closing took 9.2 s"),
@@ -159,11 +159,11 @@ REMOTE = raised(rank=1, cause="InjectedError")
         ("disk_full", Ending(GOOD), Ending(GOOD), "rank 1: the save to a full disk should have raised"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_told(
+def test_errors_are_complaints(
     kind: FaultKind, first: Ending, second: Ending, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing else. The times are those of an idle machine."""
-    monkeypatch.setattr(judgement, "in_time", lambda took, limit: took < limit)
+    """Each error is the only complaint. Times are those of an idle machine."""
+    monkeypatch.setattr(verdict, "in_time", lambda took, limit: took < limit)
     found = found_in(kind, [first, second])
     assert words in found
     assert bool(found) == bool(words), found

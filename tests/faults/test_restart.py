@@ -1,4 +1,4 @@
-"""torchrun starts a job again when a rank was killed: it goes on from the last checkpoint, to the very same weights."""
+"""Tests that torchrun restarts a job from its last checkpoint after a rank was killed, to bit-equal weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def kill(*unused):
 
 
 torch.set_num_threads(1)
-# The store outlives an attempt, with the addresses of processes that are gone: each attempt has names of its own.
+# The store outlives an attempt and keeps addresses of dead processes: each attempt needs its own key prefix.
 store, rank, world_size = next(rendezvous("env://"))
 store = dist.PrefixStore(f"attempt-{attempt}", store)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
@@ -66,7 +66,7 @@ dist.destroy_process_group()
 
 
 def torchrun(script: Path, *arguments: str) -> None:
-    """Run it on three ranks, to be started twice again at most."""
+    """Run a script on three ranks, with at most two restarts."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "2"]
     command += ["--nproc-per-node", "3", "--monitor-interval", "0.1", str(script), *arguments]
     quick = {"OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -77,7 +77,7 @@ def torchrun(script: Path, *arguments: str) -> None:
 
 
 def undisturbed() -> list[nn.Module]:
-    """The unsplit model after as many steps."""
+    """Return the unsplit model's weights after as many steps."""
     chunks = toy_chunks(TOPOLOGY)
     optimizer = torch.optim.AdamW(nn.ModuleList(chunks).parameters(), lr=1e-2)
     for step in range(STEPS):

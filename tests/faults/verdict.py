@@ -1,13 +1,13 @@
-"""What every rank should report after a fault, and what is wrong with what it did report."""
+"""Checks what every rank reports after a fault."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from faults.crew import Ending, Injected
 from faults.fault import QUIET, SAVE_EVERY, STEPS, Fault
-from faults.injection import EXIT_CODE, SILENCE_SECONDS
+from faults.injection import EXIT_CODE, HEARTBEAT_SECONDS
 from faults.job import Raised, Report
+from faults.worker_pool import Ending, Injected
 from ldt.testing import in_time
 
 __all__ = ["complaints", "repeated_steps", "resumption_complaints", "seconds_until_raised"]
@@ -21,14 +21,14 @@ _OWN_ERRORS = {"exception": "InjectedError", "memory": "OutOfMemoryError"}
 def complaints(
     fault: Fault, injected: Sequence[Injected], endings: Sequence[Ending], reference: Sequence[Report]
 ) -> Iterator[str]:
-    """What is wrong with a disturbed run, in words; nothing if it is as it should be."""
+    """Yield what is wrong with a disturbed run, in words."""
     if not injected:
-        yield "the fault never came: the job did not reach its point"
+        yield "the fault was not injected: the job did not reach its point"
     for rank, ending in enumerate(endings):
         for text in _of_rank(fault, rank, ending, reference[rank]):
             yield f"rank {rank}: {text}"
     seconds = seconds_until_raised(fault, injected, endings)
-    limit = RAISE_SECONDS + (SILENCE_SECONDS if fault.kind == "stop" else 0.0)
+    limit = RAISE_SECONDS + (HEARTBEAT_SECONDS if fault.kind == "stop" else 0.0)
     if seconds is not None and not in_time(seconds, limit):
         yield f"the last rank raised after {seconds:.2f} s, expected at most {limit:g} s"
 
@@ -36,7 +36,7 @@ def complaints(
 def seconds_until_raised(
     fault: Fault, injected: Sequence[Injected], endings: Sequence[Ending]
 ) -> float | None:
-    """From the fault to the last rank that raised; None if none did. A stopped rank is not waited for."""
+    """Return the seconds from the fault to the last rank that raised; None if none did. Ignores a stopped rank."""
     times = [
         raised.time
         for rank, report in _reports(endings)
@@ -49,7 +49,7 @@ def seconds_until_raised(
 def resumption_complaints(
     endings: Sequence[Ending], again: Sequence[Ending], reference: Sequence[Report]
 ) -> Iterator[str]:
-    """What is wrong with a run that goes on from the last checkpoint of ``endings``."""
+    """Yield what is wrong with a run that resumes from the last checkpoint of ``endings``."""
     saved = max((max(report.saved, default=0) for _, report in _reports(endings)), default=0)
     tried = max((max(report.tried, default=0) for _, report in _reports(endings)), default=0)
     for rank, ending in enumerate(again):
@@ -64,12 +64,12 @@ def resumption_complaints(
         else:
             for text in _unlike(report, reference[rank]):
                 yield f"rank {rank}, resumed from step {report.loaded}: {text}"
-        if report.left:
-            yield f"rank {rank}, resumed, holds more than before: {', '.join(report.left)}"
+        if report.leaked:
+            yield f"rank {rank}, resumed, leaked: {', '.join(report.leaked)}"
 
 
 def repeated_steps(endings: Sequence[Ending], again: Sequence[Ending]) -> int:
-    """Steps that were done and are done again, as they were not saved."""
+    """Return how many steps are repeated because they were not saved."""
     done = max((report.done for _, report in _reports(endings)), default=0)
     loaded = min((report.loaded or 0 for _, report in _reports(again)), default=0)
     return done - loaded
@@ -84,8 +84,8 @@ def _of_rank(fault: Fault, rank: int, ending: Ending, reference: Report) -> Iter
     if not isinstance(report, Report):
         yield f"did not answer: {_words(ending)}"
         return
-    if report.left:
-        yield f"holds more than before: {', '.join(report.left)}"
+    if report.leaked:
+        yield f"leaked: {', '.join(report.leaked)}"
     if fault.kind in QUIET or fault.kind == "disk_full":
         yield from _unlike(report, reference)
     if fault.kind in QUIET:
@@ -102,7 +102,7 @@ def _quiet(report: Report) -> Iterator[str]:
 
 
 def _refused(fault: Fault, rank: int, report: Report) -> Iterator[str]:
-    """A save fails on all ranks, and training goes on."""
+    """The save must fail on all ranks, and training continue."""
     yield from _quiet(report)
     if report.refused is None:
         yield "the save to a full disk should have raised"
@@ -129,10 +129,10 @@ def _wrong_error(fault: Fault, rank: int, raised: Raised) -> Iterator[str]:
 
 
 def _right_error(fault: Fault, rank: int) -> tuple[str, Callable[[Raised], bool]]:
-    """Its own error where a rank failed; a RemoteStageError that names that rank elsewhere. In words, and as a test."""
-    if fault.kind == "corrupt":  # found by some rank that it concerns
+    """Return the expected error, in words and as a test: the rank's own, or a RemoteStageError naming the rank."""
+    if fault.kind == "corrupt":  # any rank may detect it
         return "an error of ldt", lambda raised: raised.ours
-    if fault.kind == "drop":  # of a connection that the model's layers may use
+    if fault.kind == "drop":  # the layers of the model may use the connection, too
         return "an error of ldt or of gloo", lambda raised: raised.ours or "gloo" in raised.text
     if fault.kind == "disk_full":
         return f"that the disk of rank {fault.rank} is full", lambda raised: _is_full_disk(
@@ -144,20 +144,20 @@ def _right_error(fault: Fault, rank: int) -> tuple[str, Callable[[Raised], bool]
             f"RemoteStageError of rank {fault.rank} ({own or 'whatever'})",
             lambda raised: raised.remote and raised.rank == fault.rank and own in (None, raised.cause),
         )
-    if own is None:  # it was stopped, and is told so when it comes back
+    if own is None:  # it was stopped, and learns of the failure when it continues
         return "an error of ldt", lambda raised: raised.ours
     return own, lambda raised: raised.kind == own
 
 
 def _is_full_disk(fault: Fault, rank: int, raised: Raised) -> bool:
-    """All ranks fail; the texts of the others say whose disk it was."""
+    """Whether it is the full disk's error; on other ranks its text must name the rank."""
     if rank == fault.rank:
         return not raised.remote
     return raised.rank == fault.rank or f"rank {fault.rank} cannot write" in raised.text
 
 
 def _unlike(report: Report, reference: Report) -> Iterator[str]:
-    """Weights after steps that are not those of the undisturbed run."""
+    """Yield the steps after which weights differ from the undisturbed run."""
     steps = [step for step, digest in report.digests.items() if digest != reference.digests[step]]
     if steps:
         yield f"its weights differ from those of an undisturbed run after steps {steps}"

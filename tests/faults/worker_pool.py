@@ -1,4 +1,4 @@
-"""Processes that each play one rank, stay after a failure they survive, and are replaced where they do not."""
+"""Runs ranks in processes that are reused after a failure, and replaced if they died."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ldt.testing import paced
 
-__all__ = ["Crew", "Ending", "Injected", "Seat"]
+__all__ = ["Ending", "Injected", "Worker", "WorkerPool"]
 
 _EXIT_SECONDS = paced(10.0).total_seconds()
 
 
 class Injected(NamedTuple):
-    """What a rank tells just before its fault: when (CLOCK_MONOTONIC, s), and when to send it SIGCONT, if at all."""
+    """A rank's report just before its fault: its time (CLOCK_MONOTONIC, s), and when to send SIGCONT, if at all."""
 
     time: float
     continue_after: float | None = None
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a process knows of itself: its rank, the port of the crew's store, and a way to tell of its fault."""
+class Worker:
+    """What a worker process knows: its rank, the port of the pool's store, and how to report its fault."""
 
     rank: int
     port: int
-    tell: Callable[[Injected], None]
+    report_fault: Callable[[Injected], None]
 
     def store(self, world: str) -> PrefixStore:
-        """A store for the world of that name, over a connection of its own."""
+        """Return a store for the world of that name, over a new connection."""
         limit = paced(30)
         return PrefixStore(world, TCPStore("127.0.0.1", self.port, None, False, timeout=limit))
 
 
 @dataclass
 class Ending:
-    """How a run ended on one rank: with an ``answer``, an ``exit_code``, or not at all, then ``stack`` says where."""
+    """How a run ended on one rank: with an ``answer``, with an ``exit_code``, or hung at ``stack``."""
 
     answer: Any = None
     exit_code: int | None = None
@@ -61,49 +61,49 @@ class Ending:
 
 
 @dataclass
-class _Member:
+class _Process:
     process: Any
     pipe: Connection
     stack: Path
 
 
-class Crew:
-    """Up to ``size`` ranks. A context manager. Functions are run by name, called with a Seat and their argument."""
+class WorkerPool:
+    """A pool of up to ``size`` ranks. A context manager. Functions are pickled, so they must be importable by name."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._members: dict[int, _Member] = {}
+        self._processes: dict[int, _Process] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="ldt-faults-")
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
         self.injected: list[Injected] = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        for member in self._members.values():
+        for entry in self._processes.values():
             with suppress(OSError):
-                member.pipe.send_bytes(b"")
-        for rank in list(self._members):
+                entry.pipe.send_bytes(b"")
+        for rank in list(self._processes):
             self._remove(rank, _EXIT_SECONDS)
         self._folder.cleanup()
 
     def run(
-        self, function: Callable[[Seat, Any], Any], orders: Sequence[Any], timeout: float
+        self, function: Callable[[Worker, Any], Any], orders: Sequence[Any], timeout: float
     ) -> list[Ending]:
-        """Call ``function(seat, orders[rank])`` on the ranks that have an order; ``injected`` is what they told.
+        """Call ``function(worker, orders[rank])`` on ranks that have an order; ``injected`` has their fault reports.
 
-        Ranks that have not answered after ``timeout`` seconds are killed; their endings show where they stood.
+        Ranks that do not answer within ``timeout`` seconds are killed; their endings show the stack.
         """
         self.injected = []
         for rank, order in enumerate(orders):
-            if rank not in self._members:
-                self._members[rank] = self._start(rank)
-            self._members[rank].pipe.send_bytes(pickle.dumps((function, order)))
+            if rank not in self._processes:
+                self._processes[rank] = self._start(rank)
+            self._processes[rank].pipe.send_bytes(pickle.dumps((function, order)))
         endings = {rank: Ending() for rank in range(len(orders))}
-        waiting = {self._members[rank].pipe: rank for rank in endings}
+        waiting = {self._processes[rank].pipe: rank for rank in endings}
         deadline = time.monotonic() + paced(timeout).total_seconds()
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
@@ -120,10 +120,10 @@ class Crew:
         return list(endings.values())
 
     def _take(self, rank: int, ending: Ending) -> bool:
-        """Read what a rank says. Whether it was its last word."""
-        member = self._members[rank]
+        """Read a message of a rank. Returns whether it was the last."""
+        entry = self._processes[rank]
         try:
-            message = pickle.loads(member.pipe.recv_bytes())
+            message = pickle.loads(entry.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             ending.exit_code = self._remove(rank, _EXIT_SECONDS)
             return True
@@ -132,36 +132,36 @@ class Crew:
             return True
         self.injected.append(message)
         if message.continue_after is not None:
-            threading.Timer(message.continue_after, _continue, [member.process.pid]).start()
+            threading.Timer(message.continue_after, _continue, [entry.process.pid]).start()
         return False
 
-    def _start(self, rank: int) -> _Member:
-        mine, theirs = self._context.Pipe()
+    def _start(self, rank: int) -> _Process:
+        local, remote = self._context.Pipe()
         stack = Path(self._folder.name) / f"stack-{rank}"
-        arguments = (theirs, rank, self._store.port, str(stack))
+        arguments = (remote, rank, self._store.port, str(stack))
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
         with _without_plugins():
             process.start()
-        theirs.close()
-        return _Member(process, mine, stack)
+        remote.close()
+        return _Process(process, local, stack)
 
     def _remove(self, rank: int, patience: float) -> int | None:
-        """The exit code of a process that ends by itself in so many seconds; None where it must be killed."""
-        member = self._members.pop(rank)
-        member.process.join(patience)
-        code: int | None = member.process.exitcode
-        member.process.kill()
-        member.process.join()
-        member.pipe.close()
+        """Return the exit code of a process that ends within ``patience`` seconds; None if it must be killed."""
+        entry = self._processes.pop(rank)
+        entry.process.join(patience)
+        code: int | None = entry.process.exitcode
+        entry.process.kill()
+        entry.process.join()
+        entry.pipe.close()
         return code
 
     def _stack_of(self, rank: int) -> str:
-        member = self._members[rank]
-        resource.prlimit(member.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        entry = self._processes[rank]
+        resource.prlimit(entry.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         for number in (signal.SIGCONT, signal.SIGUSR1):
-            os.kill(member.process.pid, number)
+            os.kill(entry.process.pid, number)
         time.sleep(0.5)
-        return member.stack.read_text()
+        return entry.stack.read_text()
 
 
 def _continue(pid: int) -> None:
@@ -170,23 +170,23 @@ def _continue(pid: int) -> None:
 
 
 def _serve(pipe: Connection, rank: int, port: int, stack_file: str) -> None:
-    """The life of a process."""
+    """Serve orders in a worker process."""
     faulthandler.register(signal.SIGUSR1, file=Path(stack_file).open("w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
-    seat = Seat(rank, port, lambda injected: pipe.send_bytes(pickle.dumps(injected)))
+    worker = Worker(rank, port, lambda injected: pipe.send_bytes(pickle.dumps(injected)))
     with suppress(EOFError):
         while order := pipe.recv_bytes():
             function, argument = pickle.loads(order)
-            _spare_the_collector()
+            _freeze_imported_objects()
             try:
-                answer = function(seat, argument)
-            except Exception:  # a SystemExit goes on: it is a fault of its own
+                answer = function(worker, argument)
+            except Exception:  # SystemExit propagates: it is a fault of its own
                 answer = traceback.format_exc()
             pipe.send_bytes(pickle.dumps(answer))
 
 
-def _spare_the_collector() -> None:
-    """Of walking through torch's modules each time, once they are imported."""
+def _freeze_imported_objects() -> None:
+    """Exclude torch's modules from garbage collection once they are imported."""
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
@@ -194,7 +194,7 @@ def _spare_the_collector() -> None:
 
 @contextmanager
 def _without_plugins() -> Iterator[None]:
-    """Before the server of the processes imports torch: device backends that are installed are not loaded."""
+    """Disable autoloading of device backends in the fork server, before it imports torch."""
     name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
     before = os.environ.get(name)
     os.environ.setdefault(name, "0")
