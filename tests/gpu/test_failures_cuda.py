@@ -63,6 +63,6 @@ def test_a_failure_ends_a_collective_on_the_device(tmp_path: Path, case: str) ->
     raised, closing = map(json.loads, said.splitlines())
     kind, named, seconds, text = raised
     assert (kind, named) == ("RemoteStageError", 1), text
-    assert ("no sign of life" in text) == (case == "kill")
+    assert ("no heartbeat" in text) == (case == "kill")
     assert seconds < 5.0
     assert closing < 5.0

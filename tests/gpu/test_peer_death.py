@@ -49,4 +49,4 @@ os._exit(0)
 
 def test_the_survivors_gpu_still_works(tmp_path: Path) -> None:
     said = first_of_two(JOB, tmp_path, str(tmp_path / "ready"))
-    assert "rank 1 (stage 1, replica 0) failed first: no sign of life" in said, "before this rank's own words"
+    assert "rank 1 (stage 1, replica 0) failed first: no heartbeat" in said, "before this rank's own words"

@@ -161,7 +161,7 @@ def test_shared_values_have_the_expected_type(mine: Any, data: bytes) -> None:
 def test_calls_of_other_ranks_are_validated(data: bytes) -> None:
     store = HashStore()
     store.set("call/1", data)
-    trouble = DesyncDetector("call", 4).leave(store)
+    trouble = DesyncDetector("call", 4).finish(store)
     assert data == b"" or trouble is not None, "no entry is that of this call"
     assert trouble is None or len(trouble.text) < 1000
 

@@ -1,1 +1,1 @@
-"""Reports failures and detects them: watchdog, heartbeats, desync and hang detection."""
+"""Detects and reports failures: watchdog, heartbeats, desync and hang detection."""

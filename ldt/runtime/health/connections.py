@@ -1,4 +1,4 @@
-"""The TCP connections that something opened: all that can end what waits in gloo."""
+"""Tracks TCP connections so that a failure can shut them down: nothing else unblocks a gloo collective."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ __all__ = ["Connections"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 
-
-_kept: weakref.WeakSet[Connections] = weakref.WeakSet()
+_instances: weakref.WeakSet[Connections] = weakref.WeakSet()
 
 
 class Connections:
-    """The connections that were opened, by anyone in this process, while ``recording``; none where there is no procfs.
+    """The connections that this process opened during ``recording``; none on systems without procfs.
 
-    gloo's collectives know no abort: who is in one, waits until its peers' sockets say that they are gone. So after a
-    failure each rank ends its own connections, which frees its peers; for who waits in one here, see ``GroupSet``.
-    What other threads of the job open meanwhile is ended as well; recording lasts for as long as a group is made, and
-    ``connect`` makes one mesh at a time.
+    gloo collectives cannot be aborted: a rank in one waits until its peers' sockets close. After a failure each rank
+    therefore shuts down its own connections, which unblocks its peers. ``GroupSet`` unblocks this rank's own waits.
+    Connections that other threads open during the recording are shut down, too. A recording lasts only while one group
+    is created, and ``connect`` creates one mesh at a time.
     """
 
     def __init__(self) -> None:
-        self._opened: dict[int, int] = {}  # never changed, only replaced: several threads may look
-        _kept.add(self)
+        self._opened: dict[int, int] = {}  # replaced, never mutated: several threads read it
+        _instances.add(self)
 
     @contextmanager
     def recording(self, store: Any) -> Iterator[None]:
-        """Where this process keeps ``store``, not what others open to it meanwhile."""
+        """Record what is opened in this block, except for connections to the server of ``store`` in this process."""
         before = _sockets()
         yield
         opened = dict(_sockets().items() - before.items())
@@ -48,46 +47,46 @@ class Connections:
         return len(self._opened)
 
     def set_read_timeout(self, seconds: float) -> None:
-        """Let a read that waits longer than that fail."""
+        """Make reads that block for longer than ``seconds`` fail."""
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for connection in self._connected():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def shutdown(self) -> None:
-        """End them, for both sides; whoever opened them still has to close them. Again, it does nothing."""
+        """Shut down all connections in both directions. Their owner still has to close them. Idempotent."""
         for connection in self._connected():
-            with suppress(OSError):  # the other side was first
+            with suppress(OSError):  # the peer has closed it
                 connection.shutdown(socket.SHUT_RDWR)
         self._opened = {}
 
     def lost(self) -> int:
-        """How many were closed meanwhile, as gloo does with those that the other side has ended."""
+        """How many connections have closed. gloo closes those that the peer has shut down."""
         return sum(_identity(descriptor) != identity for descriptor, identity in self._opened.items())
 
     def close_in_child(self) -> None:
-        """In a process that was forked: as long as that had them open, nobody would see them end with this one."""
+        """Close the copies in a forked child. Peers see a connection end only once no process has it open."""
         for descriptor, identity in self._opened.items():
             if _identity(descriptor) == identity:
                 _replace(descriptor)
         self._opened = {}
 
     def _connected(self) -> Iterator[socket.socket]:
-        """Those that are still what they were; a number may be another file's by now."""
+        """The recorded sockets that are still open. A descriptor may have been reused since."""
         for descriptor, identity in self._opened.items():
             with suppress(OSError):
-                copy = os.dup(descriptor)  # of which the number stays ours while it is looked at
+                copy = os.dup(descriptor)  # nobody else can close the copy during the check
                 if _identity(copy) != identity:
                     os.close(copy)
                     continue
                 with socket.socket(fileno=copy) as connection:
                     internet = connection.family in (socket.AF_INET, socket.AF_INET6)
                     listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                    if internet and not listens:  # gloo takes the end of a socket it listens on for a bug
+                    if internet and not listens:  # gloo treats a closed listening socket as a bug
                         yield connection
 
 
 def _close_in_child() -> None:
-    for connections in list(_kept):
+    for connections in list(_instances):
         connections.close_in_child()
 
 
@@ -95,14 +94,14 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _replace(descriptor: int) -> None:
-    """By a file that is always empty, so that the number is nobody else's: who opened it may close it yet."""
+    """Replace it with /dev/null, so that the number is not reused: its owner may still close it."""
     empty = os.open(os.devnull, os.O_RDWR)
     os.dup2(empty, descriptor, inheritable=False)
     os.close(empty)
 
 
 def _identity(descriptor: int) -> int | None:
-    """A number that no other socket gets; None if it is not one, or not open."""
+    """The socket's inode, which is unique; None if the descriptor is closed or not a socket."""
     with suppress(OSError):
         status = os.fstat(descriptor)
         return status.st_ino if stat.S_ISSOCK(status.st_mode) else None
@@ -116,14 +115,14 @@ def _own_port(descriptor: int) -> int | None:
 
 
 def _port_of(store: Any) -> int | None:
-    """That at which a TCPStore, or one that other stores lead to, is kept."""
+    """The port of the TCPStore that ``store`` is or wraps."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "port", None)
 
 
 def _sockets() -> dict[int, int]:
-    """The open sockets: descriptor to identity."""
+    """The identities of all open sockets by descriptor."""
     try:
         descriptors = [int(path.name) for path in _DESCRIPTORS.iterdir()]
     except FileNotFoundError:

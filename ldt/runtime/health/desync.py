@@ -1,4 +1,4 @@
-"""Which collective call a rank is in, so that ranks that wait for each other in different ones are told so."""
+"""Detects desync: ranks that wait for each other in different collective calls."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ldt.runtime.common.untrusted import parse, plain, quoted
 
 __all__ = ["CLOSED", "EXITED", "Desync", "DesyncDetector"]
 
-COMPARE_AFTER_SECONDS = 0.5  # a call that is over sooner is not looked into
-_KEPT_CALLS = 4  # how many of the entries made by this rank stay in the store
+COMPARE_AFTER_SECONDS = 0.5  # shorter calls are not compared
+_KEPT_CALLS = 4  # entries of this rank that stay in the store
 _NAME_LIMIT = 200
 CLOSED = "closed its mesh"
 EXITED = "exited without closing its mesh"
 
 
 class Desync(NamedTuple):
-    """That two ranks are not in the same call. ``rank`` is the one that is to blame, if that is clear."""
+    """Two ranks are in different calls. ``rank`` is the one at fault, if known."""
 
     rank: int | None
     text: str
@@ -36,11 +36,11 @@ class _Call(NamedTuple):
 
 
 class DesyncDetector:
-    """Counts the calls of one rank and compares a long one with what other ranks do as their call of that number.
+    """Numbers the calls of one rank and compares the long ones with other ranks' calls of the same number.
 
-    The first rank that is long in call n, or closes instead of it, leaves its name in the store, the others find it
-    there: one request per rank and long call, made by the thread that watches for failures, none for a short one.
-    ``rank`` is the global rank.
+    The first rank that stays in call n, or closes instead, writes the call's name to the store; the others compare
+    theirs with it. That costs one store request per rank and long call, made by the watchdog thread, and none for a
+    short call. ``rank`` is the global rank.
     """
 
     def __init__(self, key: str, rank: int) -> None:
@@ -50,11 +50,11 @@ class DesyncDetector:
         self._count = 0
         self._current: _Call | None = None
         self._compared = 0
-        self._mine: list[int] = []
+        self._written: list[int] = []
 
     @managed
     def calling(self, name: str) -> Iterator[None]:
-        """To be held around a call that every rank must make. Raises LdtError within another one, on any thread."""
+        """Wraps a call that every rank must make. Raises LdtError inside another one, on any thread."""
         with self._lock:
             self._refuse_within(name)
             self._count += 1
@@ -66,24 +66,24 @@ class DesyncDetector:
                 self._current = None
 
     def check_free(self, name: str) -> None:
-        """Raise LdtError if ``name`` cannot be called now, as this rank is in a call."""
+        """Raise LdtError if this rank is in a call, so that ``name`` cannot be called."""
         with self._lock:
             self._refuse_within(name)
 
     @property
-    def of_this_thread(self) -> bool:
-        """Whether this rank is in a call that this thread has made."""
+    def in_this_thread(self) -> bool:
+        """Whether this thread is in a call."""
         with self._lock:
             return self._current is not None and self._current.thread == threading.get_ident()
 
     @property
     def current(self) -> str:
-        """The call that this rank is in, empty for none. Equal on ranks that make the same calls."""
+        """The name and number of this rank's call, or "". Ranks that make the same calls get equal texts."""
         with self._lock:
             return "" if self._current is None else f"{self._current.name} (call {self._current.number})"
 
     def compare(self, store: Any) -> Desync | None:
-        """What is wrong if another rank makes another call than this one, which has lasted for a while."""
+        """A desync, if this rank's call has lasted for a while and another rank makes a different one."""
         with self._lock:
             call = self._current
         if (
@@ -92,43 +92,43 @@ class DesyncDetector:
             or time.monotonic() - call.since < COMPARE_AFTER_SECONDS
         ):
             return None
-        trouble = self._meet(store, call.number, call.name)
+        found = self._exchange(store, call.number, call.name)
         self._compared = call.number
-        return trouble
+        return found
 
-    def leave(self, store: Any, how: str = CLOSED) -> Desync | None:
-        """Say that this rank makes no more calls. What is wrong if another one waits for it in the next call."""
+    def finish(self, store: Any, how: str = CLOSED) -> Desync | None:
+        """Announce that this rank makes no more calls. Returns a desync if another rank waits in the next call."""
         with self._lock:
             number = self._count + 1
-        return self._meet(store, number, how)
+        return self._exchange(store, number, how)
 
     def _refuse_within(self, name: str) -> None:
         call = self._current
         if call is not None:
-            where = "inside of" if call.thread == threading.get_ident() else "by another thread during"
+            where = "inside" if call.thread == threading.get_ident() else "by another thread during"
             raise LdtError(
-                f"{name} was called {where} {call.name} (call {call.number}), a call of the same mesh that is not "
-                "over: chunks, hooks, loss_fn, plan_factory and data must not call the mesh that runs them, and a mesh "
-                "serves one thread at a time, so connect one for each"
+                f"{name} was called {where} {call.name} (call {call.number}), which has not returned: chunks, hooks, "
+                "loss_fn, plan_factory and data must not call the mesh that runs them, and a mesh serves one thread at "
+                "a time, so connect one mesh per thread"
             )
 
-    def _meet(self, store: Any, number: int, name: str) -> Desync | None:
+    def _exchange(self, store: Any, number: int, name: str) -> Desync | None:
         key = f"{self._key}/{number}"
         text = store.compare_set(key, "", json.dumps([self._rank, name]))
         try:
             first, first_name = _entry(parse(text))
         except ValueError:
-            what = f"the store has {quoted(text)} where a rank should have left its call {number}: who writes to it?"
+            what = f"the store holds {quoted(text)} instead of a rank's call {number}: check what else writes to it"
             return Desync(None, what)
         if first == self._rank:
-            self._mine.append(number)
-            while len(self._mine) > _KEPT_CALLS:
-                store.delete_key(f"{self._key}/{self._mine.pop(0)}")
+            self._written.append(number)
+            while len(self._written) > _KEPT_CALLS:
+                store.delete_key(f"{self._key}/{self._written.pop(0)}")
         if first_name == name:
             return None
-        words = [_words(first, first_name, number), _words(self._rank, name, number)]
+        states = [_describe(first, first_name, number), _describe(self._rank, name, number)]
         exited = [rank for rank, what in ((first, first_name), (self._rank, name)) if what == EXITED]
-        text = f"{words[0]}, {words[1]}: every rank must make the same calls in the same order"
+        text = f"{states[0]}, {states[1]}: every rank must make the same calls in the same order"
         return Desync(exited[0] if len(exited) == 1 else None, text)
 
 
@@ -139,7 +139,7 @@ def _entry(value: Any) -> tuple[int, str]:
     raise ValueError("expected [rank, name]")
 
 
-def _words(rank: int, name: str, number: int) -> str:
+def _describe(rank: int, name: str, number: int) -> str:
     if name in (CLOSED, EXITED):
         return f"rank {rank} {name} after call {number - 1}"
     return f"rank {rank} is in {name} (call {number})"

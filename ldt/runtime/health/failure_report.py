@@ -1,4 +1,4 @@
-"""A failure as all ranks are told of it."""
+"""The failure report that every rank receives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["FailureReport"]
 
 @dataclass(frozen=True)
 class FailureReport:
-    """Who failed, where, and with what; it goes to all ranks. ``rank`` is the global rank, None where it is not known.
+    """Which rank failed, where, and with what error. Sent to all ranks.
 
-    ``error`` is the text of the exception, and ``traceback`` the end of its traceback, where ``of`` is told to give
-    them in full, as for a rank of the cloud. Otherwise ``error`` is what ``redacted`` lets out.
+    ``rank`` is the global rank, None if unknown. Made ``in_full``, as on cloud ranks, ``error`` is the text of the
+    exception and ``traceback`` the tail of its traceback. Otherwise ``error`` is ``redacted`` and ``traceback`` empty.
     """
 
     rank: int | None
@@ -38,7 +38,7 @@ class FailureReport:
 
     @classmethod
     def of_unknown(cls, error: str) -> FailureReport:
-        """A failure that is not known to be that of a rank."""
+        """A failure that no rank is known to have caused."""
         return cls(None, None, None, "", error[:TEXT_LIMIT])
 
     def to_text(self) -> str:
@@ -46,12 +46,12 @@ class FailureReport:
 
     @classmethod
     def from_text(cls, text: str | bytes) -> FailureReport:
-        """Read what ``to_text`` gives, or whatever else stands there: a report must never fail to be reported."""
+        """Inverse of ``to_text``. Accepts anything: reporting a failure must not fail."""
         try:
             return read_fields(cls, text)
         except ValueError:
             return cls.of_unknown(
-                f"unreadable failure report {quoted(text)}: do all ranks run the same version of this package?"
+                f"unreadable failure report {quoted(text)}: check that all ranks run the same version of this package"
             )
 
     def describe(self) -> str:
@@ -62,7 +62,7 @@ class FailureReport:
         return f"rank {self.rank} (stage {self.stage}, replica {self.replica}) failed first{place}: {self.error}{tail}"
 
     def as_error(self, before: str = "") -> RemoteStageError:
-        """What the other ranks raise; the text ``before`` goes before the report."""
+        """The error that the other ranks raise, with ``before`` put in front of the report."""
         return RemoteStageError(
             before + self.describe(),
             rank=self.rank,

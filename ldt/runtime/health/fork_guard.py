@@ -1,4 +1,4 @@
-"""Processes that a rank forks, as a DataLoader does: there, all that is its parent's is left alone."""
+"""Protects a rank's process groups in forked children, such as DataLoader workers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ldt.errors import LdtError
 
 __all__ = ["check_process", "check_world"]
 
-_inherited: dict[Any, int] = {}  # process groups, and the process that made them
+_inherited: dict[Any, int] = {}  # process group to the process that created it
 
 
 def check_process(what: str, process: int) -> None:
-    """Raise LdtError if this is another process than ``process``, to which ``what`` belongs."""
+    """Raise LdtError unless this is ``process``, the owner of ``what``."""
     if process != os.getpid():
         raise LdtError(
             f"{what} belongs to process {process}, this is process {os.getpid()}, a forked child: use it where it was "
@@ -26,13 +26,13 @@ def check_process(what: str, process: int) -> None:
 
 
 def check_world() -> None:
-    """Raise LdtError if the default process group is that of the process from which this one was forked."""
+    """Raise LdtError if this forked process inherited the default process group from its parent."""
     world = dist.group.WORLD if dist.is_initialized() else None
     check_process("the default process group", _inherited.get(world, os.getpid()))
 
 
 def _inherit() -> None:
-    """Process groups and their stores join threads when they go, which a child does not have: they stay for ever."""
+    """Keep inherited groups and stores alive for good: their destructors join threads that a child does not have."""
     for group, store in list(groups_and_stores()):
         if group not in _inherited:
             _inherited[group] = os.getppid()

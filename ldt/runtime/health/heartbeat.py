@@ -1,4 +1,4 @@
-"""Signs of life: each rank leaves in the store what it is doing, and looks there for whom it misses."""
+"""Heartbeats: each rank writes its status to the store and checks that of other ranks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ldt.runtime.health.progress import Progress, RankStatus
 __all__ = ["Heartbeats", "LivenessProbe"]
 
 _BEAT_SECONDS = 0.2
-_LOOK_SECONDS = 1.0  # how often a rank looks after its neighbour
+_CHECK_SECONDS = 1.0  # how often a rank checks its neighbour
 _BEATS_TO_WAIT = 7.5
 _NEVER_SEEN = RankStatus(0).to_text().encode()
-_RANKS_PER_BEAT = 250  # of larger meshes ranks beat less often, so that the store is not asked more often
+_RANKS_PER_BEAT = 250  # ranks of larger meshes beat less often, to bound the load on the store
 
 
 class Heartbeats:
-    """Those of the global ``ranks`` of a mesh, of which this process is ``rank``, in the store under ``key``."""
+    """The heartbeats of a mesh, in the store under ``key``. ``ranks`` and ``rank``, this process, are global."""
 
     def __init__(self, key: str, ranks: Sequence[int], rank: int, progress: Progress) -> None:
         self._key = key
@@ -27,13 +27,13 @@ class Heartbeats:
         self._progress = progress
         self.period = _BEAT_SECONDS * max(1.0, len(ranks) / _RANKS_PER_BEAT)
         self._next_beat = 0.0
-        self._next_look = 0.0
+        self._next_check = 0.0
         neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self._neighbour = None if neighbour == rank else neighbour
-        self._neighbours_last: tuple[bytes, float] | None = None
+        self._last_of_neighbour: tuple[bytes, float] | None = None
 
     def beat(self, store: Any) -> None:
-        """Leave a sign of life if it is time for one. Called often, by one thread."""
+        """Send a heartbeat if one is due. Called often, by one thread."""
         now = time.monotonic()
         if now >= self._next_beat:
             self._next_beat = now + self.period
@@ -43,28 +43,28 @@ class Heartbeats:
         store.set(f"{self._key}/{self._rank}", self._progress.status().to_text())
 
     def statuses(self, store: Any) -> dict[int, RankStatus]:
-        """What each rank, by its global number, was last seen doing. Without those that were never seen."""
+        """The last status of each rank, by global rank. Ranks that never sent a heartbeat are left out."""
         return {rank: RankStatus.from_text(text) for rank, text in self.texts(store).items()}
 
     def probe_liveness(self, store: Any) -> LivenessProbe:
         return LivenessProbe(self, store)
 
-    def look_after_neighbour(self, store: Any, limit: float) -> tuple[int, RankStatus] | None:
-        """The next rank, and what it was last seen doing, if it has given no sign of life for ``limit`` seconds.
+    def check_neighbour(self, store: Any, limit: float) -> tuple[int, RankStatus] | None:
+        """The next rank and its last status, if it has sent no heartbeat for ``limit`` seconds.
 
-        Each looks after one, so one of those next to ranks that are gone is still there.
+        The ranks form a ring, so the first dead rank after a live one is always checked.
         """
         now = time.monotonic()
-        if self._neighbour is None or now < self._next_look:
+        if self._neighbour is None or now < self._next_check:
             return None
-        self._next_look = now + _LOOK_SECONDS
+        self._next_check = now + _CHECK_SECONDS
         text = self.texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
-        if self._neighbours_last is None or self._neighbours_last[0] != text:
-            self._neighbours_last = text, now
+        if self._last_of_neighbour is None or self._last_of_neighbour[0] != text:
+            self._last_of_neighbour = text, now
         status = RankStatus.from_text(text)
         return (
             (self._neighbour, status)
-            if now - self._neighbours_last[1] > limit and not status.closed
+            if now - self._last_of_neighbour[1] > limit and not status.closed
             else None
         )
 
@@ -73,7 +73,7 @@ class Heartbeats:
         return set(self._ranks) - {self._rank}
 
     def texts(self, store: Any, ranks: Collection[int] | None = None) -> dict[int, bytes]:
-        """What ranks have left, without those that never did: two questions to the store, unless there are such."""
+        """The last heartbeat of each rank that sent one. Costs two store requests if all of them did."""
         keys = {rank: f"{self._key}/{rank}" for rank in (self._ranks if ranks is None else ranks)}
         if keys and not store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if store.check([key])}
@@ -81,9 +81,9 @@ class Heartbeats:
 
 
 class LivenessProbe:
-    """Asks all other ranks for a sign of life, from when it is made on. Those that have closed need not give one.
+    """Waits for a new heartbeat of every other rank, from its creation on. Ranks that have closed are not expected.
 
-    Ranks that are busy may be late, so it takes ``patience`` seconds until one can be said to be missing.
+    Busy ranks may be late, so a rank is reported missing only after ``timeout`` seconds.
     """
 
     def __init__(self, heartbeats: Heartbeats, store: Any) -> None:
@@ -96,14 +96,14 @@ class LivenessProbe:
         )
         self._silent = set(self._before) - self.closed
         self._start = time.monotonic()
-        self.patience = _BEATS_TO_WAIT * heartbeats.period
+        self.timeout = _BEATS_TO_WAIT * heartbeats.period
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() - self._start > self.patience
+        return time.monotonic() - self._start > self.timeout
 
     def missing(self, store: Any) -> dict[int, RankStatus]:
-        """Ranks that have given no sign of life yet, and what they were last seen doing."""
+        """The ranks that have sent no heartbeat yet, and their last status."""
         now = self._heartbeats.texts(store, self._silent)
         self._silent = {rank for rank in self._silent if now.get(rank, _NEVER_SEEN) == self._before[rank]}
         return {rank: RankStatus.from_text(self._before[rank]) for rank in sorted(self._silent)}

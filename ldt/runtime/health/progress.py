@@ -1,4 +1,4 @@
-"""What a rank is doing, as others are told of it: its call, its action, what it waits for, what came last."""
+"""Tracks what a rank is doing: its call, its action, what it waits for and what it received last."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _TEXT_LIMIT = 300
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank at one moment. ``index`` is that of its action in its row; ``seconds``, for how long it has not got on.
+    """A rank at one moment. It holds only names and numbers, so even the edge's status may go to all ranks.
 
-    ``beat`` counts those of the rank. It holds names and numbers only, so that of the edge may be shown to all.
+    ``beat`` counts the rank's heartbeats, ``index`` is the action's index in its row of the plan, and ``seconds`` the
+    time since the rank last made progress.
     """
 
     beat: int
     call: str = ""
-    place: str = ""
+    action: str = ""
     index: int = -1
     waits_for: str = ""
     received: str = ""
@@ -39,36 +40,36 @@ class RankStatus:
 
     @classmethod
     def from_text(cls, text: bytes | str) -> RankStatus:
-        """What ``to_text`` gives; one that says nothing for anything else, as it may be the reason of a failure."""
+        """Inverse of ``to_text``. Invalid input gives a status that says so: this must not hide the actual failure."""
         try:
             fields: dict[str, Any] = parse(text)
             types = {name: type(value) for name, value in asdict(cls(0)).items()}
             return cls(**{name: _checked(fields[name], kind) for name, kind in types.items()})
         except (ArithmeticError, KeyError, TypeError, ValueError):
-            return cls(-1, place="what cannot be read: do all ranks run the same version of this package?")
+            return cls(
+                -1, action="an unreadable status: check that all ranks run the same version of this package"
+            )
 
     @property
     def is_waiting(self) -> bool:
         return bool(self.waits_for)
 
     def describe(self) -> str:
-        """As the end of "rank 2 was last seen ..."."""
+        """Completes "rank 2 was last seen ..."."""
         if self.closed:
             return "closing its mesh"
-        place = (
-            f"in {', '.join(filter(None, (self.call, self.place)))}" if self.call else "outside of any call"
-        )
+        where = f"in {', '.join(filter(None, (self.call, self.action)))}" if self.call else "outside any call"
         waiting = f", waiting for {self.waits_for}" if self.waits_for else ""
         received = f"; received last: {self.received}" if self.received else ""
-        return f"{place}{waiting}, for {self.seconds:.1f} s{received}"
+        return f"{where}{waiting}, for {self.seconds:.1f} s{received}"
 
 
 class Progress:
-    """Kept by the thread that makes the calls, read by the one that watches."""
+    """Updated by the thread that makes the calls, read by the watchdog thread."""
 
     def __init__(self) -> None:
         self.call = ""
-        self.place = ""
+        self.action = ""
         self.plan: Plan | None = None
         self.thread = threading.get_ident()
         self.closed = False
@@ -80,26 +81,26 @@ class Progress:
 
     @managed
     def calling(self, name: str) -> Iterator[None]:
-        """Held around a collective call."""
+        """Wraps a collective call."""
         self.call, self.thread = name, threading.get_ident()
         self._moved()
         try:
             yield
         finally:
-            self.call, self.place, self.plan, self._index = "", "", None, -1
+            self.call, self.action, self.plan, self._index = "", "", None, -1
             self._moved()
 
     def begin(self, plan: Plan) -> None:
-        """A row of ``plan`` is run from now on."""
+        """Start running a row of ``plan``."""
         self.plan, self._index = plan, 0
 
-    def begin_action(self, place: str, index: int) -> None:
-        self.place, self._index = place, index
+    def begin_action(self, action: str, index: int) -> None:
+        self.action, self._index = action, index
         self._moved()
 
     @managed
     def waiting(self, what: str, received: str = "") -> Iterator[None]:
-        """Held while this rank can do nothing but wait for ``what``. Then ``received``, if given, has come."""
+        """Wraps a wait for ``what``. At its end ``received``, if given, has arrived."""
         outer = self._waits_for
         self._waits_for = what
         try:
@@ -111,16 +112,16 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since this rank has got on."""
+        """Seconds since this rank last made progress."""
         return time.monotonic() - self._since
 
     def status(self) -> RankStatus:
-        """A new one each time."""
+        """The current status, with the next heartbeat number."""
         self._beat += 1
-        texts = (text[:_TEXT_LIMIT] for text in (self.call, self.place, self._waits_for, self._received))
-        call, place, waits_for, received = texts
+        texts = (text[:_TEXT_LIMIT] for text in (self.call, self.action, self._waits_for, self._received))
+        call, action, waits_for, received = texts
         seconds = round(self.seconds, 1)
-        return RankStatus(self._beat, call, place, self._index, waits_for, received, seconds, self.closed)
+        return RankStatus(self._beat, call, action, self._index, waits_for, received, seconds, self.closed)
 
     def _moved(self) -> None:
         self._since = time.monotonic()

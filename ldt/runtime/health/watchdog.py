@@ -1,4 +1,4 @@
-"""Watches for the first failure of a mesh: published to the store by who fails, watched for by everyone else."""
+"""The watchdog: the rank that fails first publishes its failure to the store, where all other ranks poll for it."""
 
 from __future__ import annotations
 
@@ -21,42 +21,41 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
-_IDLE_SECONDS = 0.7  # several times what a rank takes to learn of a failure
-_GRACE_SECONDS = 1.0  # for ranks to leave what they wait in, one after the other
-_LOST_SECONDS = 1.0  # how long the store may refuse
-_ANSWER_SECONDS = 30.0  # how long it may say nothing
+_IDLE_SECONDS = 0.7  # several times as long as a rank takes to learn of a failure
+_GRACE_SECONDS = 1.0  # for ranks to leave their waits one after the other
+_STORE_ERROR_SECONDS = 1.0  # how long the store may raise errors
+_STORE_TIMEOUT_SECONDS = 30.0  # how long a store request may take
 _STORE_ERRORS = (RuntimeError, OSError)
-HealthCheck = Callable[[Any], "FailureReport | None"]  # given the store: what is wrong, if something is
+HealthCheck = Callable[[Any], "FailureReport | None"]  # takes the store, returns a failure or None
 
-# The threads must have ended before the interpreter goes: one that comes back from the store then would abort it.
+# Stop the threads before the interpreter exits: one that returned from the store afterwards would abort the process.
 _running: weakref.WeakSet[Watchdog] = weakref.WeakSet()
 
-
-# A forked child has none of the threads, but all of what Python does at the end.
+# A forked child has no such threads, but runs the same exit handlers.
 os.register_at_fork(after_in_child=_running.clear)
 
 
 @atexit.register
 def _stop_all() -> None:
-    for watch in list(_running):
+    for watchdog in list(_running):
         try:
-            watch.on_exit()
-        except Exception:  # the others must end all the same
-            logger.exception("a mesh could not tell that its process ends")
+            watchdog.on_exit()
+        except Exception:  # stop the others all the same
+            logger.exception("could not announce the exit of this process")
 
 
 def _freeze() -> None:
-    """Most of a failed process's end is the collector walking through torch's modules: spare it that."""
+    """Speed up the exit of a failed process: the garbage collector would spend most of it on torch's modules."""
     gc.freeze()
 
 
 class Watchdog:
     """Knows the first failure of the mesh, whichever rank it happened on.
 
-    A thread looks into the store every 0.1 s over a connection of its own, so that a rank that is blocked in a
-    transfer is freed: ``on_failure`` is called once, from that thread or from the one that publishes. A second later,
-    unless this is closed by then, the thread calls ``force_abort``. It also runs ``health_checks`` in turn and
-    publishes what they find. A store that does not answer within ``answer_seconds`` counts as a failure, too.
+    A thread polls the store every 0.1 s over a connection of its own, so that it can unblock a rank that waits in a
+    transfer. ``on_failure`` is called once, from that thread or from the one that publishes. A second later the thread
+    calls ``force_abort``, unless the watchdog is closed by then. The thread also runs ``health_checks`` in turn and
+    publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too.
     """
 
     def __init__(
@@ -66,26 +65,24 @@ class Watchdog:
         on_failure: Callable[[FailureReport], None],
         health_checks: Sequence[HealthCheck] = (),
         force_abort: Callable[[], None] = lambda: None,
-        answer_seconds: float = _ANSWER_SECONDS,
+        store_timeout: float = _STORE_TIMEOUT_SECONDS,
     ) -> None:
         self._connection = Connections()
         with self._connection.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
-        self._connection.set_read_timeout(answer_seconds)
-        atexit.unregister(_freeze)  # whatever failed before, the process has gone on
+        self._connection.set_read_timeout(store_timeout)
+        atexit.unregister(_freeze)  # the process goes on after an earlier failure
         self._key = key
         self._on_failure = on_failure
-        self._lookouts = health_checks
+        self._health_checks = health_checks
         self._force_abort = force_abort
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
         self._known = threading.Event()
         self._stop = threading.Event()
-        self.on_exit: Callable[[], None] = (
-            self.close
-        )  # called when the interpreter ends, unless closed by then
-        self._thread = threading.Thread(target=self._run, name="ldt-failure-watch", daemon=True)
+        self.on_exit: Callable[[], None] = self.close  # called at interpreter exit unless closed by then
+        self._thread = threading.Thread(target=self._run, name="ldt-watchdog", daemon=True)
         self._thread.start()
         _running.add(self)
 
@@ -95,34 +92,34 @@ class Watchdog:
 
     @property
     def store(self) -> Any:
-        """Its connection to the store: one that answers in a limited time."""
+        """The watchdog's connection to the store, which has a read timeout."""
         return self._store
 
     @property
     def key(self) -> str:
-        """Where the first failure is in the store. What is the mesh's own may stand below it."""
+        """The store key of the first failure. Other keys of the mesh may start with it."""
         return self._key
 
     def publish(self, report: FailureReport) -> FailureReport:
-        """Report a failure. Returns the one that was first, which may be another rank's."""
+        """Publish a failure. Returns the first one, which may be another rank's."""
         try:
             report = FailureReport.from_text(self._store.compare_set(self._key, "", report.to_text()))
-        except Exception as error:  # the store may be what has failed
+        except Exception as error:  # the store itself may have failed
             logger.warning("could not publish a failure to the store: %s", error)
-        return self._settle(report)
+        return self._set_first(report)
 
     def wait(self, seconds: float) -> FailureReport | None:
-        """The first failure, waiting up to ``seconds`` for one to become known."""
+        """Wait up to ``seconds`` for a failure. Returns the first one, or None."""
         self._known.wait(seconds)
         return self._first
 
     def check(self) -> None:
         """Raise RemoteStageError if the mesh has failed."""
         if self._first is not None:
-            raise self._first.as_error() from None  # whatever was being handled came of that failure
+            raise self._first.as_error() from None  # an error in flight is a consequence of that failure
 
     def close(self) -> None:
-        """Stop the thread. One that waits for an answer of the store is not left to wait for long."""
+        """Stop the thread. If it is blocked on the store, shut its connection down after two seconds."""
         _running.discard(self)
         self._closed.set()
         self._stop.set()
@@ -132,20 +129,20 @@ class Watchdog:
                 self._connection.shutdown()
                 self._thread.join(_JOIN_SECONDS)
 
-    def leave(self, farewell: HealthCheck) -> None:
-        """Stop the thread; unless the mesh has failed, ask ``farewell``, too, and leave what it finds to others."""
+    def stop(self, last_check: HealthCheck) -> None:
+        """Stop the thread. Unless the mesh has failed, run ``last_check`` and publish what it finds for the others."""
         self.close()
         if self._thread.is_alive():
             return
         try:
-            report = farewell(self._store) if self._first is None else None
+            report = last_check(self._store) if self._first is None else None
             if report is not None:
                 self._store.compare_set(self._key, "", report.to_text())
-        except Exception as error:  # the process that keeps the store may have ended: then nobody waits
-            logger.debug("could not tell the store that this rank has closed: %s", error)
-        self._store = None  # ends the connection, whoever still has this mesh
+        except Exception as error:  # the store's host may have exited: then no rank waits
+            logger.debug("could not announce to the store that this rank has closed: %s", error)
+        self._store = None  # closes the connection even if the mesh is still referenced
 
-    def _settle(self, report: FailureReport) -> FailureReport:
+    def _set_first(self, report: FailureReport) -> FailureReport:
         with self._lock:
             if self._first is not None:
                 return self._first
@@ -156,27 +153,27 @@ class Watchdog:
             self._on_failure(report)
         finally:
             self._known.set()
-            self._count_in()
+            self._acknowledge()
         return report
 
-    def _count_in(self) -> None:
-        """Say that this rank knows."""
+    def _acknowledge(self) -> None:
+        """Count this rank among those that know of the failure."""
         try:
             self._store.add(f"{self._key}/known", 1)
         except Exception as error:
-            logger.debug("could not tell the store that this rank knows of a failure: %s", error)
+            logger.debug("could not acknowledge a failure in the store: %s", error)
 
-    def await_known(self, ranks: int, seconds: float) -> None:
-        """Wait until so many ``ranks`` know of the failure, or no more get to, or the time is up, or the store gone."""
+    def wait_acknowledged(self, num_ranks: int, seconds: float) -> None:
+        """Wait until ``num_ranks`` ranks know of the failure, no more learn of it, or ``seconds`` have passed."""
         deadline = time.monotonic() + seconds
         known, since = 0, time.monotonic()
         try:
-            while known < ranks and time.monotonic() < min(deadline, since + _IDLE_SECONDS):
+            while known < num_ranks and time.monotonic() < min(deadline, since + _IDLE_SECONDS):
                 now = self._store.add(f"{self._key}/known", 0)
                 known, since = (now, time.monotonic()) if now > known else (known, since)
                 time.sleep(POLL_SECONDS / 2)
         except Exception as error:
-            logger.debug("could not ask the store who knows of a failure: %s", error)
+            logger.debug("could not ask the store which ranks know of a failure: %s", error)
 
     def _run(self) -> None:
         try:
@@ -191,35 +188,35 @@ class Watchdog:
             asked = time.monotonic()
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None
-                found = None if text is not None else self._look_out()
+                found = None if text is not None else self._run_health_checks()
             except _STORE_ERRORS as error:
                 lost_since = lost_since or asked
                 seconds = time.monotonic() - lost_since
-                if seconds > _LOST_SECONDS:
-                    self._settle(FailureReport.of_unknown(_lost_text(seconds, error)))
+                if seconds > _STORE_ERROR_SECONDS:
+                    self._set_first(FailureReport.of_unknown(_lost_text(seconds, error)))
                 continue
             lost_since = None
             if text is not None:
-                self._settle(FailureReport.from_text(text))
+                self._set_first(FailureReport.from_text(text))
             elif found is not None:
                 self.publish(found)
 
-    def _look_out(self) -> FailureReport | None:
-        found = (look(self._store) for look in self._lookouts)
+    def _run_health_checks(self) -> FailureReport | None:
+        found = (check(self._store) for check in self._health_checks)
         try:
             return next((report for report in found if report is not None), None)
         except _STORE_ERRORS:
             raise
         except Exception as error:
-            logger.exception("the watch for failures has failed")
+            logger.exception("a health check has failed")
             return FailureReport.of_unknown(
-                f"a rank cannot watch for failures: {type(error).__name__}: {error}"
+                f"a health check of a rank failed: {type(error).__name__}: {error}"
             )
 
 
 def _lost_text(seconds: float, error: Exception) -> str:
     return (
-        f"the store of the process group has not answered for {seconds:.0f} s: {error}. The process that keeps it, "
-        "rank 0 of the world or the launcher, has probably ended or cannot be reached: look at its output and start "
-        "the job again"
+        f"the store of the process group has not answered for {seconds:.0f} s: {error}. The process that hosts it, "
+        "rank 0 of the world or the launcher, has probably exited or is unreachable: check its output and restart "
+        "the job"
     )

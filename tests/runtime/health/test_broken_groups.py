@@ -89,7 +89,7 @@ def test_who_waits_in_the_layers_is_not_taken_to_hang(pool: RankPool) -> None:
     for rank, (named, text) in enumerate(pool.run(stopped_in_its_layers, ranks=range(3))):
         assert rank == 1 or named == 1, text
         assert "rank 1 (stage 1, replica 0) failed first" in text
-        assert "no sign of life" in text
+        assert "no heartbeat" in text
 
 
 def late_in_connect() -> tuple[str, float]:

@@ -164,8 +164,8 @@ def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPa
             assert one.compare(store) is other.compare(store) is one.compare(store) is None
     assert store.num_keys() <= 4
     assert one.compare(store) is None, "in no call"
-    assert one.leave(store) is None
-    assert other.leave(store) is None
+    assert one.finish(store) is None
+    assert other.finish(store) is None
 
 
 def test_a_short_call_asks_nothing() -> None:

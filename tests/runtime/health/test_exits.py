@@ -130,7 +130,7 @@ def test_a_store_that_hangs_or_dies(how: signal.Signals) -> None:
         store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
         seen: list[FailureReport] = []
         patience = paced(1.5).total_seconds()
-        watch = Watchdog(dist.PrefixStore("job", store), "failure", seen.append, answer_seconds=patience)
+        watch = Watchdog(dist.PrefixStore("job", store), "failure", seen.append, store_timeout=patience)
         time.sleep(0.5)
         assert watch.first is None
         keeper.send_signal(how)

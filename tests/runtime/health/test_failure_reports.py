@@ -222,7 +222,7 @@ def test_a_lost_store_names_no_rank() -> None:
     text = report.describe()
     assert text.startswith("the mesh has failed: the store of the process group has not answered for 1 s")
     assert "connection reset by peer" in text
-    assert "start the job again" in text
+    assert "restart the job" in text
     assert "-1" not in text
     with pytest.raises(ldt.RemoteStageError) as caught:
         watch.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -250,8 +251,9 @@ def killed(chunk: int) -> str:
         assert in_time(time.monotonic() - start, SECONDS)
         assert isinstance(caught.value, ldt.RemoteStageError)
         assert (caught.value.rank, caught.value.stage) == (2, 1)
-        for words in ("no sign of life", "killed", "It was last seen", "noticed: LaneError: lane "):
+        for words in ("no heartbeat", "killed", "It was last seen"):
             assert words in str(caught.value)
+        assert re.search(r"Detected by rank \d: LaneError: lane ", str(caught.value))
         return ""
 
 

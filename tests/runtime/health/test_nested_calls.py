@@ -101,7 +101,7 @@ def calling(where: str, chunk: int, call: str) -> tuple[str, str, bool]:
 def test_a_call_in_a_forward(pool: RankPool, call: str) -> None:
     name = {"reconnect()": "close()"}.get(call, call)
     answers = pool.run(calling, "forward", 1, call)
-    words = f"{name} was called inside of step() (call 2), a call of the same mesh that is not over"
+    words = f"{name} was called inside step() (call 2), which has not returned"
     assert [kind for kind, *_ in answers] == ["RemoteStageError", "LdtError", "RemoteStageError"]
     assert answers[1][1].startswith(words)
     for _, text, failed in (answers[0], answers[2]):
@@ -127,7 +127,7 @@ def test_a_call_in_other_code_of_a_step(pool: RankPool, where: str, chunk: int) 
     for rank, (kind, text, failed) in enumerate(answers):
         assert (kind == "RemoteStageError") == (rank != chunk % 3)
         assert rank == chunk % 3 or f"rank {chunk % 3} (stage {chunk % 3}, replica 0) failed first" in text
-        assert "step() was called inside of step() (call 2), a call of the same mesh that is not over" in text
+        assert "step() was called inside step() (call 2), which has not returned" in text
         assert failed
 
 
@@ -137,7 +137,7 @@ def test_a_call_before_anything_is_sent(pool: RankPool, where: str) -> None:
     answers = pool.run(calling, where, 0, "clip_grad_norm_()")
     for rank, (kind, text, failed) in enumerate(answers):
         assert kind == ("RemoteStageError" if rank else "LdtError")
-        assert "clip_grad_norm_() was called inside of step() (call 2)" in text
+        assert "clip_grad_norm_() was called inside step() (call 2)" in text
         assert not failed
 
 
@@ -186,9 +186,7 @@ def from_two_threads(call: str) -> tuple[str, str]:
 
 def test_two_threads_step_on_one_mesh(pool: RankPool) -> None:
     answers = pool.run(from_two_threads, "step()")
-    words = (
-        "step() was called by another thread during step() (call 3), a call of the same mesh that is not over"
-    )
+    words = "step() was called by another thread during step() (call 3), which has not returned"
     assert answers[1][1].startswith(words)
     for text, _ in answers:
         assert f"rank 1 (stage 1, replica 0) failed first in step(): LdtError: {words}" in text
