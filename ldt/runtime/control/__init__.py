@@ -1,1 +1,1 @@
-"""Carries small messages between all ranks of a mesh, apart from payloads."""
+"""Exchanges small control messages between all ranks of a mesh, apart from payloads."""

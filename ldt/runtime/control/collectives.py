@@ -1,6 +1,6 @@
-"""Bytes and sums between all ranks of a mesh: straight from leader to leader, and on within the nodes.
+"""Broadcasts, gathers and sums over all ranks: between the leaders first, then within each node.
 
-So each slow link is crossed once, and no message passes through a node that it only wants to get past.
+Each message crosses a slow link once, and none is forwarded through a third node.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _POLL = timedelta(seconds=0.2)
 _INLINE_BYTES = 2048  # a message up to this size takes one round, a longer one two
 _LENGTH_BYTES = 8
 MAX_BYTES = 64 << 20
-_A_SUM = "a sum over all ranks"
+_SUM = "a sum over all ranks"
 
 
 def wait_or_fail(work: dist.Work, detector: FailureDetector, what: str, seconds: float | None = None) -> None:
-    """Wait for a host-side work of a group, as long as it takes unless ``seconds`` are given.
+    """Wait for a host-side work of a group, for at most ``seconds`` if given.
 
-    Raises RemoteStageError as soon as the mesh has failed, LdtError when the connection is lost or the time is up.
-    gloo's collectives may be waited for in slices; its point-to-point works may not.
+    Raises RemoteStageError as soon as the mesh has failed, and LdtError if the connection is lost or the time is up.
+    Only for collectives: gloo lets them, but not its point-to-point works, be waited for in slices.
     """
     start = time.monotonic()
     with detector.progress.waiting(what):
         while not work.is_completed():
             try:
                 work.wait(_POLL)
-            except RuntimeError:  # the slice is over, or the work has failed
+            except RuntimeError:  # the time slice is over, or the work has failed
                 detector.watchdog.check()
                 if seconds is not None and time.monotonic() - start > seconds and not work.is_completed():
                     raise LdtError(
-                        f"waited {seconds:g} s for {what}: is every rank making the same calls? If so, and it only "
-                        "takes long, give connect a longer transfer_timeout"
+                        f"waited {seconds:g} s for {what}: check that every rank makes the same calls; if it "
+                        "only takes long, pass connect a longer transfer_timeout"
                     ) from None
         try:
             work.wait()
@@ -52,9 +52,14 @@ def wait_or_fail(work: dist.Work, detector: FailureDetector, what: str, seconds:
 
 
 class Collectives:
-    """Collective calls of all ranks, on gloo. ``node`` is the group of this rank's node, ``leaders`` that of leaders.
+    """Collectives of all ranks, over gloo.
 
-    Either is None where it would have one rank, or none of this node's. Within ``seconds`` each call must be done.
+    Args:
+        rank_info: This rank's position in the topology.
+        detector: Raises the failure of another rank while this one waits.
+        seconds: The timeout of each call.
+        node: The group of this rank's node; None if the node has one rank.
+        leaders: The group of all leaders; None if there is one, or this rank is not a leader.
     """
 
     def __init__(
@@ -72,136 +77,135 @@ class Collectives:
         self._leaders = leaders
 
     def broadcast(self, data: bytes, source: Node) -> bytes:
-        """The bytes that the leader of ``source`` gives, on every rank."""
+        """Broadcast ``data`` of the leader of ``source`` to every rank."""
         if self._leaders is not None:
-            data = self._from_root(self._leaders, self._rank_info.topology.nodes.index(source), data)
+            data = self._broadcast(self._leaders, self._rank_info.topology.nodes.index(source), data)
         return self.broadcast_in_node(data)
 
-    def broadcast_in_node(self, data: bytes, *, patient: bool = False) -> bytes:
-        """The bytes that the leader of this node gives, on each of its ranks. A collective call of these alone.
-
-        ``patient`` waits for the leader without a limit.
-        """
-        return data if self._node is None else self._from_root(self._node, 0, data, patient)
+    def broadcast_in_node(self, data: bytes, *, no_timeout: bool = False) -> bytes:
+        """Broadcast ``data`` of this node's leader to the ranks of the node. A collective call of these ranks only."""
+        return data if self._node is None else self._broadcast(self._node, 0, data, no_timeout)
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, by rank of the topology, on every rank."""
-        of_node = self._to_root(self._node, [data])
-        of_all = self._to_root(self._leaders, of_node) if self._rank_info.is_leader else []
-        messages = _unpacked(self.broadcast(_packed(of_all), self._rank_info.topology.nodes[0]))
+        """Gather ``data`` of every rank, in topology order, on every rank."""
+        node_messages = self._gather_messages(self._node, [data])
+        messages = self._gather_messages(self._leaders, node_messages) if self._rank_info.is_leader else []
+        messages = _unpacked(self.broadcast(_packed(messages), self._rank_info.topology.nodes[0]))
         if len(messages) != self._rank_info.topology.world_size:
-            raise LdtError(f"{len(messages)} messages came of {self._rank_info.topology.world_size} ranks")
+            raise LdtError(f"expected {self._rank_info.topology.world_size} messages, got {len(messages)}")
         return messages
 
     def all_gather_in_node(self, tensor: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """``tensor`` of each rank of this node, on all of these alone, which have it in one shape."""
+        """Gather ``tensor``, of one shape on all ranks of this node. A collective call of these ranks only."""
         if self._node is None:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._node))]
-        self._finish(dist.all_gather(parts, tensor, group=self._node, async_op=True), what, patient=True)
+        self._finish(dist.all_gather(parts, tensor, group=self._node, async_op=True), what, no_timeout=True)
         return parts
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, on every rank."""
+        """Sum ``tensor`` over all ranks, on every rank."""
         if self._node is not None:
-            self._finish(dist.reduce(tensor, group=self._node, group_dst=0, async_op=True), _A_SUM)
+            self._finish(dist.reduce(tensor, group=self._node, group_dst=0, async_op=True), _SUM)
         if self._leaders is not None:
-            parts = self._gathered(self._leaders, tensor, _A_SUM)
-            tensor = self._scattered(self._leaders, 0, torch.stack(parts).sum(0) if parts else tensor)
+            parts = self._gather(self._leaders, tensor, _SUM)
+            tensor = self._scatter(self._leaders, 0, torch.stack(parts).sum(0) if parts else tensor)
         if self._node is not None:
-            self._finish(dist.broadcast(tensor, group=self._node, group_src=0, async_op=True), _A_SUM)
+            self._finish(dist.broadcast(tensor, group=self._node, group_src=0, async_op=True), _SUM)
         return tensor
 
     def close(self) -> None:
-        """Let go of the groups."""
+        """Release the groups."""
         self._node = self._leaders = None
 
     # -- one group -------------------------------------------------------------------------------------------
 
-    def _from_root(self, group: dist.ProcessGroup, root: int, data: bytes, patient: bool = False) -> bytes:
-        mine = dist.get_rank(group) == root
+    def _broadcast(self, group: dist.ProcessGroup, root: int, data: bytes, no_timeout: bool = False) -> bytes:
+        is_root = dist.get_rank(group) == root
         frame = torch.zeros(_LENGTH_BYTES + _INLINE_BYTES, dtype=torch.uint8, device="cpu")
-        if mine:
+        if is_root:
             inline = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:_INLINE_BYTES]
             frame[: len(inline)] = as_tensor(inline)
-        frame = self._scattered(group, root, frame, patient)
+        frame = self._scatter(group, root, frame, no_timeout)
         length = int.from_bytes(as_bytes(frame[:_LENGTH_BYTES]), "little")
         if length > MAX_BYTES:
-            raise LdtError(f"a message of {length} bytes was announced; at most {MAX_BYTES} are accepted")
+            raise LdtError(f"expected a message of at most {MAX_BYTES} bytes, got a header for {length}")
         if length <= _INLINE_BYTES:
             return as_bytes(frame[_LENGTH_BYTES : _LENGTH_BYTES + length])
-        whole = as_tensor(data) if mine else torch.empty(length, dtype=torch.uint8, device="cpu")
-        return as_bytes(self._scattered(group, root, whole))
+        whole = as_tensor(data) if is_root else torch.empty(length, dtype=torch.uint8, device="cpu")
+        return as_bytes(self._scatter(group, root, whole))
 
-    def _to_root(self, group: dist.ProcessGroup | None, messages: Sequence[bytes]) -> list[bytes]:
-        """On the first rank of ``group`` the messages of all its ranks, in order; elsewhere none."""
+    def _gather_messages(self, group: dist.ProcessGroup | None, messages: Sequence[bytes]) -> list[bytes]:
+        """Gather the messages of all ranks of ``group`` on its first rank, in order; elsewhere returns none."""
         if group is None:
             return list(messages)
-        mine = _packed(messages)
-        lengths = self._gathered(group, torch.tensor([len(mine)], device="cpu"))
-        longest = self._scattered(
+        packed = _packed(messages)
+        lengths = self._gather(group, torch.tensor([len(packed)], device="cpu"))
+        longest = self._scatter(
             group, 0, torch.stack(lengths).max() if lengths else torch.tensor(0, device="cpu")
         )
-        if not len(mine) <= int(longest) <= MAX_BYTES:
+        if not len(packed) <= int(longest) <= MAX_BYTES:
             raise LdtError(
-                f"messages of {int(longest)} bytes were announced, this rank's has {len(mine)}; at most {MAX_BYTES} "
-                "are accepted"
+                f"expected messages of {len(packed)} (this rank's) to {MAX_BYTES} bytes, got a header for "
+                f"{int(longest)}"
             )
         padded = torch.zeros(int(longest), dtype=torch.uint8, device="cpu")
-        padded[: len(mine)] = as_tensor(mine)
-        parts = self._gathered(group, padded)
+        padded[: len(packed)] = as_tensor(packed)
+        parts = self._gather(group, padded)
         return [message for part in parts for message in _unpacked(as_bytes(part))]
 
-    def _scattered(
-        self, group: dist.ProcessGroup, root: int, tensor: torch.Tensor, patient: bool = False
+    def _scatter(
+        self, group: dist.ProcessGroup, root: int, tensor: torch.Tensor, no_timeout: bool = False
     ) -> torch.Tensor:
-        """``tensor`` of the root, which sends to each itself: a broadcast would pass through others, maybe far away."""
+        """Send the root's ``tensor`` to each rank directly. A broadcast would pass through other, maybe far, ranks."""
         parts = [tensor] * dist.get_world_size(group) if dist.get_rank(group) == root else None
         received = torch.empty_like(tensor)
-        who = dist.get_global_rank(group, root)
-        what = f"a message of rank {who}" if parts is None else "the others to take a message"
-        self._finish(dist.scatter(received, parts, group=group, group_src=root, async_op=True), what, patient)
+        sender = dist.get_global_rank(group, root)
+        what = f"a message of rank {sender}" if parts is None else "other ranks to receive a message"
+        self._finish(
+            dist.scatter(received, parts, group=group, group_src=root, async_op=True), what, no_timeout
+        )
         return received
 
-    def _gathered(
+    def _gather(
         self, group: dist.ProcessGroup, tensor: torch.Tensor, what: str = "messages of all ranks"
     ) -> list[torch.Tensor]:
-        """The tensors of all ranks of ``group`` on its first, elsewhere none."""
+        """Gather the tensors of all ranks of ``group`` on its first rank; elsewhere returns none."""
         first = dist.get_rank(group) == 0
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))] if first else None
         self._finish(dist.gather(tensor, parts, group=group, group_dst=0, async_op=True), what)
         return parts or []
 
-    def _finish(self, work: dist.Work, what: str, patient: bool = False) -> None:
-        wait_or_fail(work, self._detector, what, None if patient else self._seconds)
+    def _finish(self, work: dist.Work, what: str, no_timeout: bool = False) -> None:
+        wait_or_fail(work, self._detector, what, None if no_timeout else self._seconds)
 
 
 def _packed(messages: Sequence[bytes]) -> bytes:
-    """Each with its length before it."""
+    """The messages, each after its length."""
     return b"".join(len(message).to_bytes(_LENGTH_BYTES, "little") + message for message in messages)
 
 
 def _unpacked(data: bytes) -> list[bytes]:
-    """What was packed, without the padding behind it. Raises LdtError if a message is cut off."""
+    """Inverse of ``_packed``; ignores padding. Raises LdtError if a message is truncated."""
     messages = []
     while len(data) >= _LENGTH_BYTES:
         length = int.from_bytes(data[:_LENGTH_BYTES], "little")
         if length == 0:
             break
         if length > len(data) - _LENGTH_BYTES:
-            raise LdtError(f"a message of {length} bytes was announced, {len(data) - _LENGTH_BYTES} came")
+            raise LdtError(f"expected a message of {length} bytes, got {len(data) - _LENGTH_BYTES}")
         messages.append(data[_LENGTH_BYTES : _LENGTH_BYTES + length])
         data = data[_LENGTH_BYTES + length :]
     return messages
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    """uint8 on the CPU."""
+    """``data`` as a uint8 tensor on the CPU."""
     if not data:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
-    """What a contiguous uint8 tensor on the CPU holds."""
+    """The bytes of a contiguous uint8 tensor on the CPU."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())

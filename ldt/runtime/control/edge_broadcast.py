@@ -1,7 +1,7 @@
-"""What the edge tells all ranks unasked: step messages, ahead of their steps if it can, and numbers of tokens.
+"""Broadcasts the edge's messages to all ranks: step messages, ahead of their steps if possible, and token counts.
 
-Each leader of the edge has a lane to the leaders of all other nodes, on which receives are posted ahead: a message is
-under way while the step before it runs, and takes no longer than the link does one way.
+Each edge leader has a lane to the leaders of all other nodes, which post receives ahead of time. A message travels
+while the previous step runs, and takes one one-way trip over the link.
 """
 
 from __future__ import annotations
@@ -37,24 +37,22 @@ __all__ = [
     "make_edge_broadcast",
 ]
 
-_FRAME_BYTES = (
-    1 << 18
-)  # posted ahead; gloo takes a shorter one into it, so that a short message is short on the wire
+_FRAME_BYTES = 1 << 18  # size of a posted receive; gloo also receives shorter messages into it
 _HEAD_BYTES = 24  # subject, number and the bytes that follow, in 8 bytes each
-MAX_CONTENT_BYTES = MAX_BYTES - _HEAD_BYTES  # as much as goes on within a node
-_AHEAD = 2  # frames: the message of the next step, and the number of tokens of this one
+MAX_CONTENT_BYTES = MAX_BYTES - _HEAD_BYTES  # the limit of the broadcast within a node
+_AHEAD = 2  # posted receives: for the next step's message and this step's token count
 
 
 class Subject(IntEnum):
-    """What a letter is about."""
+    """Kind of an edge message."""
 
     STEP = 1
-    SAME_STEP = 2  # all as in the last step's message
+    SAME_STEP = 2  # everything as in the last step's message
     TOKENS = 3
 
 
 class EdgeMessage(NamedTuple):
-    """``number`` is that of the call which the letter is for."""
+    """A message of the edge for the call with ``number``."""
 
     subject: Subject
     number: int
@@ -62,7 +60,7 @@ class EdgeMessage(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """On the wire, to each of the others."""
+        """Size on the wire, per receiving leader."""
         return _HEAD_BYTES + len(self.content)
 
     def to_bytes(self) -> bytes:
@@ -71,35 +69,33 @@ class EdgeMessage(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> EdgeMessage:
-        """What ``to_bytes`` gave. Raises LdtError for anything else."""
+        """Inverse of ``to_bytes``. Raises LdtError for anything else."""
         subject, number, length = cls.head_of(data)
         if len(data) != _HEAD_BYTES + length:
-            raise LdtError(
-                f"a letter with {length} bytes of content was announced, {len(data)} bytes came in all"
-            )
+            raise LdtError(f"expected an edge message of {_HEAD_BYTES + length} bytes, got {len(data)}")
         return cls(subject, number, data[_HEAD_BYTES:])
 
     @staticmethod
     def head_of(data: bytes) -> tuple[Subject, int, int]:
-        """Subject, number and length of the content. Raises LdtError for what is no letter."""
+        """Subject, number and content length. Raises LdtError if ``data`` is not an edge message."""
         subject, number, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8, 16))
         if subject not in set(Subject) or length > MAX_CONTENT_BYTES:
             raise LdtError(
-                f"expected a letter of the edge of at most {MAX_CONTENT_BYTES} bytes, got subject {subject} and "
-                f"{length} bytes: do all ranks run one version of ldt?"
+                f"expected an edge message of at most {MAX_CONTENT_BYTES} bytes, got subject {subject} and {length} "
+                "bytes: check that all ranks run the same version of ldt"
             )
         return Subject(subject), number, length
 
 
 class Outbox:
-    """Where a leader of the edge sends from; ``peers`` are the ranks of the other leaders in the lane's group."""
+    """The sending end, on an edge leader. ``peers`` are the other leaders' ranks in the lane's group."""
 
     def __init__(self, lane: Lane, peers: Sequence[int]) -> None:
         self.lane = lane
         self._peers = peers
 
     def send(self, edge_message: EdgeMessage) -> None:
-        """Start sending to all. What goes wrong shows where it is waited for, at the other ends."""
+        """Start sending to all peers. Errors surface at the receivers, which wait for the message."""
         data = edge_message.to_bytes()
         for peer in self._peers:
             for start in range(0, len(data), _FRAME_BYTES):
@@ -108,23 +104,21 @@ class Outbox:
 
 
 class Inbox:
-    """Where a leader receives from the edge's leader ``peer``. Always ``_AHEAD`` frames can come."""
+    """The receiving end, on a leader: keeps ``_AHEAD`` receives posted from the edge leader ``peer``."""
 
     def __init__(self, lane: Lane, peer: int) -> None:
         self.lane = lane
         self._peer = peer
         self._frames = deque(self._post() for _ in range(_AHEAD))
-        self._kept: defaultdict[bool, deque[EdgeMessage]] = defaultdict(
-            deque
-        )  # by whether they are about tokens
+        self._received: defaultdict[bool, deque[EdgeMessage]] = defaultdict(deque)  # token counts, and others
 
     def take(self, tokens: bool) -> EdgeMessage:
-        """The next letter about tokens, or the next about a step; waits for it."""
-        kept = self._kept[tokens]
-        while not kept:
+        """Wait for the next token count, or the next step message."""
+        received = self._received[tokens]
+        while not received:
             edge_message = self._next()
-            self._kept[edge_message.subject is Subject.TOKENS].append(edge_message)
-        return kept.popleft()
+            self._received[edge_message.subject is Subject.TOKENS].append(edge_message)
+        return received.popleft()
 
     def _next(self) -> EdgeMessage:
         data = self._next_frame()
@@ -136,19 +130,17 @@ class Inbox:
     def _next_frame(self) -> bytes:
         work, frame = self._frames.popleft() if self._frames else self._post()
         work.wait()
-        with suppress(
-            LaneError
-        ):  # where the edge is gone: what has come is used, and the frame that is missing raises
+        with suppress(LaneError):  # the edge is gone: use what has arrived, the next frame raises
             self._frames.append(self._post())
         return as_bytes(frame)
 
     def _post(self) -> tuple[dist.Work, torch.Tensor]:
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8, device="cpu")
-        return self.lane.recv([frame], self._peer, label="letter"), frame
+        return self.lane.recv([frame], self._peer, label="edge message"), frame
 
 
 class EdgeBroadcast:
-    """This rank's ends: a ``outbox`` on a leader of the edge, and ``inboxes``, by replica of the edge, on leaders."""
+    """This rank's ends: the ``outbox`` of an edge leader, and a leader's ``inboxes`` by edge replica."""
 
     def __init__(
         self,
@@ -166,28 +158,28 @@ class EdgeBroadcast:
         self._own: defaultdict[bool, deque[EdgeMessage]] = defaultdict(deque)
 
     def send(self, edge_message: EdgeMessage) -> None:
-        """Send to all ranks, from a leader of the edge."""
+        """Send a message to all ranks. Called on edge leaders."""
         self._own[edge_message.subject is Subject.TOKENS].append(edge_message)
         if self._outbox is not None:
             self._outbox.send(edge_message)
 
     def receive(self, *, tokens: bool = False) -> list[EdgeMessage]:
-        """The next letter of each leader of the edge, by replica, on every rank: about tokens, or about a step.
+        """The next step message, or token count, of each edge replica. Returns the same on every rank.
 
-        Waits as long as it takes. A collective call of the ranks of a node. Raises RemoteStageError if the mesh fails.
+        A collective call of the ranks of a node. Waits without a timeout. Raises RemoteStageError if the mesh fails.
         """
         edge_messages = []
         for replica in range(self._rank_info.topology.edge_dp):
             data = b""
             if self._rank_info.is_leader:
-                data = self._from(replica, tokens).to_bytes()
+                data = self._take(replica, tokens).to_bytes()
             edge_messages.append(
-                EdgeMessage.from_bytes(self._collectives.broadcast_in_node(data, patient=True))
+                EdgeMessage.from_bytes(self._collectives.broadcast_in_node(data, no_timeout=True))
             )
         return edge_messages
 
     def lanes(self) -> list[Lane]:
-        """Those that this rank has an end of."""
+        """The lanes that this rank has an end of."""
         return [end.lane for end in [self._outbox, *self._inboxes.values()] if end is not None]
 
     def abort(self, reason: str) -> None:
@@ -207,10 +199,10 @@ class EdgeBroadcast:
         if first is not None:
             raise first
 
-    def _from(self, replica: int, tokens: bool) -> EdgeMessage:
+    def _take(self, replica: int, tokens: bool) -> EdgeMessage:
         if self._rank_info.node == Node(0, replica):
             return self._own[tokens].popleft()
-        what = f"{'the number of tokens' if tokens else 'a step message'} of rank {self._edge_rank(replica)}, the edge"
+        what = f"{'the token count' if tokens else 'a step message'} of rank {self._edge_rank(replica)}, the edge"
         try:
             with self._detector.progress.waiting(what):
                 return self._inboxes[replica].take(tokens)
@@ -227,7 +219,7 @@ def make_edge_broadcast(
     detector: FailureDetector,
     groups: Mapping[str, dist.ProcessGroup],
 ) -> EdgeBroadcast:
-    """This rank's ends, over ``groups``. Receives are posted from now on."""
+    """Create this rank's ends over ``groups``, and post the first receives."""
     nodes = rank_info.topology.nodes
     outbox: Outbox | None = None
     inboxes: dict[int, Inbox] = {}

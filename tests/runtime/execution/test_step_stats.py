@@ -110,7 +110,7 @@ def test_entries_round_trip() -> None:
 
 
 def control_messages() -> list[tuple[int, int, float]]:
-    """Of each step: letters of the edge that came, answers about shapes, and bytes that the edge sent for both."""
+    """Per step: edge messages received, shape answers broadcast, and bytes that the edge sent for both."""
     topology = Topology([1, 1, 1])
     chunks = toy_chunks(topology)
     batches = (
@@ -123,7 +123,7 @@ def control_messages() -> list[tuple[int, int, float]]:
     with ldt.connect(topology, ranks=range(3)) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, chunks)
         calls: list[str] = []
-        for owner, name in ((mesh.edge_broadcast, "hear"), (mesh.control, "broadcast")):
+        for owner, name in ((mesh.edge_broadcast, "receive"), (mesh.control, "broadcast")):
             count(owner, name, calls, patch)
         numbers = []
         for batch in (*batches, ragged):
@@ -132,7 +132,7 @@ def control_messages() -> list[tuple[int, int, float]]:
             new = calls[before:]
             mesh.control.all_gather(None)
             sent = mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"] - sent
-            numbers.append((new.count("hear"), new.count("broadcast"), sent))
+            numbers.append((new.count("receive"), new.count("broadcast"), sent))
         return numbers
 
 
