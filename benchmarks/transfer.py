@@ -88,7 +88,7 @@ def rows_of(
 
 
 def path_over(mesh: ldt.Mesh) -> Path:
-    """From stage 0 to stage 1. A rank of stage 0 without a strand takes no part."""
+    """From stage 0 to stage 1. Ranks of stage 0 without a stripe take no part."""
     end = mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
     if end is None:
         return Path("", None, None, lambda _: torch.empty(0))

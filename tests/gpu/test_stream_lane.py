@@ -243,7 +243,7 @@ def _more_messages_than_entries() -> None:
     pair.close()
 
 
-def test_the_ledger_goes_around(pool: RankPool) -> None:
+def test_the_message_ring_wraps_around(pool: RankPool) -> None:
     pool.run(_more_messages_than_entries, timeout=60)
 
 

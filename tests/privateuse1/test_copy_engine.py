@@ -76,7 +76,7 @@ def test_data_are_right_whoever_comes_first(pool: RankPool, tp: list[int], seed:
     pool.run(_messages, seed, 60, tp, timeout=60)
 
 
-def _more_than_the_ledger_has() -> None:
+def _more_than_the_ring_holds() -> None:
     with npu.late(3, 0) as device, ldt.connect(Topology([1, 1, 1]), "hccl") as mesh:
         end, checks = forward_end(mesh), []
         if end is None:
@@ -95,8 +95,8 @@ def _more_than_the_ledger_has() -> None:
             assert_all(checks)
 
 
-def test_the_ledger_goes_around(pool: RankPool) -> None:
-    pool.run(_more_than_the_ledger_has, timeout=60)
+def test_the_message_ring_wraps_around(pool: RankPool) -> None:
+    pool.run(_more_than_the_ring_holds, timeout=60)
 
 
 def _written_in_place(waits: bool) -> None:

@@ -51,7 +51,7 @@ def test_what_cannot_go_by_the_copy_engine_goes_through_the_groups(pool: RankPoo
 
 def test_who_insists_on_the_copy_engine_is_told_why_there_is_none(pool: RankPool) -> None:
     for text in pool.run(_refused, "copy_engine", timeout=60):
-        assert "take 'auto'" in text
+        assert "use transport='auto'" in text
         assert "paperweight" in text
 
 

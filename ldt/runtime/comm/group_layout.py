@@ -1,4 +1,4 @@
-"""Which process groups a mesh needs, in one global order, and how one is made."""
+"""Lists the process groups of a mesh in one global order, and creates them."""
 
 from __future__ import annotations
 
@@ -33,75 +33,75 @@ __all__ = [
 
 CONTROL = "control"
 LEADERS_CONTROL = "control/leaders"
-_POST = "control/post"
+_EDGE_BROADCAST = "control/edge_broadcast"
 GLOO = "gloo"
-# Operations of a gloo group are limited by whoever waits for them (lanes, control plane), never by the group.
+# The lanes and the control plane enforce timeouts of gloo operations themselves, never the group.
 _NO_LIMIT = timedelta(days=30)
 
 
 class GroupSpec(NamedTuple):
-    """A process group to be: its name within the mesh and its members as ranks of the topology."""
+    """A process group to create: its name within the mesh, and its members as ranks of the topology."""
 
     name: str
     ranks: tuple[int, ...]
 
 
 def control_name(node: Node) -> str:
-    """The ranks of one node, on the control plane."""
+    """The control group of one node's ranks."""
     return f"{CONTROL}/{node}"
 
 
 def edge_broadcast_name(replica: int) -> str:
-    """The leaders again, for what the leader of a replica of the edge tells them."""
-    return f"{_POST}/{replica}"
+    """The group of all leaders for the broadcasts of one edge replica."""
+    return f"{_EDGE_BROADCAST}/{replica}"
 
 
 def is_control(name: str) -> bool:
-    """Whether a group is of the control plane, which is gloo whatever the lanes are."""
+    """Whether a group belongs to the control plane, which always uses gloo."""
     return name.startswith(f"{CONTROL}/")
 
 
 def tp_name(stage: int, replica: int) -> str:
-    """The ranks of one node."""
+    """The group of one node's ranks, for the model's layers."""
     return f"tp/{stage}.{replica}"
 
 
 def dp_name(stage: int, tp_rank: int) -> str:
-    """The ranks at one place of a stage, in all replicas."""
+    """The group of the ranks with one ``tp_rank`` in all replicas of a stage."""
     return f"dp/{stage}.{tp_rank}"
 
 
 def lane_name(key: LaneKey, stripe: Stripe = LEADERS) -> str:
-    """The leaders on a lane, or the ranks of its other strands."""
+    """The point-to-point group of a stripe of a lane."""
     name = f"lane/{key}" if stripe == LEADERS else f"lane/{key}/{stripe.source}-{stripe.target}"
     return f"{name}/direct" if stripe.direct else name
 
 
 def stage_name(key: LaneKey, node: Node, stripe: Stripe = LEADERS) -> str:
-    """The ranks of a node that hear what a strand of a lane brings."""
+    """The group that broadcasts a stripe within a receiving node."""
     return f"{lane_name(key, stripe)}/stage/{node}"
 
 
 def group_specs(topology: Topology, policy: LanePolicy, transfers: Transfers) -> tuple[GroupSpec, ...]:
     """Every group of more than one rank, in the order in which all ranks create theirs.
 
-    The groups of a strand of a lane are its own: its ends for point to point, and each receiving stage for the
-    broadcast, apart from the group that the model's layers use.
+    Each stripe of a lane has groups of its own, apart from those of the model's layers: one of its ends for point to
+    point, and one per receiving stage for the broadcast.
     """
     specs = [*control_groups(topology), *model_groups(topology), *_lane_groups(topology, policy, transfers)]
     return tuple(spec for spec in specs if len(spec.ranks) > 1)
 
 
 def control_groups(topology: Topology) -> tuple[GroupSpec, ...]:
-    """The ranks of each node; the leaders; and these once more for each leader of the edge."""
+    """The ranks of each node, then the leaders, then the leaders again for each edge replica."""
     nodes = [GroupSpec(control_name(node), topology.ranks_of(node)) for node in topology.nodes]
     leaders = tuple(map(topology.leader_of, topology.nodes))
-    posts = (GroupSpec(edge_broadcast_name(replica), leaders) for replica in range(topology.edge_dp))
-    return *nodes, GroupSpec(LEADERS_CONTROL, leaders), *posts
+    broadcasts = (GroupSpec(edge_broadcast_name(replica), leaders) for replica in range(topology.edge_dp))
+    return *nodes, GroupSpec(LEADERS_CONTROL, leaders), *broadcasts
 
 
 def model_groups(topology: Topology) -> tuple[GroupSpec, ...]:
-    """The groups of more than one rank that layers and reductions use, in the order in which they are connected."""
+    """The groups of more than one rank that layers and reductions use, in the order of their connection."""
     specs = [GroupSpec(tp_name(*node), topology.ranks_of(node)) for node in topology.nodes]
     for stage, tp in enumerate(topology.tp):
         nodes = [node for node in topology.nodes if node.stage == stage]
@@ -129,13 +129,13 @@ def _lane_groups(topology: Topology, policy: LanePolicy, transfers: Transfers) -
 def make_group(
     name: str, ranks: Sequence[int], backend: str, timeout: timedelta, store: Any
 ) -> dist.ProcessGroup:
-    """Create the group of the global ``ranks``, of which this process is one; only they take part, over ``store``.
+    """Create the group of the global ``ranks``, which include this process. Only they take part, over ``store``.
 
-    ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` would do
-    but for the name it makes up: that counts the groups of the calling process, and ranks of one mesh have
-    different numbers of groups, so that they would wait for each other under different names.
-    Raises what the backend raises when a member is missing after ``timeout``. Operations of a gloo group have no
-    limit, those of others have ``timeout`` until ``set_timeout`` gives them another.
+    ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` would not
+    do: it names a group by the number of groups that the process has, which differs between the ranks of a mesh, so
+    they would wait for each other under different names.
+    Raises the backend's error if a member is missing after ``timeout``. Operations of a gloo group have no timeout,
+    those of other backends have ``timeout`` until ``set_timeout`` changes it.
     """
     group = make_process_group(name, ranks, backend, timeout, store)
     if backend == GLOO:
@@ -147,10 +147,10 @@ _meshes = itertools.count(1)
 
 
 def unique_dims() -> tuple[str, str]:
-    """Names of dimensions over replicas and over the ranks of a node: "dp" and "tp", then "dp_2" and "tp_2" and so on.
+    """Unique dimension names for replicas and for the ranks of a node: "dp" and "tp", then "dp_2" and "tp_2" and so on.
 
-    torch takes two device meshes of equal ranks and names for one, and remembers in DTensor's caches the groups of the
-    one that it met first, which may have been destroyed.
+    torch treats device meshes with equal ranks and names as one, and DTensor's caches keep the groups of the first,
+    which may have been destroyed.
     """
     number = next(_meshes)
     return ("dp", "tp") if number == 1 else (f"dp_{number}", f"tp_{number}")

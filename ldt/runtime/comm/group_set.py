@@ -1,4 +1,4 @@
-"""The process groups of a mesh: made one by one, broken all at once, dropped in the end."""
+"""The process groups of a mesh: created one by one, broken all at once, destroyed in the end."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["GroupSet"]
 
 logger = logging.getLogger(__name__)
 
-_DROPPING_SECONDS = 5.0
+_DESTROY_SECONDS = 5.0
 
 
 class GroupSet(Mapping[str, dist.ProcessGroup]):
-    """Groups by name. One thread makes and drops them; any may abort or break them.
+    """Process groups by name. One thread creates and destroys them; any thread may abort or break them.
 
-    After a failure, that is: ``abort`` ends at once what backends know to abort, ``break_all`` also what goes through
-    gloo, and is for a rank that has left its groups or waits in vain there; ``drop`` destroys what is left.
-    ``before_abort`` is called before any group is aborted: it ends the calls of those that use their communicators.
+    After a failure ``abort`` aborts the groups whose backend supports that. ``break_all`` also unblocks gloo groups; it
+    is for a rank that has left its groups or cannot get out of them. ``destroy`` destroys the rest.
+    ``before_abort`` is called before any group is aborted: it ends direct calls on their communicators.
     """
 
     def __init__(self, before_abort: Callable[[], None] = lambda: None) -> None:
@@ -52,14 +52,14 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return len(self._groups)
 
     def use_store(self, store: Any) -> None:
-        """Make groups over a connection of their own to ``store``, whose end frees who waits there for other ranks."""
+        """Create groups over an own connection to ``store``. Shutting it down unblocks a wait for other ranks there."""
         with self._to_store.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
 
     def make(
         self, name: str, key: str, ranks: Sequence[int], backend: str, timeout: timedelta
     ) -> dist.ProcessGroup:
-        """Make and keep the group ``name``, which the store knows by ``key``. See ``make_group``."""
+        """Create and keep the group ``name``, under ``key`` in the store. See ``make_group``."""
         connections = Connections()
         with connections.recording(self._store):
             group = make_group(key, ranks, backend, timeout, self._store)
@@ -71,58 +71,60 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return group
 
     def abort(self) -> None:
-        """After a failure: end what can be aborted, and the wait for ranks that do not come to make a group."""
+        """After a failure: abort the groups that can be, and any wait for ranks that do not join a new group."""
         self._to_store.shutdown()
         self._before_abort()
         for name, group in list(self._groups.items()):
-            with self._aborting:  # not while the backend does it, which may take long
+            with self._aborting:  # released during the backend's abort, which may take long
                 if name in self._connections or name in self._aborted:
                     continue
                 self._aborted.add(name)
             try:
                 group.abort()
-            except Exception:  # the others must be aborted all the same
+            except Exception:  # abort the others all the same
                 logger.exception("could not abort the group %s", name)
 
     def break_all(self) -> None:
-        """After a failure: end whatever a rank waits for in any of them, here and at the other ends.
+        """After a failure: unblock every wait in any of the groups, on this rank and its peers.
 
-        By a rank that itself waits in none, if it can be: where a connection is closed on its own side, gloo may forget
-        who was just sending or receiving, and that one waits until the group's timeout.
+        Call it while this rank waits in none of them, if possible: when a connection is closed on its own side, gloo
+        may forget an operation in flight, which then waits until the group's timeout.
         """
         self._broken = True
         run_teardown((f"break group {name}", one.shutdown) for name, one in list(self._connections.items()))
         self.abort()
 
     def lost_connections(self) -> int:
-        """How many that gloo groups had are closed: whoever was at their other ends is gone, or was told to close."""
+        """The number of closed connections of gloo groups: their peers are dead or closing."""
         return sum(connections.lost() for connections in list(self._connections.values()))
 
     def destroy(self) -> None:
-        """Destroy them. A gloo group is gone once nothing runs in it any more, which is at once if all were broken.
+        """Destroy all groups. A gloo group is gone once nothing runs in it, which is at once if all were broken.
 
-        One that gloo has forgotten to free (see ``break_all``) is left to its timeout on a thread, and logged. Python
-        may abort a process that ends just when that thread comes back.
+        A group with an operation that gloo forgot (see ``break_all``) is logged and left to a thread until its timeout.
+        Python may abort a process that exits just when that thread returns.
         """
         releases: list[threading.Thread] = []
         first = run_teardown(
-            ("drop group " + name, partial(self._drop_one, name, releases)) for name in list(self._groups)
+            ("destroy group " + name, partial(self._destroy_one, name, releases))
+            for name in list(self._groups)
         )
-        deadline = time.monotonic() + _DROPPING_SECONDS
+        deadline = time.monotonic() + _DESTROY_SECONDS
         for release in releases:
             release.join(max(0.0, deadline - time.monotonic()))
         left = sorted(release.name for release in releases if release.is_alive())
         if left:
             logger.warning(
-                "%s: gloo still waits for something there; left until the group's timeout", ", ".join(left)
+                "%s: gloo still waits for an operation; left to a thread until the group's timeout",
+                ", ".join(left),
             )
         self._connections.clear()
         self._store = None
         if first is not None:
             raise first
 
-    def _drop_one(self, name: str, releases: list[threading.Thread]) -> None:
-        last = [self._groups.pop(name)]  # in a list, so that no variable here has it, too
+    def _destroy_one(self, name: str, releases: list[threading.Thread]) -> None:
+        last = [self._groups.pop(name)]  # in a list, so that no variable here holds a second reference
         try:
             _unregister(last[0], abort=self._broken and name not in self._connections)
         finally:
@@ -131,8 +133,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
 
 def _unregister(group: dist.ProcessGroup, *, abort: bool) -> None:
-    """torch forgets ``group``. To abort it is for after a failure: else what is queued in it would be flushed first."""
-    if not is_registered(group):  # the whole world was destroyed before
+    """Remove ``group`` from torch, with ``abort`` after a failure: otherwise torch would flush its queue first."""
+    if not is_registered(group):  # the default group was destroyed before
         return
     if abort:
         abort_group(group)
@@ -141,7 +143,7 @@ def _unregister(group: dist.ProcessGroup, *, abort: bool) -> None:
 
 
 def _released(name: str, last: list[dist.ProcessGroup]) -> threading.Thread:
-    """A thread that lets go of the ``last`` reference to a group, whose destructor waits for what runs in it."""
+    """A thread that drops the ``last`` reference to a group, whose destructor waits for what runs in it."""
     thread = threading.Thread(target=last.clear, name=f"group {name}", daemon=True)
     thread.start()
     return thread

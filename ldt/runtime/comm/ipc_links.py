@@ -1,4 +1,4 @@
-"""Routes: memory of one rank that another one of the same host writes to, connected before a lane uses it."""
+"""IPC links: memory of one rank that another rank of the host writes to, connected before a lane uses it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["AllGather", "IpcLink", "LaneId", "LaneIpcLinks", "connect_ipc_links"
 
 LaneId = tuple[LaneKey, Stripe]
 AllGather = Callable[[str, Any], Sequence[Any]]
-"""Gives what this rank has, under a name, to all ranks of the topology, and returns what each of them gave."""
+"""Gathers a value, under a name, from every rank of the topology, in topology order."""
 
 
 class IpcLink(NamedTuple):
-    """From rank ``source`` to rank ``target`` of the topology; ``in_stage`` if it passes on what the stage received."""
+    """A link between two ranks of the topology. With ``in_stage`` it forwards what the stage has received."""
 
     lane: str
     source: int
@@ -35,23 +35,23 @@ class IpcLink(NamedTuple):
 
 
 def ipc_links(topology: Topology, policy: LanePolicy, transfers: Transfers) -> dict[LaneId, list[IpcLink]]:
-    """The routes of each lane, in one order on all ranks: from senders to receivers, and along each receiving stage."""
-    routes: dict[LaneId, dict[IpcLink, None]] = {}
+    """The links of each lane, in the same order on all ranks: sender to receiver, then along each receiving stage."""
+    links: dict[LaneId, dict[IpcLink, None]] = {}
     for channel, key in lanes(topology, policy).items():
         sources, targets = topology.ranks_of(channel.source), topology.ranks_of(channel.target)
         for stripe in transfers.stripes(channel):
             name = lane_name(key, stripe)
-            of_lane = routes.setdefault((key, stripe), {})
-            of_lane[IpcLink(name, sources[stripe.source], targets[stripe.target], False)] = None
+            lane_links = links.setdefault((key, stripe), {})
+            lane_links[IpcLink(name, sources[stripe.source], targets[stripe.target], False)] = None
             if not stripe.direct:
                 chain = [*targets[stripe.target :], *targets[: stripe.target]]
-                of_lane |= {IpcLink(name, *pair, True): None for pair in itertools.pairwise(chain)}
-    return {lane: list(found) for lane, found in routes.items()}
+                lane_links |= {IpcLink(name, *pair, True): None for pair in itertools.pairwise(chain)}
+    return {lane: list(found) for lane, found in links.items()}
 
 
 @dataclass
 class LaneIpcLinks:
-    """What this rank has of a lane's routes. Peers are ranks of the topology here, and group ranks for the lane."""
+    """This rank's ends of a lane's links, by the peer's rank in the topology."""
 
     stream: IsolatedStream | None = None
     memory: IpcPool | None = None
@@ -60,29 +60,29 @@ class LaneIpcLinks:
     from_stage: IpcReceiver | None = None
     to_stage: IpcSender | None = None
 
-    def offer(self, route: IpcLink, device: torch.device) -> str:
-        """Makes this rank's end of a route that it is the target of."""
+    def offer(self, link: IpcLink, device: torch.device) -> str:
+        """Create the receiving end of ``link``. Returns the offer for its sender."""
         self.stream = self.stream or IsolatedStream(device)
         self.memory = self.memory or IpcPool(device)
         receiver = IpcReceiver(self.memory)
-        if route.in_stage:
+        if link.in_stage:
             self.from_stage = receiver
         else:
-            self.receivers[route.source] = receiver
+            self.receivers[link.source] = receiver
         return receiver.offer()
 
-    def accept(self, route: IpcLink, device: torch.device, offer: str) -> None:
-        """Makes this rank's end of a route that it is the source of."""
+    def accept(self, link: IpcLink, device: torch.device, offer: str) -> None:
+        """Create the sending end of ``link`` from the receiver's ``offer``."""
         self.stream = self.stream or IsolatedStream(device)
-        sender = IpcSender(device, offer, self.memory if route.in_stage else None)
-        if route.in_stage:
+        sender = IpcSender(device, offer, self.memory if link.in_stage else None)
+        if link.in_stage:
             self.to_stage = sender
         else:
-            self.senders[route.target] = sender
+            self.senders[link.target] = sender
 
     def for_lane(self, members: Sequence[int]) -> IpcLinks:
-        """``members`` are the ranks of the lane's point-to-point group, in its order."""
-        assert self.stream is not None, "a lane without a route here"
+        """The same ends by group rank. ``members`` are the ranks of the lane's point-to-point group, in its order."""
+        assert self.stream is not None, "this rank has no link of the lane"
         return IpcLinks(
             stream=self.stream,
             memory=self.memory,
@@ -94,31 +94,31 @@ class LaneIpcLinks:
 
 
 def connect_ipc_links(
-    routes: Mapping[LaneId, Sequence[IpcLink]], rank: int, device: torch.device, share: AllGather
+    links: Mapping[LaneId, Sequence[IpcLink]], rank: int, device: torch.device, all_gather: AllGather
 ) -> tuple[dict[LaneId, LaneIpcLinks], dict[str, str]]:
-    """This rank's ends of all lanes, and by the name of a route why it cannot be: equal on all ranks.
+    """Connect all links. Returns this rank's ends by lane, and why links failed by link name, the same on all ranks.
 
-    Both ends of each route try it: a device may lack what it takes, processes may be on different hosts or may not see
-    each other, and a driver may refuse to map memory.
+    Both ends try each link: a device may lack support, processes may be on different hosts or unable to see each other,
+    and a driver may refuse to map memory.
     """
-    ends: dict[LaneId, LaneIpcLinks] = {lane: LaneIpcLinks() for lane in routes}
+    ends: dict[LaneId, LaneIpcLinks] = {lane: LaneIpcLinks() for lane in links}
     offers: dict[str, str] = {}
     refusals: dict[str, str] = {}
-    for lane, route in _each(routes):
-        if route.target == rank:
+    for lane, link in _each(links):
+        if link.target == rank:
             try:
-                offers[route.name] = ends[lane].offer(route, device)
+                offers[link.name] = ends[lane].offer(link, device)
             except LaneError as error:
-                refusals[route.name] = str(error)
-    given = share("offers", offers)
-    for lane, route in _each(routes):
-        if route.source == rank and route.name in given[route.target]:
+                refusals[link.name] = str(error)
+    all_offers = all_gather("offers", offers)
+    for lane, link in _each(links):
+        if link.source == rank and link.name in all_offers[link.target]:
             try:
-                ends[lane].accept(route, device, given[route.target][route.name])
+                ends[lane].accept(link, device, all_offers[link.target][link.name])
             except LaneError as error:
-                refusals[route.name] = str(error)
-    return ends, {name: text for theirs in share("refusals", refusals) for name, text in theirs.items()}
+                refusals[link.name] = str(error)
+    return ends, {name: text for found in all_gather("refusals", refusals) for name, text in found.items()}
 
 
-def _each(routes: Mapping[LaneId, Sequence[IpcLink]]) -> Iterator[tuple[LaneId, IpcLink]]:
-    return ((lane, route) for lane, of_lane in routes.items() for route in of_lane)
+def _each(links: Mapping[LaneId, Sequence[IpcLink]]) -> Iterator[tuple[LaneId, IpcLink]]:
+    return ((lane, link) for lane, lane_links in links.items() for link in lane_links)

@@ -1,4 +1,4 @@
-"""What the lanes of a rank are made from."""
+"""The settings that a rank's lanes are built from."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["LaneLayout"]
 
 @dataclass(frozen=True)
 class LaneLayout:
-    """The lanes of a topology as ``rank`` sees them. All but ``rank`` and ``groups`` is the same on every rank.
+    """The lanes of a topology as ``rank`` sees them. All fields but ``rank`` and ``groups`` are the same on every rank.
 
     Args:
-        topology: the stages, replicas and laps.
-        policy: how channels share lanes.
-        transfers: how a message gets to the ranks of a stage, by link.
-        rank: this rank's number in the topology.
-        groups: this rank's process groups, by name.
-        device: where payloads are.
+        topology: The stages, replicas and laps.
+        policy: How channels share lanes.
+        transfers: The transfer mode of each link.
+        rank: This rank's index in the topology.
+        groups: This rank's process groups, by name.
+        device: The device of the payloads.
     """
 
     topology: Topology

@@ -1,4 +1,4 @@
-"""The lanes of a rank: its endpoints by channel, the transport of each, and how all of them end."""
+"""The lanes of a rank: their endpoints by channel, their transports, and their teardown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["LaneSet"]
 
 
 class LaneSet:
-    """The lanes that this rank has an end of. Empty until ``set`` is called, and again after ``clear``."""
+    """This rank's lanes. Empty before ``set`` and after ``clear``."""
 
     def __init__(self) -> None:
         self.endpoints: dict[Channel, Endpoint] = {}
@@ -38,14 +38,14 @@ class LaneSet:
         self._watched = tuple(self.all())
 
     def all(self) -> list[Lane]:
-        """Each lane once."""
+        """Every lane, once."""
         found = (stripe.lane for end in self.endpoints.values() for stripe in end.stripes.values())
         return list({id(lane): lane for lane in found}.values())
 
     def transport_of(self, channel: Channel) -> str:
-        """The transport of ``channel``; those of all its stripes, as "c10d and copy_engine", where they differ.
+        """The transport of ``channel``, or of its stripes where they differ: "c10d and copy_engine".
 
-        Raises KeyError if this rank has no end of it.
+        Raises KeyError if this rank has no end of ``channel``.
         """
         stripes, layout = self.endpoints[channel].stripes, self._layout
         assert layout is not None
@@ -56,21 +56,21 @@ class LaneSet:
         )
 
     def overdue(self) -> str:
-        """The transfer that takes longer than it may; empty if there is none. Called from the watchdog's thread."""
+        """Describes a transfer that exceeds its timeout; "" if there is none. Called by the watchdog thread."""
         return next(filter(None, (lane.overdue() for lane in self._watched)), "")
 
     def abort(self, reason: str) -> None:
-        """End what is under way on all lanes. Called from any thread."""
+        """Abort all transfers in flight. May be called from any thread."""
         run_teardown((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in self._watched)
 
     def close(self, deadline: float) -> BaseException | None:
-        """Finish what is under way by ``deadline``. Closes every lane, and returns the first error."""
+        """Finish the transfers in flight by ``deadline`` and close every lane. Returns the first error."""
         return run_teardown(
             (f"close lane {lane.name}", partial(_close, lane, deadline)) for lane in self.all()
         )
 
     def clear(self) -> None:
-        """Drop the lanes, and with them their references to groups."""
+        """Drop the lanes and their references to groups."""
         self.endpoints.clear()
         self._transports, self._watched = {}, ()
 

@@ -1,4 +1,4 @@
-"""Connects the groups and strands of a mesh, one after the other, under a deadline."""
+"""Connects the groups and stripes of a mesh ahead of the first step, one after the other, under a deadline."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connect_all(
 def limit_transfers(
     groups: Mapping[str, dist.ProcessGroup], topology: Topology, transfer_timeout: timedelta
 ) -> None:
-    """Of what goes through groups of the model, and of backends with streams; the rest the watch of failures limits."""
+    """Set the timeout of the model's groups and of backends with streams. The watchdog enforces all others."""
     of_model = {spec.name for spec in model_groups(topology)}
     for name, group in groups.items():
         if dist.get_backend(group) != GLOO or name in of_model:
@@ -51,9 +51,9 @@ def limit_transfers(
 def _start_connecting(
     layout: LaneLayout, endpoints: Mapping[Channel, Endpoint]
 ) -> Iterator[tuple[str, dist.Work]]:
-    """One element through each group of the model, then one byte through each stripe, in orders equal on all ranks.
+    """Reduce one element in each group of the model, then send one byte over each stripe, in one order on all ranks.
 
-    Yields what is being connected and its work, which must be done before the next is asked for.
+    Yields a description and a work, which must be done before the next one is taken.
     """
     topology, groups, device = layout.topology, layout.groups, layout.device
     for spec in model_groups(topology):
@@ -70,7 +70,7 @@ def _start_connecting(
 def connect_alone(
     groups: Mapping[str, dist.ProcessGroup], device: torch.device, watchdog: Watchdog, deadline: float
 ) -> None:
-    """Groups of this rank alone: a communicator made within a step may wait for receives that wait for it."""
+    """Connect groups of one rank: creating their communicator within a step could deadlock with posted receives."""
     for name, group in groups.items():
         if dist.get_world_size(group) == 1 and dist.get_backend(group) != GLOO:
             work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
@@ -78,32 +78,31 @@ def connect_alone(
 
 
 def check_warm_up(device: torch.device, watchdog: Watchdog, deadline: float) -> None:
-    """Called while the first product is under way: raises RemoteStageError if another rank failed, or LdtError."""
+    """Raise RemoteStageError if another rank failed, LdtError after ``deadline``. Polled by ``warm_up_libraries``."""
     watchdog.check()
     if time.monotonic() > deadline:
         raise LdtError(
-            f"connect: {device} did not get to a product of two small matrices in time: look at what else is queued "
-            "on its current stream, or give a longer timeout"
+            f"connect: {device} did not finish a small matmul in time: check what else is queued on its current "
+            "stream, or pass a longer timeout"
         )
 
 
 def await_connected(work: dist.Work, what: str, watchdog: Watchdog, deadline: float) -> None:
-    """``await_on_host``, until ``deadline`` (``time.monotonic()``): then raises LdtError naming ``what``."""
+    """Wait for ``work``. Raises LdtError naming ``what`` after ``deadline`` (as ``time.monotonic()``)."""
     if not await_on_host(work, watchdog, _POLL_SECONDS, deadline):
         raise LdtError(
-            f"connect: {what} was not connected in time: look at the output of the ranks at its other end, check "
-            "that the hosts reach each other on all ports and use the same network interface, or give a longer "
-            "timeout"
+            f"connect: {what} was not connected in time: check the output of the ranks at its other end, check that "
+            "the hosts reach each other on all ports and use the same network interface, or pass a longer timeout"
         )
 
 
 def await_on_host(
     work: dist.Work | CompositeWork, watchdog: Watchdog, poll_seconds: float, deadline: float = math.inf
 ) -> bool:
-    """Wait for the end of ``work``; False if it was not there by ``deadline``.
+    """Block the host until ``work`` is done. Returns False if it is not by ``deadline``.
 
-    Waiting with a timeout would not do: on a device with streams it only queues a wait there and returns.
-    Raises RemoteStageError if another rank failed, and what went wrong with ``work``.
+    ``work.wait(timeout)`` would not block: on a device with streams it only queues a wait there and returns.
+    Raises RemoteStageError if another rank failed, and the error of ``work`` if it failed.
     """
     while not work.is_completed():
         watchdog.check()

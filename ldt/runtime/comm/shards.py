@@ -1,9 +1,8 @@
-"""Tensors of a hop that are split over the ranks of a stage: DTensors there, each rank's own part on the wire.
+"""Sharded tensors of a hop: DTensors in the chunks, each rank's own part on the wire.
 
-A chunk that returns a DTensor which is ``Shard(d)`` over ``mesh.tp_mesh`` sends its parts as they are, and the next
-chunk gets a DTensor that is ``Shard(d)`` over its own ranks, of however many there are; gradients come back likewise.
-Parts are those of ``torch.chunk``, as everywhere in DTensor: of n rows on k ranks, ceil(n / k) each, as long as there
-are any.
+A chunk that returns a DTensor with ``Shard(d)`` over ``mesh.tp_mesh`` sends the parts as they are. The next chunk gets
+a DTensor with ``Shard(d)`` over its own ranks, however many there are. Gradients come back the same way. DTensor cuts
+parts as ``torch.chunk`` does: of n rows on k ranks, each rank gets ceil(n / k) until none are left.
 """
 
 from __future__ import annotations
@@ -37,67 +36,67 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
-def span_of(size: int, place: int, parts: int) -> Span:
-    """What the rank at ``place`` has of a dimension of ``size`` that is split into ``parts``."""
+def span_of(size: int, index: int, parts: int) -> Span:
+    """Part ``index`` of a dimension of ``size`` that is split into ``parts``."""
     share = math.ceil(size / parts)
-    return Span(min(size, place * share), min(size, (place + 1) * share))
+    return Span(min(size, index * share), min(size, (index + 1) * share))
 
 
 @functools.cache
 def overlapping(sources: int, targets: int) -> tuple[tuple[int, int], ...]:
-    """The places that have something in common of a dimension of any size that is split into so many parts.
+    """The (source, target) pairs whose parts overlap for some size, split into ``sources`` and ``targets`` parts.
 
-    Sizes up to the product show all pairs (tested against longer ones); even splits alone would miss some.
+    Sizes up to the product give all pairs (tested against larger ones). Even splits alone would miss some.
     """
     pairs = set()
     for size in range(1, sources * targets + 1):
-        spans = [[span_of(size, place, parts) for place in range(parts)] for parts in (sources, targets)]
-        for (source, mine), (target, theirs) in itertools.product(*map(enumerate, spans)):
-            if max(mine.start, theirs.start) < min(mine.stop, theirs.stop):
+        spans = [[span_of(size, index, parts) for index in range(parts)] for parts in (sources, targets)]
+        for (source, sent), (target, received) in itertools.product(*map(enumerate, spans)):
+            if max(sent.start, received.start) < min(sent.stop, received.stop):
                 pairs.add((source, target))
     return tuple(sorted(pairs))
 
 
-def overlap(part: torch.Tensor, dim: int, mine: Span, theirs: Span) -> torch.Tensor:
-    """The view of ``part``, which has ``mine`` of ``dim``, that is in ``theirs``, too."""
-    start = max(mine.start, min(mine.stop, theirs.start))
-    stop = max(start, min(mine.stop, theirs.stop))
-    return part.narrow(dim, start - mine.start, stop - start)
+def overlap(part: torch.Tensor, dim: int, local: Span, remote: Span) -> torch.Tensor:
+    """The view of ``part``, which spans ``local`` of ``dim``, that ``remote`` includes, too."""
+    start = max(local.start, min(local.stop, remote.start))
+    stop = max(start, min(local.stop, remote.stop))
+    return part.narrow(dim, start - local.start, stop - start)
 
 
 @dataclass(frozen=True)
 class NodeShards:
-    """This rank's parts of what is split over its node: its ``place`` among the ``parts``, and their device mesh."""
+    """Converts between sharded tensors and this rank's parts. ``mesh`` gives the device mesh of the node's ranks."""
 
-    place: int = 0
-    parts: int = 1
+    tp_rank: int = 0
+    tp_size: int = 1
     mesh: Callable[[], DeviceMesh] | None = None
 
     def specs_of(self, tensors: Sequence[torch.Tensor], what: str) -> HopSpecs:
-        """The specs of tensors that are to cross to another node.
+        """The specs of tensors about to be sent to another node.
 
-        Raises TypeError, naming them as ``what``, for one that has no memory of its own to send: a wrapper of others
-        that is not split over this node.
+        Raises TypeError, naming the tensor with ``what``, for one without plain memory to send: a wrapper subclass
+        that is not sharded over this node.
         """
         return tuple(self._spec_of(tensor, f"{what}, tensor {i}") for i, tensor in enumerate(tensors))
 
     def local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The shape of this rank's part, in the order of memory."""
+        """The shape of this rank's part, in memory order."""
         if spec.shard is None:
             return spec.wire_shape
-        mine = len(span_of(spec.shape[spec.shard], self.place, self.parts))
-        return (*spec.shape[: spec.shard], mine, *spec.shape[spec.shard + 1 :])
+        length = len(span_of(spec.shape[spec.shard], self.tp_rank, self.tp_size))
+        return (*spec.shape[: spec.shard], length, *spec.shape[spec.shard + 1 :])
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a DTensor, differentiably: the gradient that comes back is split alike. Others as is."""
+        """This rank's part of a DTensor, or ``tensor`` if it is plain. Differentiable: gradients are sharded alike."""
         if not isinstance(tensor, DTensor):
             return tensor
         part = tensor.to_local(grad_placements=tensor.placements)
-        # What an asynchronous redistribution gives is waited for by whatever reads it.
+        # clone() waits for an asynchronous redistribution.
         return part.clone() if isinstance(part, AsyncCollectiveTensor) else part
 
     def whole(self, part: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-        """The DTensor of which ``part`` is this rank's; ``part`` itself if the spec says that it is all."""
+        """The DTensor with ``part`` on this rank, or ``part`` itself if the spec has no shard."""
         if spec.shard is None:
             return part
         assert self.mesh is not None
@@ -107,7 +106,7 @@ class NodeShards:
         return DTensor.from_local(part, self.mesh(), placements, run_check=False, shape=shape, stride=stride)
 
     def _spec_of(self, tensor: torch.Tensor, what: str) -> TensorSpec:
-        if isinstance(tensor, DTensor) and self._is_split_here(tensor):
+        if isinstance(tensor, DTensor) and self._is_sharded_here(tensor):
             (placement,) = tensor.placements
             assert isinstance(placement, Shard)
             spec = replace(TensorSpec.of(tensor), order=(), shard=placement.dim % tensor.dim())
@@ -117,15 +116,15 @@ class NodeShards:
         return TensorSpec.of(tensor)
 
     def _check_part(self, part: tuple[int, ...], spec: TensorSpec, what: str) -> None:
-        """Raise LdtError if this rank has another part than others take for it: ``from_local`` believes anything."""
+        """Raise LdtError unless this rank's part has the shape that its peers expect: ``from_local`` checks nothing."""
         if part != self.local_shape(spec):
             raise LdtError(
-                f"{what} is a DTensor of {list(spec.shape)} that is split over {self.parts} ranks in dimension "
-                f"{spec.shard}: the part of rank {self.place} is {list(self.local_shape(spec))}, as torch.chunk cuts, "
-                f"but it has {list(part)}. Make it with distribute_tensor or redistribute, or give DTensor.from_local "
-                "the right part and shape"
+                f"{what} is a DTensor of {list(spec.shape)} sharded over {self.tp_size} ranks in dimension "
+                f"{spec.shard}: rank {self.tp_rank} must have a part of {list(self.local_shape(spec))}, as torch.chunk "
+                f"cuts it, but has {list(part)}. Create it with distribute_tensor or redistribute, or pass "
+                "DTensor.from_local the right part and shape"
             )
 
-    def _is_split_here(self, tensor: DTensor) -> bool:
-        of_one_dimension = len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard
-        return of_one_dimension and self.mesh is not None and tensor.device_mesh == self.mesh()
+    def _is_sharded_here(self, tensor: DTensor) -> bool:
+        is_shard = len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard
+        return is_shard and self.mesh is not None and tensor.device_mesh == self.mesh()

@@ -1,4 +1,4 @@
-"""How the payload of each lane moves: by the copy engine between GPUs of one host, by NCCL, or through c10d."""
+"""Selects the transport of each lane: the copy engine between GPUs of one host, NCCL, or c10d."""
 
 from __future__ import annotations
 
@@ -26,117 +26,121 @@ TransportChoice = Literal["auto", "copy_engine", "nccl", "c10d"]
 
 
 class LaneTransport(NamedTuple):
-    """How a lane's payload moves, and what the lane is given for it."""
+    """A lane's transport, and the handle that the lane needs to use it."""
 
     kind: str
     handle: IpcLinks | NcclCommunicators
 
 
 def check_transport(transport: str, device: torch.device) -> None:
-    """Raises ValueError for a transport that there is not, or not for ``device``."""
+    """Raise ValueError if ``transport`` is unknown or does not support ``device``."""
     if transport not in get_args(TransportChoice):
         known = ", ".join(map(repr, get_args(TransportChoice)))
         raise ValueError(f"transport must be one of {known}, got {transport!r}")
     if device.type == "cpu" and transport in ("copy_engine", "nccl"):
         found = dist.get_backend_config() if dist.is_initialized() else "none"
         raise ValueError(
-            f"transport={transport!r} is for GPUs; this mesh is on the CPU, as by default where the process group has "
-            f"no backend for cuda (it has {found}): write init_process_group('cpu:gloo,cuda:nccl'), or connect(..., "
+            f"transport={transport!r} needs GPUs, but this mesh is on the CPU, the default where the process group has "
+            f"no backend for cuda (it has {found}): call init_process_group('cpu:gloo,cuda:nccl') or connect(..., "
             "device='cuda', backend='nccl'), or use transport='auto' or 'c10d' on the CPU"
         )
     if transport == "nccl" and device.type != "cuda":
-        raise ValueError(f"transport='nccl' is for CUDA devices, got {device}; use 'auto' or 'c10d'")
+        raise ValueError(f"transport='nccl' needs a CUDA device, got {device}; use 'auto' or 'c10d'")
 
 
 @dataclass(frozen=True)
 class TransportSelector:
-    """Selects what carries each lane of ``layout``, in agreement with all other ranks (``share``)."""
+    """Selects a transport for each lane of ``layout``, the same on all ranks."""
 
     transport: TransportChoice
     layout: LaneLayout
-    share: AllGather
+    all_gather: AllGather
 
     def select(self) -> dict[LaneId, LaneTransport]:
-        """The carrier of each lane that this rank has an end of and that its groups do not carry themselves.
+        """The transport of each lane of this rank. Lanes that are left out use their process groups.
 
-        A collective call of all ranks of the topology. "auto" takes the copy engine where all routes of a lane can be
-        connected, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was asked for
-        and cannot be had on every lane, and if one of the ranks has too few hardware queues.
+        A collective call of all ranks of the topology. "auto" prefers the copy engine where all links of a lane
+        connect, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was requested and
+        is not available on every lane, or if any rank has too few hardware queues.
         """
-        warn_of_settings(self.layout.device)
-        routes = ipc_links(self.layout.topology, self.layout.policy, self.layout.transfers)
-        mine = [
-            lane for lane, found in routes.items() if any(self.layout.rank in route[1:3] for route in found)
+        warn_about_settings(self.layout.device)
+        links = ipc_links(self.layout.topology, self.layout.policy, self.layout.transfers)
+        own_lanes = [
+            lane for lane, found in links.items() if any(self.layout.rank in link[1:3] for link in found)
         ]
         if self.layout.device.type == "cuda":
-            self._check_queues(sum(_streams(found, self.layout.rank) for found in routes.values()))
+            self._check_queues(sum(_num_streams(found, self.layout.rank) for found in links.values()))
         if self.layout.device.type == "cpu" or self.transport == "c10d":
             return {}
-        refused = set(routes)
-        carriers: dict[LaneId, LaneTransport] = {}
+        failed = set(links)
+        transports: dict[LaneId, LaneTransport] = {}
         if self.transport != "nccl":
-            ends, refused = self._connect_ipc_links(routes)
+            ends, failed = self._connect_ipc_links(links)
             layout = self.layout
             specs = {
                 spec.name: spec for spec in group_specs(layout.topology, layout.policy, layout.transfers)
             }
-            for lane in mine:
-                if lane not in refused:
+            for lane in own_lanes:
+                if lane not in failed:
                     members = specs[lane_name(*lane)].ranks
-                    carriers[lane] = LaneTransport("copy_engine", ends[lane].for_lane(members))
-        if refused and self.layout.device.type == "cuda" and self._can_call_nccl():
-            carriers |= {lane: self._by_nccl(lane) for lane in mine if lane in refused}
-        return carriers
+                    transports[lane] = LaneTransport("copy_engine", ends[lane].for_lane(members))
+        if failed and self.layout.device.type == "cuda" and self._can_call_nccl():
+            transports |= {lane: self._nccl_transport(lane) for lane in own_lanes if lane in failed}
+        return transports
 
     def _check_queues(self, streams: int) -> None:
-        """Where streams share a hardware queue, one that waits holds up what it waits for: nothing ends then."""
+        """Raise LdtError if any rank has too few hardware queues: streams that share a queue can deadlock."""
         needed, found = streams + 1, queues()
         short = needed > found and streams > 0
         advice = (
-            f"start it with {QUEUES_VARIABLE} unset or {needed} to {MAX_QUEUES}"
+            f"unset {QUEUES_VARIABLE} or set it to {needed} to {MAX_QUEUES}"
             if needed <= MAX_QUEUES
-            else f"CUDA has {MAX_QUEUES} at most: take transfer='leader', lanes='paired' or fewer laps"
+            else f"CUDA has at most {MAX_QUEUES}: use transfer='leader', lanes='paired' or fewer laps"
         )
-        mine = (
-            f"rank {self.layout.rank} has lanes on {streams} streams, which wait on the GPU, and compute on another, "
-            f"but {QUEUES_VARIABLE} gives it {found} hardware queues for these {needed}: {advice}"
+        shortage = (
+            f"rank {self.layout.rank} needs {needed} hardware queues, {streams} for the streams of its lanes, which "
+            f"wait on the GPU, and one for compute, but {QUEUES_VARIABLE} gives it {found}: {advice}"
         )
-        told = self.share("queues", {"short": mine} if short else {})
-        texts = [text for of_rank in told for text in of_rank.values()]
-        if texts:
+        gathered = self.all_gather("queues", {"short": shortage} if short else {})
+        shortages = [text for of_rank in gathered for text in of_rank.values()]
+        if shortages:
             raise LdtError(
-                f"connect: {texts[0]}. Unless it is set, importing ldt before anything starts CUDA sets it to "
-                f"{MAX_QUEUES}. Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
+                f"connect: {shortages[0]}. If it is unset, importing ldt before CUDA starts sets it to {MAX_QUEUES}. "
+                "Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
             )
 
     def _connect_ipc_links(
-        self, routes: Mapping[LaneId, Sequence[IpcLink]]
+        self, links: Mapping[LaneId, Sequence[IpcLink]]
     ) -> tuple[Mapping[LaneId, LaneIpcLinks], set[LaneId]]:
-        """This rank's ends, and the lanes that do not get them: equal on all ranks."""
-        ends, refusals = connect_ipc_links(routes, self.layout.rank, self.layout.device, self.share)
-        if refusals:
-            text = _summary(refusals)
+        """This rank's ends by lane, and the lanes that cannot use the copy engine, the same on all ranks."""
+        ends, failures = connect_ipc_links(links, self.layout.rank, self.layout.device, self.all_gather)
+        if failures:
+            text = _summary(failures)
             if self.transport == "copy_engine":
-                raise LdtError(f"connect: not every lane can use the copy engine; take 'auto'. {text}")
-            logger.warning("lanes that go through the backend instead of the copy engine: %s", text)
-        refused = {lane for lane, found in routes.items() if any(route.name in refusals for route in found)}
-        return ends, refused
+                raise LdtError(
+                    f"connect: not every lane can use the copy engine; use transport='auto'. {text}"
+                )
+            logger.warning("some lanes cannot use the copy engine and fall back to the backend: %s", text)
+        failed = {lane for lane, found in links.items() if any(link.name in failures for link in found)}
+        return ends, failed
 
     def _can_call_nccl(self) -> bool:
-        """The same on all ranks: the two ends of a lane must not use different communicators."""
-        mine = has_nccl() and any(dist.get_backend(group) == "nccl" for group in self.layout.groups.values())
-        can = all(self.share("nccl", mine))
+        """Whether all ranks can call NCCL: both ends of a lane must use the same communicator."""
+        supported = has_nccl() and any(
+            dist.get_backend(group) == "nccl" for group in self.layout.groups.values()
+        )
+        can = all(self.all_gather("nccl", supported))
         if not can and self.transport == "auto":
-            logger.warning("NCCL cannot be called directly on all ranks: lanes go through process groups")
+            logger.warning("not all ranks can call NCCL directly: lanes use their process groups")
         if not can and self.transport == "nccl":
             raise LdtError(
-                "connect: transport='nccl' needs the backend nccl and a torch that loads libnccl.so.2, on all ranks; "
-                "use 'c10d'"
+                "connect: transport='nccl' needs the nccl backend and a torch that loads libnccl.so.2 on all ranks; "
+                "use transport='c10d'"
             )
         return can
 
-    def _by_nccl(self, lane: LaneId) -> LaneTransport:
-        """Makes the communicators of this rank's groups of a lane, in the order of all ranks."""
+    def _nccl_transport(self, lane: LaneId) -> LaneTransport:
+        """Create the communicators of this rank's groups of a lane, in the same order on all ranks."""
         key, stripe = lane
         node = self.layout.node
         names = lane_name(key, stripe), stage_name(key, node, stripe)
@@ -149,29 +153,28 @@ class TransportSelector:
         return LaneTransport("nccl", NcclCommunicators(p2p=p2p, stage=stage))
 
 
-def _streams(routes: Sequence[IpcLink], rank: int) -> int:
-    """How many streams of ``rank`` wait for a lane's transfers: two where it passes on what it receives."""
-    ends = [route for route in routes if rank in route[1:3]]
-    receives = any(route.target == rank and not route.in_stage for route in ends)
-    return bool(ends) + (receives and any(route.in_stage for route in routes))
+def _num_streams(links: Sequence[IpcLink], rank: int) -> int:
+    """The streams of ``rank`` that wait for a lane's transfers: two if it forwards what it receives."""
+    ends = [link for link in links if rank in link[1:3]]
+    receives = any(link.target == rank and not link.in_stage for link in ends)
+    return bool(ends) + (receives and any(link.in_stage for link in links))
 
 
-def warn_of_settings(device: torch.device) -> None:
-    """Log which settings of CUDA in the environment do harm."""
+def warn_about_settings(device: torch.device) -> None:
+    """Warn about CUDA settings in the environment that can cause deadlocks."""
     if device.type != "cuda":
         return
     if loads_lazily():
         logger.warning(
-            "CUDA_MODULE_LOADING was not EAGER when CUDA started: a kernel is loaded when it is launched for the first "
-            "time, and that can wait for all that is queued on the GPU, also for a transfer that waits for this rank, "
-            "so that no rank goes on. Import ldt before anything starts CUDA, or start the processes with "
-            "CUDA_MODULE_LOADING=EAGER (which takes 1 GiB and some seconds more), or run every chunk forward and "
-            "backward once before connect"
+            "CUDA_MODULE_LOADING was not EAGER when CUDA started, so a kernel is loaded at its first launch. Loading "
+            "can wait for everything queued on the GPU, and deadlocks behind a transfer that waits for this rank. "
+            "Import ldt before CUDA starts, set CUDA_MODULE_LOADING=EAGER (costs 1 GiB and some seconds), or run every "
+            "chunk forward and backward once before connect"
         )
 
 
-def _summary(refusals: Mapping[str, str]) -> str:
+def _summary(failures: Mapping[str, str]) -> str:
     by_reason: dict[str, list[str]] = {}
-    for name, reason in refusals.items():
+    for name, reason in failures.items():
         by_reason.setdefault(reason, []).append(name)
     return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())

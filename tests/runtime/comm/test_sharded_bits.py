@@ -39,7 +39,7 @@ class Collectives(nn.Module):
             tensor.register_hook(lambda grad: self.grads.update({index: part_of(grad).clone()}))  # type: ignore[no-untyped-call]
 
 
-class RelayHead(Collectives):
+class TwoHopHead(Collectives):
     """Makes the tensors, of which those of floats require a gradient."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
@@ -56,7 +56,7 @@ class RelayHead(Collectives):
         return tuple(tensors)
 
 
-class RelayTail(Collectives):
+class TwoHopTail(Collectives):
     def forward(self, *tensors: Tensor) -> Any:
         return tuple(map(gathered, super().forward(*tensors)))
 
@@ -78,7 +78,7 @@ def weighted_sum(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 def exact(tp: list[int], dims: Dims) -> list[int]:
     topology = Topology(tp)
-    kinds = {0: RelayHead, topology.tail: RelayTail}
+    kinds = {0: TwoHopHead, topology.tail: TwoHopTail}
     with ldt.connect(topology, transfer="direct", ranks=range(topology.world_size)) as mesh:
         mine = [kinds.get(chunk, Collectives)(mesh, dims) for chunk in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=weighted_sum)

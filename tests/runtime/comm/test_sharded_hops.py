@@ -205,8 +205,8 @@ def test_places_that_have_something_in_common(sources: int, targets: int) -> Non
     assert overlapping(sources, targets) == tuple(sorted(divmod(pair, targets) for pair in found))
 
 
-def test_strands_are_only_of_places_that_have_something_in_common() -> None:
-    """Of 32 pairs; each strand is a communicator."""
+def test_stripes_connect_only_ranks_whose_parts_overlap() -> None:
+    """Of 32 pairs. Each stripe costs a communicator."""
     assert len(overlapping(4, 8)) == 14
     topology = Topology([4, 8])
     stripes = Transfers.of(topology, "direct").stripes(topology.channel(0, "F", 0))
@@ -218,10 +218,10 @@ def test_strands_are_only_of_places_that_have_something_in_common() -> None:
     [
         (
             {(0, "1"): "direct"},
-            "transfer names a link (0, '1'): those of tp=1,2 dp=1 edge_dp=1 laps=1 are between",
+            "transfer names a link (0, '1'), but the links of tp=1,2 dp=1 edge_dp=1 laps=1 are",
         ),
-        ({(0, 1): "direct", (1, 0): "leader"}, "transfer names the link (0, 1) twice: give one of"),
-        ({(1, 0): "auto", (0, 1): "auto"}, "transfer names the link (0, 1) twice: give one of"),
+        ({(0, 1): "direct", (1, 0): "leader"}, "transfer names the link (0, 1) twice: give only one of"),
+        ({(1, 0): "auto", (0, 1): "auto"}, "transfer names the link (0, 1) twice: give only one of"),
         ({(0, 1): None}, "or a dict of these by link such as {(0, 1): 'direct'}, got None"),
     ],
     ids=str,

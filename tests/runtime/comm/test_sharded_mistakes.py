@@ -63,14 +63,12 @@ def wrong_part(tp: list[int], rows: tuple[int, int]) -> str:
 def test_a_part_of_a_wrong_size(
     pool: RankPool, tp: list[int], rows: tuple[int, int], rank: int, right: int, wrong: int
 ) -> None:
-    """Too short, too long, cut elsewhere, and all of it on each rank. ``DTensor.from_local`` believes anything."""
+    """Too short, too long, cut elsewhere, and the whole tensor on each rank. ``DTensor.from_local`` checks nothing."""
     texts = pool.run(wrong_part, tp, rows, ranks=range(sum(tp)))
-    about = (
-        f"the part of rank {rank} is [{right}, {WIDTH}], as torch.chunk cuts, but it has [{wrong}, {WIDTH}]"
-    )
-    told = [text for place, text in enumerate(texts) if place >= 2 or place == rank]
-    assert all(about in text for text in told), texts
-    assert all("is a DTensor of [7, 16] that is split over 2 ranks in dimension 0" in text for text in texts)
+    about = f"rank {rank} must have a part of [{right}, {WIDTH}], as torch.chunk cuts it, but has [{wrong}, {WIDTH}]"
+    informed = [text for i, text in enumerate(texts) if i >= 2 or i == rank]
+    assert all(about in text for text in informed), texts
+    assert all("is a DTensor of [7, 16] sharded over 2 ranks in dimension 0" in text for text in texts)
 
 
 class ShortLater(Rows):
@@ -89,7 +87,7 @@ def short_later() -> str:
 def test_a_part_that_is_wrong_only_in_the_step(pool: RankPool) -> None:
     for text in pool.run(short_later, ranks=range(3)):
         assert "output of chunk 1 for microbatch 0, tensor 0 is a DTensor of [7, 16]" in text
-        assert "the part of rank 1 is [3, 16], as torch.chunk cuts, but it has [1, 16]" in text
+        assert "rank 1 must have a part of [3, 16], as torch.chunk cuts it, but has [1, 16]" in text
 
 
 # -- inputs and declared outputs -------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Ways to get a message to all ranks of a stage: results are the same bit for bit, each strand carries its share."""
+"""Transfer modes give bit-equal results, and each stripe carries its share."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[fl
 @pytest.mark.parametrize(
     ("nbytes", "cut"), [(8 * 256 * 4, True), (8 * 256 * 4 + 1, False), (math.inf, False)]
 )
-def test_short_messages_go_over_one_strand(pool: RankPool, nbytes: float, cut: bool) -> None:
+def test_short_messages_use_one_stripe(pool: RankPool, nbytes: float, cut: bool) -> None:
     """Under "auto"; from the measured size on they go over both. Each way, three messages of 8 rows."""
     by_rank = pool.run(steps_cut_from, nbytes, 8, ranks=range(4))
     total = 2 * 3 * 8 * 256 * 4

@@ -17,7 +17,7 @@ from ldt import _cuda
 from ldt._C import IpcPool, IpcSender, LaneError
 from ldt.runtime.comm.ipc_links import ipc_links
 from ldt.runtime.comm.transfer import Transfers
-from ldt.runtime.comm.transports import warn_of_settings
+from ldt.runtime.comm.transports import warn_about_settings
 from ldt.testing import RankPool
 from ldt.topology import Topology
 
@@ -31,9 +31,9 @@ def refused(transport: Any) -> str:
 
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
-def test_gpus_are_needed_for_what_is_theirs(pool: RankPool, transport: str) -> None:
+def test_transports_of_gpus_need_gpus(pool: RankPool, transport: str) -> None:
     for text in pool.run(refused, transport):
-        assert f"transport='{transport}' is for GPUs" in text
+        assert f"transport='{transport}' needs GPUs" in text
 
 
 def test_an_unknown_transport_is_refused_with_those_that_there_are(pool: RankPool) -> None:
@@ -70,28 +70,28 @@ def test_a_device_without_a_copy_engine_says_so() -> None:
 
 def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
     topology = Topology([1, 3])
-    routes = ipc_links(topology, "dedicated", Transfers.of(topology, "leader"))
+    links = ipc_links(topology, "dedicated", Transfers.of(topology, "leader"))
     pairs = {
-        lane[0]: [(route.source, route.target, route.in_stage) for route in found]
-        for lane, found in routes.items()
+        lane[0]: [(link.source, link.target, link.in_stage) for link in found]
+        for lane, found in links.items()
     }
     assert [(0, 1, False), (1, 2, True), (2, 3, True)] in pairs.values()
     assert [(1, 0, False)] in pairs.values()
-    names = [route.name for found in routes.values() for route in found]
+    names = [link.name for found in links.values() for link in found]
     assert len(set(names)) == len(names)
 
 
-def test_settings_that_do_harm_are_warned_of(
+def test_harmful_settings_are_warned_about(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    warn_of_settings(torch.device("cuda", 0))
+    warn_about_settings(torch.device("cuda", 0))
     assert not caplog.records
     monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    warn_of_settings(torch.device("cuda", 0))
+    warn_about_settings(torch.device("cuda", 0))
     assert "CUDA_MODULE_LOADING was not EAGER" in caplog.text
     caplog.clear()
-    warn_of_settings(torch.device("xpu", 0))
+    warn_about_settings(torch.device("xpu", 0))
     assert not caplog.records
 
 

@@ -162,7 +162,7 @@ def forgotten(group_timeout: float) -> tuple[float, list[str]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    usual, module._DROPPING_SECONDS = module._DROPPING_SECONDS, 0.5
+    usual, module._DESTROY_SECONDS = module._DESTROY_SECONDS, 0.5
     module.logger.addHandler(handler)
     known = len(c10d._world.pg_map)
     groups = module.GroupSet()
@@ -191,7 +191,7 @@ def forgotten(group_timeout: float) -> tuple[float, list[str]]:
             thread.join(group_timeout + 5.0)
             assert not thread.is_alive()
     finally:
-        module._DROPPING_SECONDS = usual
+        module._DESTROY_SECONDS = usual
         module.logger.removeHandler(handler)
     return seconds, [record.getMessage() for record in records]
 
@@ -200,6 +200,8 @@ def test_a_group_that_still_waits_does_not_hold_up_its_rank(pool: RankPool) -> N
     timeout = paced(5.0).total_seconds()
     (seconds, said), (others_seconds, others_said) = pool.run(forgotten, timeout, ranks=range(2))
     assert 0.5 <= seconds < timeout - 1.0
-    assert said == ["group waiting: gloo still waits for something there; left until the group's timeout"]
+    assert said == [
+        "group waiting: gloo still waits for an operation; left to a thread until the group's timeout"
+    ]
     assert others_seconds < timeout - 1.0
     assert others_said == []

@@ -60,7 +60,7 @@ def choose(
     policy: LanePolicy = "dedicated",
     others: str = "",
 ) -> None:
-    """As far as the check of queues goes, on rank 0 of a mesh on GPUs of which rank 1 says ``others``."""
+    """Run the check of queues on rank 0 of a mesh on GPUs, where rank 1 reports ``others``."""
     store = dist.HashStore()
     store.set("queues/1", json.dumps({"short": others} if others else {}))
 
@@ -86,9 +86,10 @@ def test_one_queue_is_refused_over_every_transport(
     queues: pytest.MonkeyPatch, transport: TransportChoice
 ) -> None:
     queues.setenv(QUEUES, "1")
-    with pytest.raises(ldt.LdtError, match="unset or 5 to 32") as error:
+    with pytest.raises(ldt.LdtError, match=f"unset {QUEUES} or set it to 5 to 32") as error:
         choose(Topology([1, 1]), transport)
-    assert f"{QUEUES} gives it 1 hardware queues for these 5" in str(error.value)
+    assert "needs 5 hardware queues" in str(error.value)
+    assert f"{QUEUES} gives it 1: " in str(error.value)
     assert "Megatron-LM asks for 1" in str(error.value)
 
 
@@ -113,13 +114,13 @@ def test_each_lane_needs_a_queue_and_so_does_compute(
     if needed == 1:
         return  # no rank to talk to
     queues.setenv(QUEUES, str(needed - 1))
-    with pytest.raises(ldt.LdtError, match=f"unset or {needed} to 32"):
+    with pytest.raises(ldt.LdtError, match=f"unset {QUEUES} or set it to {needed} to 32"):
         choose(topology, "nccl", **options)
 
 
 def test_what_cuda_cannot_give_is_not_asked_for(queues: pytest.MonkeyPatch) -> None:
     queues.setenv(QUEUES, "32")
-    with pytest.raises(ldt.LdtError, match="CUDA has 32 at most: take transfer='leader'"):
+    with pytest.raises(ldt.LdtError, match="CUDA has at most 32: use transfer='leader'"):
         choose(Topology([8, 8], laps=2), "auto", "scatter")
 
 
