@@ -52,7 +52,7 @@ struct Proposal {
   bool has_memory = false;
   uint32_t block = 0;
   uint64_t offset = 0;
-  uint64_t ready = 0;  // the receiver's memory is free at this count of MessageRing::ready
+  uint64_t ready = 0;  // the receiver's memory is free at this count of MessageRing::ready; 0: now
 };
 
 /// Lives in pages that both processes map. The end that reaches a message first decides for both

@@ -19,7 +19,7 @@ namespace {
 constexpr std::chrono::milliseconds kAbortTimeout{2000};
 
 // A CUDA queue holds about 1024 operations; a message of 16 transfers, the maximum, takes about 64.
-constexpr int64_t kMostOperations = 896;
+constexpr int64_t kMaxPendingOperations = 896;
 // Per message, in addition to the transport's: events, and for a receive those of its memory.
 constexpr int64_t kOperationsOfSend = 2;
 constexpr int64_t kOperationsOfReceive = 5;
@@ -136,14 +136,14 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
 // A host that enqueues into a full queue blocks in the driver, where no failure ends it. So it
 // waits here instead, until the other end makes progress.
 void StreamLane::wait_for_room(const MessageName& name) {
-  if (operations_ <= kMostOperations) return;
+  if (operations_ <= kMaxPendingOperations) return;
   const auto deadline = std::chrono::steady_clock::now() + options_.timeout;
-  while (pending_operations() > kMostOperations) {
+  while (pending_operations() > kMaxPendingOperations) {
     failure_->throw_if_happened();
     check_interrupt();
     if (std::chrono::steady_clock::now() >= deadline) {
       throw_lane_error(
-          name, ": earlier messages of this lane have more than ", kMostOperations,
+          name, ": earlier messages of this lane have more than ", kMaxPendingOperations,
           " operations in the queue of the device, which holds few more, and that for ",
           options_.timeout.count(), " ms: does the rank at the other end still take part?");
     }

@@ -9,9 +9,9 @@ namespace {
 
 // Tensors of at most this size are packed.
 int64_t largest_member(std::vector<int64_t> bytes, c10::Device device) {
-  if (device.is_cpu() || bytes.size() <= Packing::kMostTransfers) return Packing::kSmallBytes;
+  if (device.is_cpu() || bytes.size() <= Packing::kMaxTransfers) return Packing::kSmallBytes;
   const auto last =
-      bytes.begin() + Packing::kMostTransfers - 1;  // larger ones are sent on their own
+      bytes.begin() + Packing::kMaxTransfers - 1;  // larger ones are sent on their own
   std::nth_element(bytes.begin(), last, bytes.end(), std::greater<>());
   return std::max(Packing::kSmallBytes, *last);
 }

@@ -18,10 +18,10 @@ namespace ldt {
 struct Packing {
   static constexpr int64_t kAlignment = 256;  // libraries pick kernels by alignment
   static constexpr int64_t kSmallBytes = 64 << 10;
-  static constexpr size_t kMostTransfers = 16;  // of one message, on a device with streams
+  static constexpr size_t kMaxTransfers = 16;  // of one message, on a device with streams
 
   /// Packs the small tensors and, on a device with streams, as many of the next smallest as needed
-  /// to stay within kMostTransfers. `bytes` has one size per tensor.
+  /// to stay within kMaxTransfers. `bytes` has one size per tensor.
   static Packing of(const std::vector<int64_t>& bytes, c10::Device device);
 
   std::vector<size_t> members;   // indices in message order: none, or two or more

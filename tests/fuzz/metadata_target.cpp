@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "metadata/codec/decoder.h"
+#include "metadata/codec/encoder.h"
 #include "metadata/format/error.h"
 #include "metadata/host/host_rows.h"
 #include "metadata/host/rebuild.h"

@@ -22,14 +22,14 @@ TEST(descriptions_name_dtype_and_shape) {
 
 TEST(pieces_cover_the_bytes_in_order) {
   const auto large = at::arange(20000, at::kInt);
-  const auto wire =
+  const auto message =
       MessageTensors::for_send({large, at::empty({0}), at::ones({3}, at::kByte)}, at::kCPU, kName);
-  const auto pieces = wire.pieces(40000);
+  const auto pieces = message.pieces(40000);
   EXPECT_EQ(pieces.size(), 3u);
   EXPECT_EQ(pieces[0].numel(), 40000);
   EXPECT_EQ(pieces[1].numel(), 40000);
   EXPECT_EQ(pieces[2].numel(), 3);
-  EXPECT_EQ(wire.bytes(), 80003);
+  EXPECT_EQ(message.bytes(), 80003);
   EXPECT(at::equal(pieces[1].view(at::kInt), large.narrow(0, 10000, 10000)));
   EXPECT(pieces[0].is_alias_of(large));
 }
@@ -57,7 +57,7 @@ TEST(the_number_of_transfers_is_bounded_on_devices) {
   for (size_t i = 0; i < sizes.size(); ++i) sizes[i] += static_cast<int64_t>(i);
   sizes[7] = 12;
   const auto packing = ldt::Packing::of(sizes, at::kCUDA);
-  EXPECT_EQ(packing.members.size(), 300 - ldt::Packing::kMostTransfers + 1);
+  EXPECT_EQ(packing.members.size(), 300 - ldt::Packing::kMaxTransfers + 1);
   EXPECT_EQ(packing.members.back(), 284u);
   EXPECT(ldt::Packing::of(sizes, at::kCPU).members.empty());  // one alone is not copied
   EXPECT_EQ(ldt::Packing::of(std::vector<int64_t>(300, 1 << 20), at::kCUDA).members.size(), 300u);
@@ -92,9 +92,9 @@ TEST(a_view_receives_values_and_not_bits) {
   const auto source = at::complex(at::ones({3}), at::arange(1, 4, at::kFloat));
   const auto plain = at::zeros_like(source);
   for (const auto& view : {plain.conj(), plain._neg_view()}) {
-    auto wire = MessageTensors::for_receive({view}, at::kCPU, kName);
-    wire.pieces(1 << 10)[0].copy_(source.view(at::kByte));
-    wire.unstage();
+    auto message = MessageTensors::for_receive({view}, at::kCPU, kName);
+    message.pieces(1 << 10)[0].copy_(source.view(at::kByte));
+    message.unstage();
     EXPECT(at::equal(view.resolve_conj().resolve_neg(), source));
   }
 }
@@ -102,9 +102,9 @@ TEST(a_view_receives_values_and_not_bits) {
 TEST(sizes_beyond_32_bits_are_counted_right) {
   const int64_t count = (int64_t{5} << 30) + 3;  // a meta tensor has a size and no memory
   const auto large = at::empty({count}, at::TensorOptions().dtype(at::kShort).device(at::kMeta));
-  const auto wire = MessageTensors::for_send({large, large}, at::kMeta, kName);
-  EXPECT_EQ(wire.bytes(), 4 * count);
-  const auto pieces = wire.pieces(int64_t{3} << 30);
+  const auto message = MessageTensors::for_send({large, large}, at::kMeta, kName);
+  EXPECT_EQ(message.bytes(), 4 * count);
+  const auto pieces = message.pieces(int64_t{3} << 30);
   EXPECT_EQ(pieces.size(), 8u);
   EXPECT_EQ(pieces[0].numel(), int64_t{3} << 30);
   EXPECT_EQ(pieces[3].storage_offset(), int64_t{9} << 30);

@@ -126,9 +126,9 @@ TEST(a_call_that_stands_still_is_ended_by_the_abort) {
   const auto stream = transport->stream(kDevice);
   const std::string label = "F0";
   const MessageName title(label, [] { return "title"; });
-  const auto wire = MessageTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))},
-                                             kDevice, title);
-  std::thread sending([&] { transport->send(stream, wire, 1); });
+  const auto message = MessageTensors::for_send(
+      {at::empty({4}, at::TensorOptions().device(kDevice))}, kDevice, title);
+  std::thread sending([&] { transport->send(stream, message, 1); });
   seen.await("send");
   transport->abort();
   sending.join();
@@ -149,9 +149,9 @@ TEST(no_call_begins_after_that) {
   transport->shutdown();
   const std::string label;
   const MessageName title(label, [] { return "title"; });
-  const auto wire = MessageTensors::for_send({at::empty({4}, at::TensorOptions().device(kDevice))},
-                                             kDevice, title);
-  EXPECT_THROW(transport->send(transport->stream(kDevice), wire, 1), LaneError,
+  const auto message = MessageTensors::for_send(
+      {at::empty({4}, at::TensorOptions().device(kDevice))}, kDevice, title);
+  EXPECT_THROW(transport->send(transport->stream(kDevice), message, 1), LaneError,
                "aborted or closed");
   EXPECT_EQ(later.text(), "");
 }
