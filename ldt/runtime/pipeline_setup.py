@@ -99,7 +99,7 @@ class WeightAgreement:
             [answer.marks for answer in answers], contents=not self._options.allow_equal_weights
         )
         if self._options.sync_weights:
-            self._weights.send()
+            self._weights.broadcast_from_first()
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "weights of the first rank are not broadcast",
-        ("ldt.runtime.model.initial_weights:Weights.send",),
+        ("ldt.runtime.model.initial_weights:Weights.broadcast_from_first",),
         _nothing,
         lambda job: job.begin == "synced",
     ),

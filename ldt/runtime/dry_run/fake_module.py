@@ -42,7 +42,8 @@ class FakeCopies:
     Each tensor becomes one fake tensor of ``mode`` without copying memory; TorchScript modules are deep-copied. Random
     generators and arrays are copied. Objects of the standard library and of compiled classes, such as files, locks and
     process groups, and objects with a ``__del__`` are shared with the original. Copied modules run without hooks,
-    except those that layers of ``parallelize_module`` and ``torch.nn.utils`` depend on.
+    except those that layers of ``parallelize_module`` and ``torch.nn.utils`` depend on. A context manager: on exit the
+    copies are cleared.
     """
 
     def __init__(self, mode: FakeTensorMode) -> None:
@@ -68,7 +69,10 @@ class FakeCopies:
         pairs = ((value, self._copies[id(value)]) for value in self._originals)
         return any(state_of(one) != state_of(other) for one, other in pairs if one is not other)
 
-    def release(self) -> None:
+    def __enter__(self) -> FakeCopies:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
         """Clear all copies: they form reference cycles."""
         copies = [made for value in self._originals if (made := self._copies[id(value)]) is not value]
         self._copies.clear()

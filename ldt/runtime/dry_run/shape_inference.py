@@ -37,7 +37,7 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedFakeTensorException,
 )
 _SIGNS = ("FakeTensor", "fake impl", "not supported for tensor subclasses")  # in the text of a RuntimeError
-_Read = TypeVar("_Read")
+_Result = TypeVar("_Result")
 _Arguments = tuple[Sequence[Any], dict[str, Any]]  # positional, by keyword
 _DECLARE = (
     "declare the result: give the module a method output_spec(*input_specs) that returns one ldt.runtime.TensorSpec "
@@ -136,7 +136,7 @@ def _declared(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if not all(isinstance(spec, TensorSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise InputTypeError(f"output_spec must return TensorSpecs, got {kinds}")
-    return tuple(map(_with_split_dim, specs))
+    return tuple(map(_with_positive_shard, specs))
 
 
 def _specs_in(values: Any) -> HopSpecs:
@@ -144,7 +144,7 @@ def _specs_in(values: Any) -> HopSpecs:
     return tuple(leaf for leaf in leaves if isinstance(leaf, TensorSpec))
 
 
-def _with_split_dim(spec: TensorSpec) -> TensorSpec:
+def _with_positive_shard(spec: TensorSpec) -> TensorSpec:
     """Return the spec with a non-negative ``shard``. Raises ValueError if there is no such dimension."""
     dims = len(spec.shape)
     if spec.shard is None:
@@ -170,8 +170,8 @@ def dry_run(
     device: torch.device,
     training: bool,
     shards: NodeShards,
-    read: Callable[[DryRun], _Read],
-) -> _Read:
+    read: Callable[[DryRun], _Result],
+) -> _Result:
     """Run a copy of the module on fake tensors and return what ``read`` makes of the run.
 
     Arguments are tensors or TensorSpecs. The run has no data, draws no random numbers and skips user-defined hooks. It
@@ -197,8 +197,8 @@ def _dry_run(
     device: torch.device,
     training: bool,
     shards: NodeShards,
-    read: Callable[[DryRun], _Read],
-) -> tuple[_Read, list[weakref.ref[torch.Tensor]]]:
+    read: Callable[[DryRun], _Result],
+) -> tuple[_Result, list[weakref.ref[torch.Tensor]]]:
     """Also return weak references to the tensors of the run."""
     mode = _FakeTensors()
     copies, second_copies = FakeCopies(mode), FakeCopies(mode)
@@ -220,21 +220,17 @@ def _dry_run(
         trained = [parameter for parameter in fake_module.parameters() if parameter.requires_grad]
         return DryRun(output, inputs, trained, state_changed, any(skipped_hooks(module)))
 
-    with isolated(module, device), torch.set_grad_enabled(training), mode:
-        try:
-            fake_module = copies.copy_of(module)
-            first = run(fake_module, copies)
-            answer = read(first)
-            if first.state_changed and training:
-                with suppress(Exception):  # a module that cannot run twice keeps its uncertain reach
-                    answer = _merge_runs(first, run(second_copies.copy_of(fake_module), second_copies), read)
-        finally:
-            second_copies.release()
-            copies.release()
+    with isolated(module, device), torch.set_grad_enabled(training), mode, copies, second_copies:
+        fake_module = copies.copy_of(module)
+        first = run(fake_module, copies)
+        answer = read(first)
+        if first.state_changed and training:
+            with suppress(Exception):  # a module that cannot run twice keeps its uncertain reach
+                answer = _merge_runs(first, run(second_copies.copy_of(fake_module), second_copies), read)
     return answer, mode.made
 
 
-def _merge_runs(first: DryRun, second: DryRun, read: Callable[[DryRun], _Read]) -> _Read:
+def _merge_runs(first: DryRun, second: DryRun, read: Callable[[DryRun], _Result]) -> _Result:
     """Merge two runs: the result is certain if they agree and the second, which continued the first, changed no state.
 
     That is the case for a cache that is filled once, but not for a counter.
@@ -251,12 +247,12 @@ class _FakeTensors(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.made: list[weakref.ref[torch.Tensor]] = []
 
     def from_tensor(self, *args: Any, **kwargs: Any) -> Any:
-        return self._remembered(super().from_tensor(*args, **kwargs))
+        return self._recorded(super().from_tensor(*args, **kwargs))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._remembered(super().__torch_dispatch__(func, types, args, kwargs or {}))
+        return self._recorded(super().__torch_dispatch__(func, types, args, kwargs or {}))
 
-    def _remembered(self, result: Any) -> Any:
+    def _recorded(self, result: Any) -> Any:
         self.made += [
             weakref.ref(leaf) for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)
         ]

@@ -36,15 +36,15 @@ class Weights:
     Gather ``digests`` from all ranks, then call ``compare``. The ranks of a stage, in all its replicas, hold equal
     tensors, except those split over them: shards of DTensors, and parts of tensor-parallel layers
     (``tensor_model_parallel``). With ``values`` the values must be equal, otherwise only names, shapes, dtypes and
-    ``requires_grad``. Raises LdtError for a tensor that has no values to compare, or that ``send`` cannot write.
+    ``requires_grad``. Raises LdtError for a tensor that has no values to compare, or that a broadcast cannot write.
     """
 
     def __init__(self, mesh: Mesh, modules: Mapping[str, nn.Module], values: bool) -> None:
         self._mesh = mesh
-        self._by_part: dict[str, list[HeldTensor]] = {}
+        self._by_shard: dict[str, list[HeldTensor]] = {}
         self._count = len(mesh.topology.ranks_of_stage(mesh.stage))
         for held in () if self._count == 1 else tensors_held(modules):
-            self._by_part.setdefault(_shard_key(held.tensor, mesh), []).append(held)
+            self._by_shard.setdefault(_shard_key(held.tensor, mesh), []).append(held)
             if values and (is_lazy(held.tensor) or held.tensor.is_meta):
                 raise LdtError(
                     f"{held.label} has no values yet, and the {self._count} ranks that hold it must begin with equal "
@@ -53,7 +53,7 @@ class Weights:
                 )
             if not values:
                 check_writable(held.label, held.tensor, "sync_weights=True")
-        self._tensor_lines = {part: _tensor_lines(found, values) for part, found in self._by_part.items()}
+        self._tensor_lines = {part: _tensor_lines(found, values) for part, found in self._by_shard.items()}
 
     def digests(self) -> dict[str, str]:
         """Return one digest per shard of the stage that this rank holds."""
@@ -73,14 +73,14 @@ class Weights:
             found: list[dict[str, str]] = self._mesh.control.all_gather(local, as_str_dict)
         raise LdtError(_error_text(self._mesh, ranks, [found[rank] for rank in ranks]))
 
-    def send(self) -> None:
+    def broadcast_from_first(self) -> None:
         """Broadcast each tensor from the first rank of the stage that holds it. A collective call of all ranks."""
         mesh = self._mesh
         with mesh.collective("Pipeline()"):
             for group, dim in ((_node_group(mesh), 0), (mesh.dp_group, 1)):
                 tensors = {
                     id(held.tensor): held.tensor
-                    for found in self._by_part.values()
+                    for found in self._by_shard.values()
                     for held in found
                     if not sharded_over(held.tensor, mesh.rank_info)[dim]
                 }

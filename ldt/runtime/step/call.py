@@ -59,11 +59,11 @@ def all_agree(
     payload: object = None,
     read_payload: Callable[[Any], Any] = lambda payload: payload,
     *,
-    doing: Literal["begin", "finish"] = "begin",
+    phase: Literal["begin", "finish"] = "begin",
 ) -> list[Any]:
     """Raise on every rank if one rank has an ``error``, or if values that must be equal differ. A collective call.
 
-    ``call`` names the call in texts, ``doing`` says whether ranks begin or finish it, and ``error`` is why this rank
+    ``call`` names the call in texts, ``phase`` says whether ranks begin or finish it, and ``error`` is why this rank
     cannot. ``same`` has the values that must be equal, by their name in texts. Returns each rank's ``payload``, as
     ``read_payload`` parses it.
 
@@ -78,27 +78,27 @@ def all_agree(
         "payload": payload,
     }
     with mesh.collective(call):
-        gathered = mesh.control.all_gather(local, partial(_answer, read_payload))
-        answers = dict(zip(mesh.ranks, gathered, strict=True))
+        gathered = mesh.control.all_gather(local, partial(_parse_report, read_payload))
+        reports = dict(zip(mesh.ranks, gathered, strict=True))
     if error is not None:
         raise error
-    for rank, answer in answers.items():
-        if answer.error is not None:
+    for rank, report in reports.items():
+        if report.error is not None:
             stage = mesh.rank_info.stage_of(rank)
-            if answer.of_checkpoint:
-                raise CheckpointError(f"rank {rank} (stage {stage}) cannot {doing} {call}: {answer.error}")
+            if report.of_checkpoint:
+                raise CheckpointError(f"rank {rank} (stage {stage}) cannot {phase} {call}: {report.error}")
             raise RemoteStageError(
-                f"rank {rank} cannot {doing} {call}: {answer.error}",
+                f"rank {rank} cannot {phase} {call}: {report.error}",
                 rank=rank,
                 stage=stage,
-                place=f"the {_PHASES[doing]} of {call}",
-                error_type=answer.error_type,
+                place=f"the {_PHASES[phase]} of {call}",
+                error_type=report.error_type,
             )
     for what, value in same.items():
-        others = [rank for rank, answer in answers.items() if answer.same.get(what) != value]
+        others = [rank for rank, report in reports.items() if report.same.get(what) != value]
         if others:
             raise LdtError(f"all ranks must be given equal {what}: ranks {others} differ from this rank")
-    return [answer.payload for answer in answers.values()]
+    return [report.payload for report in reports.values()]
 
 
 class _RankReport(NamedTuple):
@@ -111,7 +111,7 @@ class _RankReport(NamedTuple):
     payload: Any
 
 
-def _answer(read_payload: Callable[[Any], Any], value: Any) -> _RankReport:
+def _parse_report(read_payload: Callable[[Any], Any], value: Any) -> _RankReport:
     error_texts = [value[name] for name in ("error", "error_type")]
     error, error_type = (None if text is None else plain(as_str_list([text])[0]) for text in error_texts)
     payload, same = read_payload(value["payload"]), as_str_dict(value["same"])

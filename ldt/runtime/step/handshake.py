@@ -58,13 +58,14 @@ class Handshake:
         for replica, edge_message in enumerate(edge_messages):
             self._read(replica, edge_message)
         for replica in range(len(edge_messages)):
-            self._check_called(replica, call, announcement)
+            self._raise_if_called_off(replica, call, announcement)
         if announcement is not None:
             _check_leader(announcement, self._contents[mesh.replica])
         elif call.error is not None:
             raise call.error
         messages = [
-            self._checked(replica, edge_message, call) for replica, edge_message in enumerate(edge_messages)
+            self._step_message(replica, edge_message, call)
+            for replica, edge_message in enumerate(edge_messages)
         ]
         plan = self._agreed_plan(call, messages)
         keywords = self._keywords(call, messages[mesh.rank_info.edge_replica])
@@ -94,7 +95,7 @@ class Handshake:
         assert isinstance(on_device, StepMessage)
         return [microbatch.tensors for microbatch in on_device.microbatches]
 
-    def _check_called(self, replica: int, call: Call, announcement: Announcement | None) -> None:
+    def _raise_if_called_off(self, replica: int, call: Call, announcement: Announcement | None) -> None:
         """Raise StepRejected if a leader of the edge calls it off."""
         message = self._messages.get(replica)
         if isinstance(message, StepCalledOff):
@@ -111,7 +112,7 @@ class Handshake:
             error_type=message.error_type,
         )
 
-    def _checked(self, replica: int, edge_message: EdgeMessage, call: Call) -> StepMessage:
+    def _step_message(self, replica: int, edge_message: EdgeMessage, call: Call) -> StepMessage:
         message = self._messages.get(replica)
         if not isinstance(message, StepMessage):
             raise LdtError(

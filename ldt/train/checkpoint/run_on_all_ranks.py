@@ -38,7 +38,7 @@ def together(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
                 done = all(mesh.control.all_gather(worker.ended(pause)))
     finally:
         worker.ended(None)
-    all_agree(mesh, call, worker.error, {}, doing="finish")
+    all_agree(mesh, call, worker.error, {}, phase="finish")
 
 
 class _Worker:
