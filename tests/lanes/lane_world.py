@@ -1,4 +1,4 @@
-"""What the functions that run on the ranks of a lane test share: lanes over fresh groups, and messages to send."""
+"""Lanes over fresh groups, and messages to send, for functions that run on the ranks of lane tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def pair_lane(*, announce: bool, chunk_bytes: int = 1 << 20, timeout: float = 20
 def launch(
     lane: Lane, message: Message, label: str = "", targets: Message | None = None
 ) -> tuple[dist.Work, Message]:
-    """Sends ``message`` on the sender, receives one like it elsewhere (into ``targets``, if given).
+    """Send ``message`` on the sender, receive one like it elsewhere (into ``targets``, if given).
 
     The work, and what will have arrived.
     """
@@ -92,14 +92,14 @@ def random_message(seed: int) -> Message:
 
 
 def random_targets(message: Message, seed: int) -> Message:
-    """Something to receive ``message`` into: plain tensors, strided ones, and views that conjugate or negate."""
+    """Targets to receive ``message`` into: plain and strided tensors, and views that conjugate or negate."""
     draw = random.Random(seed)
     plain = [torch.zeros([*tensor.shape, draw.choice((1, 2))], dtype=tensor.dtype) for tensor in message]
     return [_random_sign(draw, tensor[..., 0]) for tensor in plain]
 
 
 def _random_sign(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a view of it whose bits are not its values."""
+    """The tensor, or a conjugate or negative view of it."""
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda t: t]
     if tensor.is_complex():
         views += [torch.conj, torch._neg_view, lambda t: torch._neg_view(t.conj())]

@@ -46,7 +46,7 @@ def _timeout() -> str:
     return error_of(work.wait)
 
 
-def test_a_message_that_does_not_come_in_time_is_named(pool: RankPool) -> None:
+def test_a_message_that_times_out_is_named(pool: RankPool) -> None:
     _, leader, member = pool.run(_timeout)
     assert "receive F0 microbatch 3 from rank 0 of float32[10] (40 bytes) failed after 0.3" in leader
     assert "receive F0 microbatch 3 from the stage's leader" in member
@@ -67,7 +67,7 @@ def test_no_timeout_is_too_long(pool: RankPool) -> None:
     pool.run(_endless_timeouts)
 
 
-def _senseless_timeouts() -> None:
+def _invalid_timeouts() -> None:
     lane = fused_lane(announce=False)
     for timeout in (float("nan"), -1.0, -1, float("-inf"), timedelta(seconds=-1), timedelta.min):
         make = partial(Lane, "x", p2p=dist.group.WORLD, stage=None, timeout=timeout)
@@ -84,8 +84,8 @@ def _senseless_timeouts() -> None:
     lane.close()
 
 
-def test_senseless_timeouts_are_refused_by_name(pool: RankPool) -> None:
-    pool.run(_senseless_timeouts)
+def test_invalid_timeouts_are_refused_by_name(pool: RankPool) -> None:
+    pool.run(_invalid_timeouts)
 
 
 def _lose_the_member() -> None:
@@ -106,7 +106,7 @@ def _lose_the_member() -> None:
     assert ": the broadcast inside the stage " in text
 
 
-def test_a_member_that_dies_is_not_taken_for_the_sender() -> None:
+def test_a_member_that_dies_is_not_mistaken_for_the_sender() -> None:
     with RankPool(3) as pool, pytest.raises(AssertionError, match="rank 2 died") as died:
         pool.run(_lose_the_member)
     assert "failed:" not in str(died.value)
@@ -120,9 +120,7 @@ def _lose_the_sender() -> str:
         time.sleep(0.5)  # until the others are through the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == MEMBER:
-        return (
-            ""  # of a member's wait the leader has to take care: it waits for a broadcast, not for the sender
-        )
+        return ""  # a member waits for the leader's broadcast, not for the sender
     start = time.monotonic()
     text = error_of(launch(lane, [torch.ones(10)], "F0 microbatch 3")[0].wait)
     assert in_time(time.monotonic() - start, 5)

@@ -199,7 +199,7 @@ def _lifetime_of_a_send() -> None:
         deadline = time.monotonic() + 10
         while storage() is not None and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert storage() is None, "the send must let go when it is done"
+        assert storage() is None, "the send must release it when it is done"
     lane.close()
 
 
@@ -244,7 +244,7 @@ def _member_disagrees() -> str:
     return text
 
 
-def test_ranks_of_a_stage_that_disagree_are_told(pool: RankPool) -> None:
+def test_ranks_of_a_stage_that_disagree_raise(pool: RankPool) -> None:
     sender, leader, member = pool.run(_member_disagrees)
     assert sender == "sent"
     assert "another rank of this stage expects something else than float32[4, 8]" in leader

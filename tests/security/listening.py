@@ -1,15 +1,15 @@
-"""The sockets on which this process listens, by what the kernel says of it."""
+"""The sockets that this process listens on, from procfs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 LISTEN = "0A"  # the state of a TCP socket in /proc/net/tcp
-ACCEPTS = 0x10000  # the flag of a Unix socket that listens, in /proc/net/unix
+ACCEPTS = 0x10000  # the flag of a listening Unix socket in /proc/net/unix
 
 
 def listeners() -> set[str]:
-    """``address:port`` (hexadecimal) of TCP, the path or number of Unix sockets."""
+    """``address:port`` (hexadecimal) of TCP sockets, and the path or inode of Unix sockets."""
     mine = own_sockets()
     found = set()
     for table in ("tcp", "tcp6"):
@@ -23,12 +23,12 @@ def listeners() -> set[str]:
 
 
 def own_sockets() -> set[str]:
-    """The numbers of the sockets that this process has open."""
+    """The inodes of the sockets that this process has open."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
             target = str(entry.readlink())
-        except OSError:  # the one that lists them is gone by now
+        except OSError:  # the descriptor of the listing itself
             continue
         if target.startswith("socket:["):
             found.add(target[len("socket:[") : -1])

@@ -1,4 +1,4 @@
-"""ldt listens nowhere: each socket that listens is the one of a gloo group that torch made, and goes with it."""
+"""ldt opens no listening socket: each one belongs to a gloo group of torch and is closed with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gloo_groups() -> int:
 
 
 def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int, int]]:
-    """Sockets that listen, and gloo groups: at first, with one more group of torch's, with a mesh, and after it."""
+    """Counts of listening sockets and gloo groups: at first, with one more group, with a mesh, and after it."""
     seen = [(len(listeners()), gloo_groups())]
     group = dist.new_group(backend="gloo")
     seen.append((len(listeners()), gloo_groups()))
@@ -42,7 +42,7 @@ def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int
         assert listeners() == connected, "a step opens nothing"
     deadline = time.monotonic() + paced(5.0).total_seconds()
     while len(listeners()) > gloo_groups() and time.monotonic() < deadline:
-        time.sleep(0.05)  # what still holds a group lets go of it
+        time.sleep(0.05)  # references to a group are dropped in the background
     seen.append((len(listeners()), gloo_groups()))
     return seen
 
@@ -51,10 +51,10 @@ def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int
 def test_only_groups_of_torch_listen(pool: RankPool, policy: LanePolicy, transfer: TransferChoice) -> None:
     for seen in pool.run(what_listens, policy, transfer, timeout=90.0):
         at_first, one_more, connected, closed = seen
-        assert (at_first, one_more) == ((1, 1), (2, 2)), "a group of gloo has one socket that listens"
+        assert (at_first, one_more) == ((1, 1), (2, 2)), "a gloo group has one listening socket"
         sockets, groups = connected
-        assert sockets == groups > 3, "each is that of a group"
-        assert closed == (1, 1), "and goes with it"
+        assert sockets == groups > 3, "each belongs to a group"
+        assert closed == (1, 1), "and is closed with it"
 
 
 def test_the_extension_makes_no_socket() -> None:

@@ -1,4 +1,4 @@
-"""Whatever stands in the store or comes over the control plane: an error that names its rank, or a short report."""
+"""Any data in the store or on the control plane gives an error that names its rank, or a short report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ldt.topology import Topology
 WORLD_SIZE = 3
 DEEP = b"[" * 100_000  # json.loads raises RecursionError, which is no ValueError
 FIELD_LIMIT = 4 * TEXT_LIMIT
-LONGEST = 3 * FIELD_LIMIT + 500  # of a description: place, error and traceback, and the words around them
+LONGEST = 3 * FIELD_LIMIT + 500  # of a description: place, error and traceback, and the text around them
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -84,7 +84,7 @@ def test_hostile_reports_are_short_and_plain(data: bytes) -> None:
     assert is_short_and_plain(FailureReport.from_text(data))
 
 
-def test_a_report_comes_back_as_it_was() -> None:
+def test_a_report_survives_a_round_trip() -> None:
     report = FailureReport(2, 1, 0, "action 1F0", "ValueError: no\n\tµ", "ValueError", "File x, line 1\n")
     assert FailureReport.from_text(report.to_text()) == report
     assert FailureReport.from_text(FailureReport.of_unknown("lost").to_text()).rank is None
@@ -123,7 +123,7 @@ def test_a_bad_index_of_an_output_names_its_rank(told: bytes) -> None:
         Aliasing(store, "mesh").shares(0, [0])
 
 
-def test_other_settings_and_verdicts_are_cut() -> None:
+def test_settings_and_verdicts_of_others_are_truncated() -> None:
     store = HashStore()
     store.set("mesh/here/7", json.dumps({"lanes": "\x1b" + "x" * 100_000}))
     with pytest.raises(LdtError, match="rank 7 has ") as caught:
@@ -200,7 +200,7 @@ def test_any_bytes_are_an_edge_message_or_an_error(data: bytes) -> None:
     [EdgeMessage(Subject.TOKENS, 5, b"1"), EdgeMessage(Subject.TOKENS, 6, bytes(8))],
     ids=["length", "call"],
 )
-def test_a_number_of_tokens_is_checked(edge_message: EdgeMessage) -> None:
+def test_a_token_count_is_checked(edge_message: EdgeMessage) -> None:
     class Received:
         def receive(self, tokens: bool) -> list[EdgeMessage]:
             return [edge_message]
@@ -243,7 +243,7 @@ def answers_to(wrong: str) -> str:
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_message_of_another_form_names_its_rank(pool: RankPool, wrong: str) -> None:
+def test_a_malformed_message_names_its_rank(pool: RankPool, wrong: str) -> None:
     first, _, last = pool.run(answers_to, wrong)
     for text in (first, last):
         assert ("rank 1 sent " in text or "rank 1 is in " in text) == (wrong != "several"), text

@@ -1,4 +1,4 @@
-"""gloo over TLS, set up as docs/security.md says: a step is right, and who has no certificate of the job stays out."""
+"""gloo over TLS, set up as in docs/security.md: a step is right, and peers without a certificate are rejected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over_tls(folder: Path) -> Environment:
-    """The environment of the document's commands, as a shell in ``folder`` makes it."""
+    """The environment after a shell in ``folder`` has run the document's commands."""
     command = f"{blocks_of_document()[1]}\nenv -0"
     done = subprocess.run(
         ["bash", "-euc", command],
@@ -73,7 +73,7 @@ def over_tls(folder: Path) -> Environment:
 
 @pytest.fixture(scope="module")
 def tls(certificates: Path) -> Environment:
-    """Skips where gloo has no such transport."""
+    """Skips where gloo lacks the TLS transport."""
     environment = over_tls(certificates)
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
@@ -118,7 +118,7 @@ def test_the_job_runs_in_plain_text() -> None:
 
 
 def context(side: int, folder: Path, site: str) -> ssl.SSLContext:
-    """As gloo's: TLS 1.3, the peer must have a certificate of the job's authority, its name does not matter."""
+    """Like gloo's: TLS 1.3, and the peer needs a certificate of the job's authority, under any name."""
     made = ssl.SSLContext(side)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
@@ -129,7 +129,7 @@ def context(side: int, folder: Path, site: str) -> ssl.SSLContext:
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
-    """Whether both sides take the other's certificate."""
+    """Whether both sides accept the other's certificate."""
     here, there = socket.socketpair()
     taken: list[bytes] = []
 
@@ -151,19 +151,23 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
     return taken == [b"hello"]
 
 
-def test_certificates_of_one_authority_fit_and_others_do_not(certificates: Path, of_others: Path) -> None:
+def test_certificates_of_one_authority_are_accepted_and_others_rejected(
+    certificates: Path, of_others: Path
+) -> None:
     server, client = ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT
     for one, other in (("edge", "cloud"), ("cloud", "edge")):
         assert handshake(context(server, certificates, one), context(client, certificates, other))
     stranger = context(client, of_others, "cloud")
-    stranger.load_verify_locations(certificates / "ca.pem")  # it takes the job's, the job does not take its
+    stranger.load_verify_locations(
+        certificates / "ca.pem"
+    )  # it trusts the job's authority, the job does not trust its
     assert not handshake(context(server, certificates, "edge"), stranger)
 
 
 # -- what does -----------------------------------------------------------------------------------------------------
 
 
-def test_a_step_over_tls_is_that_of_the_unsplit_model(tls: Environment) -> None:
+def test_a_step_over_tls_matches_the_unsplit_model(tls: Environment) -> None:
     for code, output in run_job([tls] * 3):
         assert (code, output.strip().splitlines()[-1]) == (0, "equal"), output
 

@@ -1,4 +1,4 @@
-"""One rank of three: a step over gloo's transport of the environment, equal to the unsplit model's. Says "equal"."""
+"""One of three ranks: runs a step over the gloo transport of the environment and prints "equal" if it is right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What arrives of tensors that are split over ranks, and of their gradients, equals what was sent bit for bit."""
+"""Sharded tensors and their gradients arrive bit-equal."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ldt.testing import RankPool
 from ldt.topology import Topology
 
 WORLD_SIZE = 9
-Dims = tuple[int, int, int]  # that are split, of the tensors of ``payload``
+Dims = tuple[int, int, int]  # the sharded dimension of each tensor of ``payload``
 
 
 class Collectives(nn.Module):
-    """Passes on what comes, and keeps it, and the gradients that come back."""
+    """Forwards its inputs, and keeps them and the gradients that come back."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Collectives(nn.Module):
 
 
 class TwoHopHead(Collectives):
-    """Makes the tensors, of which those of floats require a gradient."""
+    """Creates the tensors; the floating-point ones require a gradient."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
         super().__init__(mesh, dims)
@@ -62,7 +62,7 @@ class TwoHopTail(Collectives):
 
 
 def payload(seed: int) -> list[Tensor]:
-    """Random bits, but for infinities and the like."""
+    """Random bits, except for infinities and NaNs."""
     generator = torch.Generator().manual_seed(seed)
     shape = (7, 11, 5)
     x, z = (torch.randn(shape, dtype=dtype, generator=generator) for dtype in (torch.float32, torch.float64))
@@ -97,5 +97,5 @@ def exact(tp: list[int], dims: Dims) -> list[int]:
 
 @pytest.mark.parametrize("dims", [(0, 1, 2), (-1, -2, 0)], ids=str)
 def test_bits_arrive_as_they_were(pool: RankPool, dims: Dims) -> None:
-    """Seven, eleven and five rows to two, three and four ranks: parts of all sizes, and one of none."""
+    """Seven, eleven and five rows on two, three and four ranks: parts of all sizes, and an empty one."""
     assert pool.run(exact, [2, 3, 4], dims) == [[5, 5]] * 2 + [[5]] * 7

@@ -1,4 +1,4 @@
-"""Tensors that are split over the ranks of stages of any sizes: each part goes straight to those that need it."""
+"""Sharded tensors between stages of any sizes: each part goes directly to the ranks that need it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Works row by row, so that each rank can have rows of its own, as sequence-parallel layers do.
+    """Works row by row, so that each rank can have its own rows, as sequence-parallel layers do.
 
     In a pipeline the head splits them and the tail puts them together; beside them goes a tensor that all ranks have.
     """
@@ -107,12 +107,12 @@ SIZES = [[1, 2], [2, 1], [2, 2], [1, 4], [4, 1, 3], [2, 3], [2, 4, 1]]
 def test_between_stages_of_any_sizes(
     pool: RankPool, tp: list[int], laps: int, policy: LanePolicy, dim: int, transfer: TransferChoice
 ) -> None:
-    """Rows that divide evenly, and fewer and more than ranks, of which some then have none."""
+    """Rows that divide evenly, and that are fewer or more than the ranks, so that some ranks have none."""
     pool.run(run, tp, laps, policy, transfer, [12, 7, 1, 5], dim, ranks=range(sum(tp)))
 
 
 def test_each_row_crosses_a_link_once(pool: RankPool) -> None:
-    """Two ranks to four and on to three: what leaves a node is the tensor, however many ranks there are."""
+    """Two ranks to four to three: each node sends the tensor once, however many ranks it has."""
     rows = [12, 12]
     by_rank = pool.run(run, [2, 4, 3], 1, "dedicated", "direct", rows, 0, ranks=range(9))
     tensor, factor = sum(rows) * WIDTH * 4, len(rows) * 3 * 4
@@ -132,7 +132,7 @@ def run_replicas(dp: int, edge_dp: int) -> None:
     run([1, 2], 1, "dedicated", "direct", [4, 6], 0, edge_dp=edge_dp, dp=dp)
 
 
-def test_a_way_for_each_link(pool: RankPool) -> None:
+def test_a_transfer_mode_per_link(pool: RankPool) -> None:
     ways = {(1, 2): "direct", (1, 0): "direct", (0, 2): "auto"}
     pool.run(run, [1, 2, 2], 1, "dedicated", ways, [4], 0, ranks=range(5))
 
@@ -144,14 +144,14 @@ def refused(transfer: TransferChoice) -> str:
 
 
 @pytest.mark.parametrize("transfer", ["leader", "scatter", {(0, 1): "leader"}], ids=str)
-def test_links_that_have_no_way_for_parts(pool: RankPool, transfer: TransferChoice) -> None:
+def test_links_that_cannot_carry_sharded_tensors(pool: RankPool, transfer: TransferChoice) -> None:
     for text in pool.run(refused, transfer, ranks=range(3)):
         assert "chunk 0 returns float32[4, 6] split over the ranks in dimension 0 with grad" in text
         assert 'transfer="direct"' in text
 
 
 class Replicating(Block):
-    """Returns a DTensor of which each rank has all."""
+    """Returns a replicated DTensor."""
 
     def forward(self, x: Tensor, factor: Tensor | None = None) -> Any:
         assert self.mesh is not None
@@ -171,7 +171,7 @@ def other_dtensors() -> str:
         return str(caught.value)
 
 
-def test_dtensors_that_are_not_split(pool: RankPool) -> None:
+def test_dtensors_that_are_not_sharded(pool: RankPool) -> None:
     for text in pool.run(other_dtensors, ranks=range(3)):
         assert "tensor 0 is a DTensor of (Replicate(),) over DeviceMesh" in text
         assert "redistribute it to Shard over mesh.tp_mesh alone" in text
@@ -179,7 +179,7 @@ def test_dtensors_that_are_not_split(pool: RankPool) -> None:
 
 @given(st.integers(0, 40), st.integers(1, 8), st.integers(1, 8))
 def test_parts_tile_a_dimension(size: int, sources: int, targets: int) -> None:
-    """Those of torch.chunk; what a target gets from all sources is its part, in order."""
+    """Parts are those of torch.chunk. What a target gets from all sources is its part, in order."""
     whole = torch.arange(size)
     chunks = list(whole.chunk(sources)) if size else []
     spans = [span_of(size, place, sources) for place in range(sources)]
@@ -193,8 +193,8 @@ def test_parts_tile_a_dimension(size: int, sources: int, targets: int) -> None:
 
 
 @pytest.mark.parametrize(("sources", "targets"), [(1, 3), (2, 3), (3, 2), (4, 3), (5, 4), (4, 8), (8, 6)])
-def test_places_that_have_something_in_common(sources: int, targets: int) -> None:
-    """As found over dimensions of all sizes that are much longer than those that are looked at."""
+def test_overlapping_parts(sources: int, targets: int) -> None:
+    """``overlapping`` agrees with a search over much larger dimensions than it tries."""
     found = set()
     for size in range(1, 3001):
         mine, theirs = (
@@ -226,6 +226,6 @@ def test_stripes_connect_only_ranks_whose_parts_overlap() -> None:
     ],
     ids=str,
 )
-def test_ways_by_link_that_cannot_be(ways: Any, sentence: str) -> None:
+def test_invalid_transfer_modes_by_link(ways: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Transfers.of(Topology([1, 2]), ways)

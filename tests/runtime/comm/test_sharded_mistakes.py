@@ -1,4 +1,4 @@
-"""Split tensors, and specs of them, that are not what they are said to be: one clear error on every rank."""
+"""Wrong sharded tensors and wrong specs of them raise one clear error on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 16
 
 
 class Rows(nn.Module):
-    """Works on rows; the head splits them, the tail puts them together."""
+    """Works on rows; the head shards them, the tail gathers them."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Rows(nn.Module):
 
 
 class WrongPart(Rows):
-    """The head's ranks have ``rows`` of 7, of which torch.chunk gives 4 and 3."""
+    """The head's ranks have ``rows`` of 7, which torch.chunk cuts into 4 and 3."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int, rows: tuple[int, int]) -> None:
         super().__init__(mesh, chunk)
@@ -94,7 +94,7 @@ def test_a_part_that_is_wrong_only_in_the_step(pool: RankPool) -> None:
 
 
 def dtensor_inputs() -> list[float]:
-    """The edge's ranks give the head their rows of the inputs; the loss is that of whole ones."""
+    """The edge's ranks give the head their rows of the inputs; the loss equals that of whole inputs."""
     topology = Topology([2, 2])
     torch.manual_seed(0)
     with ldt.connect(topology, transfer="direct", ranks=range(4)) as mesh:
@@ -113,14 +113,14 @@ def dtensor_inputs() -> list[float]:
         return [loss.item() for loss in result.losses or []]
 
 
-def test_inputs_of_the_head_that_are_split(pool: RankPool) -> None:
+def test_sharded_inputs_of_the_head(pool: RankPool) -> None:
     losses = pool.run(dtensor_inputs, ranks=range(4))
     assert losses[0] == losses[1]
     assert len(losses[0]) == 2
 
 
 class Declared(Rows):
-    """Says by itself what it returns, but for ``shard``."""
+    """Declares its output, with a ``shard`` from outside."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int, shard: int) -> None:
         super().__init__(mesh, chunk)
@@ -139,7 +139,7 @@ def declared(shard: int, where: int) -> str:
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_declared_dimension(pool: RankPool, where: int) -> None:
-    """Counted from the back it is another name of the first of two; a sixth there is not."""
+    """-2 is another name of the first of two dimensions; there is no dimension 5."""
     assert pool.run(declared, -2, where, ranks=range(3)) == ["", "", ""]
     for text in pool.run(declared, 5, where, ranks=range(3)):
         assert f"cannot tell what chunk {where} (Declared) returns" in text
@@ -163,6 +163,6 @@ def unused(tp: list[int]) -> str:
 
 
 @pytest.mark.parametrize("tp", [[2], [2, 3]], ids=str)
-def test_a_split_tensor_that_is_not_used(pool: RankPool, tp: list[int]) -> None:
+def test_an_unused_sharded_tensor(pool: RankPool, tp: list[int]) -> None:
     """Over a hop within a node, and between nodes."""
     assert pool.run(unused, tp, ranks=range(sum(tp))) == [""] * sum(tp)

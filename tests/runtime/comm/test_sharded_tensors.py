@@ -1,4 +1,4 @@
-"""Several tensors in one hop, split over ranks in dimensions of their own, of several dtypes, beside a plain one."""
+"""One hop with several tensors, sharded in different dimensions and of different dtypes, and a plain one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Options = dict[str, Any]  # of ``steps``
 
 
 class Mixed(nn.Module):
-    """Works element by element, so that each rank can have any part."""
+    """Works elementwise, so that each rank can have any part."""
 
     def __init__(self, plain: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def steps(
 
 
 def check_gradients(mesh: ldt.Mesh, module: Mixed, reference: nn.Module, times: int) -> None:
-    """Of all but the head each rank has those of its parts, or none where it has no elements; their sum is whole."""
+    """Except on the head, each rank has the gradients of its parts, or none without elements; they sum to the whole."""
     for (name, parameter), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
         if theirs.grad is None:
             assert parameter.grad is None, name
@@ -164,11 +164,11 @@ def test_as_the_unsplit_model(pool: RankPool, tp: list[int], dims: Dims, options
     pool.run(run, tp, dims, options, ranks=range(sum(tp)))
 
 
-PLAIN = 3001  # an odd number of elements, and more than there are in the parts of the others
+PLAIN = 3001  # odd, and more elements than the parts of the others have
 
 
 def cut_from_the_first_byte(tp: list[int]) -> dict[str, float]:
-    """On links for which "auto" was measured to pay for a message of any size."""
+    """On links where "auto" cuts messages of any size."""
     autotune.crossover = lambda leader, scatter: 0.0
     try:
         return steps(tp, (0, 2, 1), transfer="auto", plain=PLAIN)
@@ -177,7 +177,7 @@ def cut_from_the_first_byte(tp: list[int]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("tp", [[2, 3], [4, 3, 2]], ids=str)
-def test_plain_tensors_are_cut_while_split_ones_go_direct(pool: RankPool, tp: list[int]) -> None:
+def test_plain_tensors_are_cut_while_sharded_ones_go_direct(pool: RankPool, tp: list[int]) -> None:
     by_rank = pool.run(cut_from_the_first_byte, tp, ranks=range(sum(tp)))
     shared = [sum(n for name, n in lanes.items() if "direct" not in name) for lanes in by_rank]
     direct = [sum(n for name, n in lanes.items() if "direct" in name) for lanes in by_rank]
@@ -201,7 +201,7 @@ def measured(tp: list[int]) -> Costs:
 
 @pytest.mark.parametrize("tp", [[1, 2], [2, 3]], ids=str)
 def test_costs_are_of_whole_tensors(pool: RankPool, tp: list[int]) -> None:
-    """A link has them all to carry, whichever ranks send the parts."""
+    """A link carries all parts, whichever ranks send them."""
     elements = 4 * 6 * WIDTH
     for costs in pool.run(measured, tp, ranks=range(sum(tp))):
         assert costs.bytes == (elements * 4 + elements * 8 + 4 * 6 * 8 + 3 * 4,) * 2

@@ -21,7 +21,7 @@ WORLD_SIZE = 5
 
 
 def sent(stats: Any) -> dict[str, float]:
-    """Bytes by lane, without the mesh's own name for it."""
+    """Bytes by lane name without the mesh's prefix."""
     return {name: lane["sent_bytes"] for name, lane in stats.lanes.items() if lane["sent_bytes"]}
 
 
@@ -42,7 +42,7 @@ def steps(
 @pytest.mark.parametrize(("laps", "policy"), [(1, "dedicated"), (2, "paired")])
 @pytest.mark.parametrize("tp", [[2, 2], [2, 3], [3, 2], [1, 2], [2, 1, 2]], ids=str)
 def test_shares_add_up(pool: RankPool, tp: list[int], laps: int, policy: LanePolicy) -> None:
-    """Seven rows: elements do not divide evenly by two."""
+    """Seven rows, which do not divide evenly by two."""
     by_rank = pool.run(steps, tp, laps, policy, "scatter", 7, ranks=range(sum(tp)))
     first = min(tp)
     totals = [sum(lanes.values()) for lanes in by_rank]
@@ -64,7 +64,7 @@ def test_each_rank_to_its_peer(pool: RankPool, tp: list[int], laps: int, policy:
 
 
 class Rows(nn.Module):
-    """Works on rows that the ranks of a stage have split among themselves, as sequence-parallel layers do."""
+    """Works on this rank's share of the rows, as sequence-parallel layers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Rows(nn.Module):
 
 
 def split_rows() -> None:
-    """Each rank runs the model on its half of every microbatch, and gets the gradients of that."""
+    """Each rank runs the model on its half of every microbatch and gets its gradients."""
     topology = Topology([2, 2])
     chunks = [Rows() for _ in range(3)]
     for number, chunk in enumerate(chunks):
@@ -92,7 +92,7 @@ def test_ranks_may_have_rows_of_their_own(pool: RankPool) -> None:
 
 
 def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[float]]:
-    """As ``steps`` under "auto", on links for which ``nbytes`` is the size from which on cutting pays."""
+    """As ``steps`` under "auto", on links where messages of ``nbytes`` or more are cut."""
     autotune.crossover = lambda leader, scatter: nbytes  # type: ignore[assignment]
     try:
         return steps([2, 2], 1, "dedicated", "auto", batch)
@@ -104,7 +104,7 @@ def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[fl
     ("nbytes", "cut"), [(8 * 256 * 4, True), (8 * 256 * 4 + 1, False), (math.inf, False)]
 )
 def test_short_messages_use_one_stripe(pool: RankPool, nbytes: float, cut: bool) -> None:
-    """Under "auto"; from the measured size on they go over both. Each way, three messages of 8 rows."""
+    """With "auto", below the measured size. Each direction has three messages of 8 rows."""
     by_rank = pool.run(steps_cut_from, nbytes, 8, ranks=range(4))
     total = 2 * 3 * 8 * 256 * 4
     expected = [total / 2] * 4 if cut else [total, 0, total, 0]
@@ -112,7 +112,7 @@ def test_short_messages_use_one_stripe(pool: RankPool, nbytes: float, cut: bool)
 
 
 def test_as_measured(pool: RankPool) -> None:
-    """Whatever "auto" found, the results are the same, on stages of other sizes as well."""
+    """Results are the same whatever "auto" measured, on stages of unequal sizes, too."""
     pool.run(steps, [2, 3], 2, "paired", "auto", 1024)
 
 
@@ -126,11 +126,11 @@ def test_as_measured(pool: RankPool) -> None:
         (Line(0.001, 0.0), Line(0.0, 0.0), math.inf),
     ],
 )
-def test_where_cutting_begins_to_pay(leader: Line, scatter: Line, expected: float) -> None:
+def test_the_size_from_which_cutting_pays(leader: Line, scatter: Line, expected: float) -> None:
     assert crossover(leader, scatter) == pytest.approx(expected)
 
 
-def test_a_line_through_what_was_measured() -> None:
+def test_a_line_fits_the_measurements() -> None:
     small, large = autotune.SIZES
     assert Line.through(0.01 + small * 1e-9, 0.01 + large * 1e-9) == pytest.approx(Line(0.01, 1e-9))
     assert Line.through(0.02, 0.01).per_byte == 0.0
@@ -168,7 +168,7 @@ def test_tensors_of_any_size_and_layout(pool: RankPool, transfer: TransferChoice
     pool.run(odd_tensors, transfer)
 
 
-def test_an_unknown_way() -> None:
+def test_an_unknown_transfer_mode() -> None:
     with pytest.raises(
         ValueError,
         match=r"transfer must be 'leader', 'scatter', 'direct' or 'auto', or a dict .* got 'pigeon'",
@@ -177,6 +177,6 @@ def test_an_unknown_way() -> None:
 
 
 @pytest.mark.parametrize("link", [(1, 1), (1, 3), (3, 4), 2, "01"], ids=str)
-def test_a_link_that_is_not_there(link: Any) -> None:
+def test_a_link_that_does_not_exist(link: Any) -> None:
     with pytest.raises(ValueError, match=r"between stages \(0, 1\), \(0, 3\), \(1, 2\), \(2, 3\)"):
         Transfers.of(Topology([1, 2, 2, 1]), {link: "direct"})

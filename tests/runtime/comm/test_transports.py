@@ -1,4 +1,4 @@
-"""What moves the bytes of lanes, as far as a machine without GPUs can be asked."""
+"""Selection of transports, as far as a machine without GPUs can test it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_transports_of_gpus_need_gpus(pool: RankPool, transport: str) -> None:
         assert f"transport='{transport}' needs GPUs" in text
 
 
-def test_an_unknown_transport_is_refused_with_those_that_there_are(pool: RankPool) -> None:
+def test_an_unknown_transport_is_refused_with_the_known_ones(pool: RankPool) -> None:
     for text in pool.run(refused, "pigeon"):
         assert "'auto', 'copy_engine', 'nccl', 'c10d', got 'pigeon'" in text
 
@@ -46,7 +46,7 @@ def on_the_cpu() -> set[str]:
         return {mesh.transport_of(channel) for channel in mesh.endpoints}
 
 
-def test_on_the_cpu_all_goes_through_the_groups(pool: RankPool) -> None:
+def test_on_the_cpu_all_lanes_use_their_groups(pool: RankPool) -> None:
     assert pool.run(on_the_cpu) == [{"c10d"}, {"c10d"}]
 
 
@@ -68,7 +68,7 @@ def test_a_device_without_a_copy_engine_says_so() -> None:
         IpcSender(torch.device("cuda", 99), "not an offer")
 
 
-def test_edges_go_to_each_receiver_and_along_its_stage() -> None:
+def test_links_go_to_each_receiver_and_along_its_stage() -> None:
     topology = Topology([1, 3])
     links = ipc_links(topology, "dedicated", Transfers.of(topology, "leader"))
     pairs = {

@@ -1,4 +1,4 @@
-"""Tensor specs: what they say, how they travel as JSON, how they differ; layouts on the wire."""
+"""Tensor specs: text, JSON, differences, and layouts on the wire."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_round_trips(name: str) -> None:
         {"shape": [1]},
     ],
 )
-def test_what_is_no_spec(data: Any) -> None:
+def test_invalid_specs(data: Any) -> None:
     with pytest.raises(ValueError, match="expected a tensor spec such as"):
         TensorSpec.from_json(data)
 
@@ -75,7 +75,7 @@ def test_texts() -> None:
 def test_differences() -> None:
     plain, grad, transposed = (TensorSpec.of(TENSORS[name]) for name in ("plain", "with grad", "transposed"))
     assert first_difference([plain, grad], [plain, grad]) is None
-    assert first_difference([grad], [plain]) is None, "its gradient comes and is dropped"
+    assert first_difference([grad], [plain]) is None, "its gradient is received and dropped"
     assert "call pipeline.forget_shapes()" in str(first_difference([plain], [grad]))
     assert "1 tensors were agreed" in str(first_difference([plain], [plain, plain]))
     assert "tensor 1 was agreed as float32[2, 3], got float32[3, 2]" in str(

@@ -1,4 +1,4 @@
-"""The edge ends normally while others have not yet used what it told them."""
+"""The edge exits normally before the others have used its last messages."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def sum_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 
 
 def await_end_of_edge(mesh: ldt.Mesh) -> None:
-    """Until nothing more can come from it."""
+    """Wait until the edge can send nothing more."""
     for inbox in mesh.edge_broadcast._inboxes.values():
         while not all(work.is_completed() for work, _ in inbox._frames):
             time.sleep(0.005)
 
 
 def last_step(tp: list[int], how: str, ahead: bool) -> None:
-    """Leaders of the cloud take the last number of tokens only once the edge is gone."""
+    """Cloud leaders take the last token count only after the edge is gone."""
     topology = Topology(tp)
     chunks = toy_chunks(topology)
     finish = TokenScale.finish
@@ -64,18 +64,18 @@ def last_step(tp: list[int], how: str, ahead: bool) -> None:
 
 @pytest.mark.parametrize("tp", [[1, 1, 1], [1, 2]])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_number_of_tokens_that_has_come_is_used(pool: RankPool, tp: list[int], ahead: bool) -> None:
+def test_a_token_count_that_has_arrived_is_used(pool: RankPool, tp: list[int], ahead: bool) -> None:
     pool.run(last_step, tp, "closes", ahead)
 
 
-def test_it_is_used_also_if_the_edge_exits(pool: RankPool) -> None:
+def test_it_is_used_even_if_the_edge_exits(pool: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(last_step, [1, 1, 1], "exits", False)
     assert str(caught.value) == "rank 0 died with exit code 0"
 
 
 def called_off(mode: str) -> str:
-    """The edge has nothing to compute and ends; the others come to that call later."""
+    """The edge has no microbatches and exits; the others make that call later."""
     topology = Topology([1, 1, 1])
     with ldt.connect(topology) as mesh:
         pipeline = build(mesh, toy_chunks(topology))

@@ -1,4 +1,4 @@
-"""Ranks in collectives of their stage when a rank fails, and groups that a failed mesh leaves behind."""
+"""A rank fails while others are in collectives of their stage; a failed mesh destroys its groups."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def boom() -> None:
 
 
 def fail_soon(mesh: ldt.Mesh, seconds: float) -> None:
-    """Counted from its step, not from what comes before it."""
+    """``seconds`` after the step begins, not after the setup."""
     threading.Timer(seconds, mesh.detector.publish, [BoomError("the edge")]).start()
 
 
 def stuck(failing: int) -> tuple[int | None, str, float]:
-    """Rank 2 is in a collective of its stage, in which rank 1 does not take part, when rank ``failing`` fails."""
+    """Rank ``failing`` fails while rank 2 is in a collective of its stage that rank 1 has not joined."""
     topology = Topology([1, 2, 1])
     with ldt.connect(topology) as mesh:
 
@@ -58,8 +58,8 @@ def stuck(failing: int) -> tuple[int | None, str, float]:
 
 
 @pytest.mark.parametrize("failing", [1, 3])
-def test_a_rank_in_a_collective_of_its_stage_is_freed(pool: RankPool, failing: int) -> None:
-    """Whether it waits for the rank that failed, or for one that has not heard of it yet."""
+def test_a_rank_in_a_collective_of_its_stage_is_unblocked(pool: RankPool, failing: int) -> None:
+    """Whether it waits for the failed rank, or for one that does not know of the failure yet."""
     culprit = {1: 1, 3: 0}[failing]
     for rank, (named, text, seconds) in enumerate(pool.run(stuck, failing)):
         if rank == 2:
@@ -69,7 +69,7 @@ def test_a_rank_in_a_collective_of_its_stage_is_freed(pool: RankPool, failing: i
 
 
 def stopped_in_its_layers() -> tuple[int | None, str]:
-    """Rank 2 waits in a collective of its stage for rank 1, which is stopped: who waits there does not hang."""
+    """Rank 2 waits in a collective of its stage for rank 1, which is stopped. Rank 1 is dead; rank 2 does not hang."""
     topology = Topology([1, 2])
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
         pid = mesh.control.all_gather(os.getpid())[1]
@@ -85,7 +85,7 @@ def stopped_in_its_layers() -> tuple[int | None, str]:
     return named, text
 
 
-def test_who_waits_in_the_layers_is_not_taken_to_hang(pool: RankPool) -> None:
+def test_a_rank_that_waits_in_its_layers_is_not_reported_hung(pool: RankPool) -> None:
     for rank, (named, text) in enumerate(pool.run(stopped_in_its_layers, ranks=range(3))):
         assert rank == 1 or named == 1, text
         assert "rank 1 (stage 1, replica 0) failed first" in text
@@ -93,7 +93,7 @@ def test_who_waits_in_the_layers_is_not_taken_to_hang(pool: RankPool) -> None:
 
 
 def late_in_connect() -> tuple[str, float]:
-    """A rank fails before it makes a group for which the others wait already."""
+    """A rank fails before it creates a group that the others already wait for."""
     make = module.make_group
 
     def refuse(name: str, *arguments: Any) -> Any:
@@ -113,8 +113,8 @@ def late_in_connect() -> tuple[str, float]:
     return str(caught.value), time.monotonic() - start
 
 
-def test_a_failure_while_groups_are_made(pool: RankPool) -> None:
-    """Others wait in the store for the rank that does not come: that wait is ended, too."""
+def test_a_failure_while_groups_are_created(pool: RankPool) -> None:
+    """The others wait in the store for the failed rank: that wait is ended, too."""
     for rank, (text, seconds) in enumerate(pool.run(late_in_connect, ranks=range(3))):
         assert in_time(seconds, 4.0)
         assert rank == 0 or "rank 0 (stage 0, replica 0) failed first in connect" in text
@@ -124,7 +124,7 @@ ROUNDS = 8
 
 
 def busy() -> list[float]:
-    """Ranks 1 and 2 are in one collective of their stage after the other when rank 0 fails; seconds until it raised."""
+    """Rank 0 fails while ranks 1 and 2 run one collective after another. Returns the seconds until this rank raised."""
     return [busy_for_a_while(0.1 + 0.03 * index) for index in range(ROUNDS)]
 
 
@@ -152,13 +152,13 @@ def busy_for_a_while(failing_after: float) -> float:
 
 
 def test_ranks_that_are_busy_with_collectives_all_leave(pool: RankPool) -> None:
-    """gloo loses who is just sending or receiving where a rank ends the connections that it waits for itself."""
+    """gloo forgets operations in flight where a rank shuts down connections that it waits on itself."""
     for rank, seconds in enumerate(pool.run(busy)):
         assert in_time(max(seconds), 4.0), (rank, seconds)
 
 
 def forgotten(group_timeout: float) -> tuple[float, list[str]]:
-    """Rank 0 waits for rank 1 in a group of which it knows no connections, as where there is no procfs."""
+    """Rank 0 waits for rank 1 in a group whose connections were not recorded, as on systems without procfs."""
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]

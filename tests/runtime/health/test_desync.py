@@ -1,4 +1,4 @@
-"""Ranks that do not make the same collective calls: one clear sentence on every rank, within seconds."""
+"""Ranks that make different collective calls all raise one clear error within seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCH = toy_microbatches(2)
 
 
 def clipping(who: list[int]) -> str:
-    """Only the ranks ``who`` clip between the steps."""
+    """Only the ranks ``who`` clip gradients between the steps."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)
@@ -45,7 +45,7 @@ def test_some_ranks_clip_and_the_others_step(pool: RankPool, who: list[int]) -> 
 
 
 def other_call(edge: str) -> tuple[str, bool]:
-    """The edge alone makes another call, the others step. Messages of one are not taken for those of the other."""
+    """Only the edge makes another call while the others step. Messages of the two calls are not mixed up."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)
@@ -70,7 +70,7 @@ def test_a_call_of_the_edge_alone(pool: RankPool, edge: str) -> None:
 
 
 def mixed_sums() -> str:
-    """Two calls that both make a sum are not taken for one."""
+    """Sums of two different calls are not mixed up."""
     with ldt.connect(TOPOLOGY) as mesh:
         with pytest.raises(ldt.LdtError) as caught, mesh.collective("one()" if mesh.is_edge else "other()"):
             mesh.control.sum([1.0])
@@ -95,14 +95,14 @@ def failing_call() -> str:
         return str(caught.value)
 
 
-def test_a_failure_before_a_sum_is_told(pool: RankPool) -> None:
+def test_a_failure_before_a_sum_is_reported(pool: RankPool) -> None:
     texts = pool.run(failing_call)
     assert "rank 1 (stage 1, replica 0) failed first in clip_grad_norm_(): ZeroDivisionError" in texts[0]
     assert "rank 1 (stage 1, replica 0) failed first in clip_grad_norm_(): ZeroDivisionError" in texts[2]
 
 
 def stopping_early(who: int, late: float) -> str | None:
-    """Rank ``who`` closes its mesh after two steps, the others make a third, ``late`` seconds later or earlier."""
+    """Rank ``who`` closes its mesh after two steps; the others make a third one, ``late`` seconds later or earlier."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)
@@ -151,11 +151,11 @@ def lonely_sum() -> str:
         return str(caught.value)
 
 
-def test_a_sum_has_a_limit(pool: RankPool) -> None:
+def test_a_sum_has_a_timeout(pool: RankPool) -> None:
     assert "waited 0.5 s for a sum over all ranks" in pool.run(lonely_sum)[0]
 
 
-def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_is_compared_once_and_old_entries_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(desync, "COMPARE_AFTER_SECONDS", 0.0)
     store = dist.HashStore()
     one, other = DesyncDetector("call", 1), DesyncDetector("call", 0)
@@ -168,7 +168,7 @@ def test_a_call_is_compared_once_and_old_entries_go(monkeypatch: pytest.MonkeyPa
     assert other.finish(store) is None
 
 
-def test_a_short_call_asks_nothing() -> None:
+def test_a_short_call_makes_no_store_request() -> None:
     calls = DesyncDetector("call", 0)
     with calls.calling("step()"):
         assert calls.compare(None) is None

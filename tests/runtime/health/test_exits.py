@@ -1,4 +1,4 @@
-"""Processes that end while others count on them; the log that a variable asks for; a store that hangs."""
+"""Processes that exit without closing their mesh, LDT_LOG, and a store that hangs or dies."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def start(script: Path, case: str, rank: int, port: int) -> subprocess.Popen[str
         ("exit", 3, "rank 1 exited without closing its mesh after call 2"),
     ],
 )
-def test_a_process_that_ends_says_so(tmp_path: Path, case: str, code: int, words: str) -> None:
-    """Without a context manager, and without a word of the script. Each rank ends by itself."""
+def test_a_process_that_exits_is_reported(tmp_path: Path, case: str, code: int, words: str) -> None:
+    """Without a context manager, and with no help from the script. Each rank exits on its own."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -122,7 +122,7 @@ time.sleep(3600)
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_hangs_or_dies(how: signal.Signals) -> None:
-    """Its process is stopped: connections stay, but no answer comes. Or it is gone, and so are they."""
+    """A stopped store keeps its connections but does not answer; a killed one closes them."""
     keeper = subprocess.Popen([sys.executable, "-c", _STORE], stdout=subprocess.PIPE, text=True)
     try:
         assert keeper.stdout is not None

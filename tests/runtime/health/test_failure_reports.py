@@ -1,4 +1,4 @@
-"""What ranks tell each other of a failure: which rank, by its global number, and what of its text."""
+"""Failure reports: they name the global rank, and redact what must not leave the edge."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Facts = tuple[int | None, int | None, str | None, str | None]
 
 
 def facts(how: str) -> list[Facts]:
-    """Of the RemoteStageErrors that this rank gets: where the failure happens, and at the next call."""
+    """The attributes of this rank's RemoteStageErrors: in the failing call, and in the next one."""
     topology = Topology([1, 1])
     chunks: list[nn.Module] = toy_chunks(topology)
     if how == "a chunk":
@@ -93,7 +93,7 @@ def missing_message() -> str:
         return str(caught.value)
 
 
-def test_a_message_that_does_not_come_is_of_a_global_rank(pool: RankPool) -> None:
+def test_a_missing_message_names_a_global_rank(pool: RankPool) -> None:
     assert "waited 0.5 s for a message of rank 3" in pool.run(missing_message, ranks=[3, 1])[1]
 
 
@@ -110,7 +110,7 @@ def unequal_modules() -> str:
         return str(caught.value)
 
 
-def test_ranks_that_disagree_are_global_ones(pool: RankPool) -> None:
+def test_a_disagreement_names_global_ranks(pool: RankPool) -> None:
     text = pool.run(unequal_modules, ranks=[3, 2, 1])[2]
     assert "rank 1 says float32[4, 4] with grad" in text
     assert "topology rank" not in text
@@ -123,7 +123,7 @@ def boom(value: str) -> None:
     raise BoomError(f"cannot read {value}")
 
 
-def test_of_a_foreign_exception_only_type_and_place_may_leave() -> None:
+def test_only_type_and_place_of_a_user_exception_may_leave() -> None:
     with pytest.raises(BoomError) as caught:
         boom(SECRET)
     report = FailureReport.of(caught.value, 0, 0, 0, "somewhere", in_full=False)
@@ -138,13 +138,13 @@ def test_of_a_foreign_exception_only_type_and_place_may_leave() -> None:
     assert "in boom" in full.traceback
 
 
-def test_the_package_s_own_texts_may_leave() -> None:
+def test_texts_of_the_package_may_leave() -> None:
     for error in (ldt.LdtError("float32[4]"), ldt.LaneError("float32[4]"), ldt.PlanError("float32[4]")):
         assert redacted(error) == f"{type(error).__name__}: float32[4]"
     assert SECRET not in redacted(KeyError(SECRET))
 
 
-def test_an_error_that_quotes_has_a_name_that_users_know() -> None:
+def test_a_quoting_error_is_an_ldt_error_to_users() -> None:
     error = QuotingError(f"a text with {SECRET}", plain="a text")
     assert traceback.format_exception_only(error) == [f"ldt.errors.LdtError: a text with {SECRET}\n"]
     assert redacted(error) == "LdtError: a text"
@@ -152,7 +152,7 @@ def test_an_error_that_quotes_has_a_name_that_users_know() -> None:
     assert type(pickle.loads(pickle.dumps(error))) is ldt.LdtError
 
 
-def test_errors_come_out_of_other_processes_as_they_are() -> None:
+def test_errors_survive_pickling() -> None:
     remote = ldt.RemoteStageError("a text", rank=3, stage=1, place="the forward", error_type="KeyError")
     for error in (ldt.NonFiniteError("a text", chunk=2, microbatch=5), remote):
         copied = pickle.loads(pickle.dumps(error))
@@ -162,7 +162,7 @@ def test_errors_come_out_of_other_processes_as_they_are() -> None:
 
 
 class Reading(nn.Module):
-    """Fails while its shapes are found, over a value that is no tensor."""
+    """Fails during shape inference, over an input that is not a tensor."""
 
     def forward(self, x: Tensor, name: str) -> Tensor:
         raise BoomError(f"cannot read {name}")
@@ -179,7 +179,7 @@ def failing_head(share: bool) -> str:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_a_refusal_tells_no_value_unless_it_may(pool: RankPool, share: bool) -> None:
+def test_a_rejection_quotes_no_value_unless_errors_are_shared(pool: RankPool, share: bool) -> None:
     at_edge, at_cloud = pool.run(failing_head, share, ranks=[0, 1])
     assert SECRET in at_edge
     assert "cannot tell what chunk 0 (Reading) returns for float32[4, 16]" in at_cloud
@@ -203,7 +203,7 @@ def failing_in_the_script(at: int, share: bool) -> str:
 def test_exceptions_between_steps(pool: RankPool, at: int, share: bool) -> None:
     text = pool.run(failing_in_the_script, at, share, ranks=[0, 1])[1 - at]
     assert "BoomError" in text
-    assert (SECRET in text) == (share or at == 1), "a rank of the cloud tells all"
+    assert (SECRET in text) == (share or at == 1), "a cloud rank sends its error in full"
 
 
 # -- the watch itself --------------------------------------------------------------------------------------------
@@ -229,14 +229,14 @@ def test_a_lost_store_names_no_rank() -> None:
     assert (caught.value.rank, caught.value.stage, caught.value.error_type) == (None, None, None)
 
 
-def test_a_report_that_cannot_be_read_is_reported() -> None:
+def test_an_unreadable_report_is_reported() -> None:
     report = FailureReport.from_text(b"{nonsense")
     assert report.rank is None
     assert "nonsense" in report.describe()
 
 
-def test_an_error_of_the_handler_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for one of the store."""
+def test_an_error_of_the_handler_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not mistaken for an error of the store."""
     seen: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
     store = dist.HashStore()
@@ -254,7 +254,7 @@ def test_an_error_of_the_handler_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Stuck:
-    """A lane or a group of which nothing can be ended."""
+    """A lane or a group that can neither be aborted nor closed."""
 
     def __init__(self, name: str, ended: list[str], error: type[BaseException] | None) -> None:
         self.name = name
@@ -288,7 +288,7 @@ def test_every_lane_is_aborted(
 
 
 def closing() -> tuple[list[str], str, bool, list[str]]:
-    """Two of three stand-ins for lanes cannot be closed, nor one of the groups: all that is left ends all the same."""
+    """Two of three fake lanes and one group cannot be closed. Everything else is closed all the same."""
     ended: list[str] = []
     mesh = ldt.connect(Topology([1, 1]), ranks=[0, 1])
     post, groups, control = mesh.edge_broadcast.lanes(), mesh._groups, mesh.control
@@ -316,7 +316,7 @@ def closing() -> tuple[list[str], str, bool, list[str]]:
     return ended, str(caught.value), len(groups) == 0 and control is not None, states
 
 
-def test_a_lane_or_group_that_cannot_be_closed_leaves_the_rest(pool: RankPool) -> None:
+def test_a_lane_or_group_that_fails_to_close_does_not_stop_the_rest(pool: RankPool) -> None:
     for ended, first, dropped, states in pool.run(closing, ranks=[0, 1]):
         assert ended == ["close one", "close two"]
         assert first == "one is stuck"
@@ -325,7 +325,7 @@ def test_a_lane_or_group_that_cannot_be_closed_leaves_the_rest(pool: RankPool) -
         assert all("closed" in text for text in states), states
 
 
-def test_what_nothing_else_ends_is_broken_off_whatever_the_handler_does(
+def test_force_abort_is_called_whatever_the_handler_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     broken = threading.Event()

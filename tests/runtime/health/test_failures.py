@@ -1,4 +1,4 @@
-"""Exceptions: every rank raises within seconds, naming the first failure; nobody hangs."""
+"""After an exception every rank raises within seconds and names the first failure. No rank hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ldt.testing import RankError, RankPool, ToyChunk, in_time, paced, toy_chunk
 from ldt.topology import Topology
 
 WORLD_SIZE = 4
-SECONDS = 5.0  # within which every rank must have raised
+SECONDS = 5.0  # by then every rank must have raised
 
 
 class BoomError(Exception):
@@ -65,7 +65,7 @@ class Failing(ToyChunk):
 def failing(
     tp: list[int], dp: int, chunk: int, where: str, microbatch: int, policy: Any
 ) -> tuple[str, float]:
-    """A good step, then one in which ``chunk`` fails on its last replica; then the mesh must refuse."""
+    """A good step, then one in which ``chunk`` fails on its last replica. After that the mesh must reject calls."""
     topology = Topology(tp, dp=dp)
     torch.manual_seed(0)
     chunks = [Failing() for _ in range(topology.num_chunks)]
@@ -104,14 +104,14 @@ def test_a_chunk_raises(pool: RankPool, chunk: int, where: str, policy: str) -> 
         else:
             assert f"RemoteStageError: rank {stage} (stage {stage}, replica 0) failed first" in text
             assert f"action {chunk}{edge_message}2" in text
-            # What an exception says stays on the edge.
+            # The text of an edge exception stays on the edge.
             what = "BoomError raised at" if stage == 0 else f"BoomError: no more {where}"
             assert f"chunk {chunk}, microbatch 2: {what}" in text
             assert ("no more" in text) == (stage != 0)
 
 
 def test_a_member_of_a_stage_raises(pool: RankPool) -> None:
-    """Both ranks of stage 1 raise the same; the other stages hear of the one that was first."""
+    """Both ranks of stage 1 raise the same error; the other stages name the one that failed first."""
     answers = pool.run(failing, [1, 2, 1], 1, 1, "forward", 1, "dedicated")
     for rank in (0, 3):
         assert "(stage 1, replica 0) failed first" in answers[rank][0]
@@ -120,7 +120,7 @@ def test_a_member_of_a_stage_raises(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_replica_raises(pool: RankPool, where: str) -> None:
-    """The other replica is done or waits for the reduction; it hears of it too."""
+    """The other replica has finished or waits for the reduction; it raises, too."""
     answers = pool.run(failing, [1, 1], 2, 1, where, 3, "dedicated")
     assert answers[3][0].startswith("BoomError")
     assert all("rank 3 (stage 1, replica 1) failed first" in answers[rank][0] for rank in range(3))
@@ -128,7 +128,7 @@ def test_a_replica_raises(pool: RankPool, where: str) -> None:
 
 
 def failing_between_steps(who: int) -> tuple[str, float]:
-    """One rank fails on its own account while the others already wait for the next step."""
+    """One rank fails between steps while the others already wait in the next one."""
     topology = Topology([1, 1, 1])
     chunks = toy_chunks(topology)
     with ldt.connect(topology, ranks=range(3)) as mesh:
@@ -149,7 +149,7 @@ def failing_between_steps(who: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("who", [0, 1, 2])
-def test_ranks_that_wait_for_the_next_step_hear_of_it(pool: RankPool, who: int) -> None:
+def test_ranks_that_wait_for_the_next_step_raise(pool: RankPool, who: int) -> None:
     for rank, (text, seconds) in enumerate(pool.run(failing_between_steps, who, ranks=range(3))):
         if rank != who:
             assert (
@@ -178,7 +178,7 @@ def failing_loss(share: bool) -> str:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_the_loss_raises(pool: RankPool, share: bool) -> None:
-    """The cloud learns what failed and where; the text and source lines only if the edge agreed to share them."""
+    """The cloud learns the type and place of the error; its text and source lines only with share_edge_errors."""
     answers = pool.run(failing_loss, share, ranks=range(3))
     assert answers[0] == "bad labels"
     for text in answers[1:]:
@@ -191,7 +191,7 @@ def test_the_loss_raises(pool: RankPool, share: bool) -> None:
 
 
 def token_step_fails(chunk: int) -> str:
-    """With the sum over tokens pending on the control plane."""
+    """A chunk fails while the sum over tokens is pending on the control plane."""
     topology = Topology([1, 1, 1])
     torch.manual_seed(0)
     chunks = [Failing() for _ in range(topology.num_chunks)]
@@ -240,7 +240,7 @@ def killed(chunk: int) -> str:
     topology = Topology([1, 1, 1])
     torch.manual_seed(0)
     chunks = [Failing() for _ in range(topology.num_chunks)]
-    with ldt.connect(topology, ranks=[1, 2, 3]) as mesh:  # rank 0 of the world stays out of it
+    with ldt.connect(topology, ranks=[1, 2, 3]) as mesh:  # rank 0 of the world is not in the mesh
         pipeline = build(mesh, chunks)
         batch = toy_microbatches(4) if mesh.is_edge else None
         pipeline.step(batch)
@@ -267,7 +267,7 @@ def test_a_killed_rank_is_named_by_the_others(pool: RankPool) -> None:
 
 
 def fails_while_connecting() -> str:
-    """One rank cannot make its groups: the others must not wait for the whole deadline and longer."""
+    """One rank fails to create its groups: the others must not wait until the deadline."""
     from ldt.runtime.comm import group_set as module
 
     topology = Topology([1, 1, 1])

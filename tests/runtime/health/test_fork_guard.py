@@ -1,4 +1,4 @@
-"""Processes that a rank forks while it has a mesh: they can do their work, and what is their parent's is left alone."""
+"""Forked children of a rank with a mesh can work, and do not touch the parent's mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SECONDS = 20.0
 
 
 def in_child(act: Callable[[], object]) -> str:
-    """What ``act`` returns, or how it fails, in a child that ends right after it."""
+    """The result or error of ``act`` in a forked child that exits right afterwards."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -121,7 +121,7 @@ def test_calls_in_a_child_are_refused(pool: RankPool) -> None:
 
 
 def forks_in_a_step(how: str) -> None:
-    """A chunk's forward forks while transfers and threads are under way; the child leaves by an exception."""
+    """A chunk's forward forks while transfers and threads are running; the child raises."""
     status: list[int] = []
     parent = os.getpid()
 
@@ -148,12 +148,12 @@ def forks_in_a_step(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["exit", "error"])
-def test_an_error_of_a_child_is_not_the_rank_s(pool: RankPool, how: str) -> None:
+def test_an_error_of_a_child_does_not_fail_the_mesh(pool: RankPool, how: str) -> None:
     pool.run(forks_in_a_step, how)
 
 
 def busy_forks() -> list[str]:
-    """Children that are forked by one thread while another one is in steps."""
+    """One thread forks children while another runs steps."""
     chunks = toy_chunks(TOPOLOGY)
     answers: list[str] = []
     over = threading.Event()
@@ -196,7 +196,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def with_workers() -> float:
-    """A step of microbatches that workers of a DataLoader make, which are started within it, and a pool."""
+    """A step on microbatches from DataLoader workers that start within it, and a process pool."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # which may have none
     torch.manual_seed(0)
     chunks = toy_chunks(TOPOLOGY)
@@ -251,7 +251,7 @@ print(json.dumps(ends))
 """
 
 
-def test_children_end_as_python_does(tmp_path: Path) -> None:
+def test_children_exit_normally(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

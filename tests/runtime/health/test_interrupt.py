@@ -1,4 +1,4 @@
-"""Ctrl-C on a rank that waits for others ends that rank at once, whatever the others are busy with."""
+"""Ctrl-C ends a waiting rank at once, whatever the other ranks are doing."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ say("end")
 
 @pytest.mark.parametrize("where", ["the next step", "a reduction", "a broadcast"])
 def test_an_interrupt_ends_a_rank_that_waits(tmp_path: Path, where: str) -> None:
-    """Rank 2 waits: for the edge to begin, for gradients of replicas, for what the leader of its stage passes on."""
+    """Rank 2 waits for the edge to begin, for gradients of replicas, or for its stage leader's broadcast."""
     job = tmp_path / "job.py"
     job.write_text(JOB)
     command = [sys.executable, str(job)]

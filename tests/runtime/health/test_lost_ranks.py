@@ -1,4 +1,4 @@
-"""Ranks that say nothing any more: stopped, hung, away, late. The others name them."""
+"""The other ranks name a rank that is stopped, hung, outside any call, or late."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ldt.topology import Topology
 
 WORLD_SIZE = 4
 LIMIT = paced(1.5)
-LONG = paced(5.0).total_seconds()  # in which a rank that hangs is found
+LONG = paced(5.0).total_seconds()  # by then a hung rank is detected
 
 
 # -- stopped and hung ------------------------------------------------------------------------------------------------
 
 
 def stopped() -> tuple[int | None, str, float]:
-    """Rank 1 is stopped in its step, and goes on once the others have raised."""
+    """Rank 1 is stopped in its step, and resumes after the others have raised."""
     topology = Topology([1, 1, 1])
     with ldt.connect(topology, ranks=range(3), heartbeat_timeout=LIMIT) as mesh:
         pid = mesh.control.all_gather(os.getpid())[1]
@@ -42,7 +42,7 @@ def stopped() -> tuple[int | None, str, float]:
 
 
 def killed_meanwhile() -> None:
-    """Nobody waits for the rank that is killed, as on a device, where hosts wait for streams only."""
+    """A rank is killed while no rank waits for it on the host, as on devices, where hosts wait only for streams."""
     with ldt.connect(Topology([1, 2, 1])) as mesh:
         if mesh.rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -55,7 +55,7 @@ def killed_meanwhile() -> None:
         assert in_time(time.monotonic() - start, 5.0)
 
 
-def test_a_rank_that_nobody_waits_for_is_missed(pool: RankPool) -> None:
+def test_a_dead_rank_that_no_rank_waits_for_is_detected(pool: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(killed_meanwhile)
     assert str(caught.value) == "rank 2 died with exit code -9"
@@ -71,7 +71,7 @@ def test_a_stopped_rank_is_named_and_learns_of_it(pool: RankPool) -> None:
 
 
 def hung(chunk: int, share: bool) -> tuple[int | None, str, float, list[str]]:
-    """One chunk takes far too long, on a rank that could still say so."""
+    """One chunk takes far too long, on a rank that can still report it."""
     topology = Topology([1, 1, 1])
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -84,8 +84,8 @@ def hung(chunk: int, share: bool) -> tuple[int | None, str, float, list[str]]:
 
 
 @pytest.mark.parametrize(("chunk", "share"), [(0, False), (0, True), (1, False)])
-def test_a_hung_rank_says_where_it_stands(pool: RankPool, chunk: int, share: bool) -> None:
-    """And all leaders have logged, once, where all nodes are."""
+def test_a_hung_rank_reports_where_it_hangs(pool: RankPool, chunk: int, share: bool) -> None:
+    """Each leader has logged one status report of all nodes."""
     answers = pool.run(hung, chunk, share, ranks=range(3))
     for rank, (named, text, seconds, warnings) in enumerate(answers):
         assert rank == chunk or named == chunk, text
@@ -93,7 +93,7 @@ def test_a_hung_rank_says_where_it_stands(pool: RankPool, chunk: int, share: boo
         assert re.search(r"no progress for \d+ s: it is at", text)
         assert "test_lost_ranks.py" in text
         stack = "time.sleep(LONG)" in text
-        assert stack == (share or chunk > 0), "the edge shows lines of its code only if it may"
+        assert stack == (share or chunk > 0), "the edge shares source lines only with share_edge_errors"
         assert rank == chunk or in_time(seconds, LONG - 0.1)
         [report] = warnings
         assert re.search(r"has made no progress for \d+ s in step\(\) \(call 2\)", report)
@@ -105,7 +105,7 @@ def test_a_hung_rank_says_where_it_stands(pool: RankPool, chunk: int, share: boo
 
 
 def away(who: int) -> tuple[int | None, str]:
-    """One rank does something else while the others are in a step."""
+    """One rank is outside any call while the others are in a step."""
     topology = Topology([1, 1, 1])
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
         pipeline = build(mesh, toy_chunks(topology))
@@ -118,7 +118,7 @@ def away(who: int) -> tuple[int | None, str]:
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_rank_outside_of_any_call_is_named(pool: RankPool, who: int) -> None:
+def test_a_rank_outside_any_call_is_named(pool: RankPool, who: int) -> None:
     for rank, (named, text) in enumerate(pool.run(away, who, ranks=range(3))):
         assert rank == who or named == who, text
         assert f"rank {who} (stage {who}, replica 0) failed first in the code between calls" in text
@@ -139,8 +139,8 @@ def late_transfer() -> tuple[str, str]:
         return type(caught.value).__name__, str(caught.value)
 
 
-def test_a_transfer_that_takes_too_long_is_told_in_full(pool: RankPool) -> None:
-    """Who waits for which message from whom, since when, and what all were last seen doing."""
+def test_an_overdue_transfer_is_reported_in_full(pool: RankPool) -> None:
+    """The message, the channel, both ranks, the time, and the last status of every rank."""
     answers = dict(pool.run(late_transfer, ranks=range(3)))
     assert set(answers) == {"TransferError", "RemoteStageError"}
     text = answers["TransferError"]
@@ -158,7 +158,7 @@ def test_a_transfer_that_takes_too_long_is_told_in_full(pool: RankPool) -> None:
     assert text.split("failed first")[1] in answers["RemoteStageError"]
 
 
-def test_limits_that_cannot_be() -> None:
+def test_invalid_timeouts() -> None:
     for name in ("timeout", "transfer_timeout", "heartbeat_timeout", "stall_timeout"):
         for seconds, got in ((0, "0:00:00"), (-2, "-1 day, 23:59:58")):
             with pytest.raises(ValueError, match=f"{name} must be .*, got {got}"):
@@ -171,7 +171,7 @@ def test_limits_that_cannot_be() -> None:
 
 
 def closing_while_busy(busy: int) -> bool:
-    """Rank 2 closes its mesh, while another rank holds Python's lock for longer than a roll call takes."""
+    """Rank 2 closes its mesh while another rank holds the GIL for longer than a liveness probe takes."""
     with ldt.connect(Topology([1, 1, 1]), ranks=range(3)) as mesh:
         if mesh.rank == 2:
             time.sleep(0.5)
@@ -183,12 +183,12 @@ def closing_while_busy(busy: int) -> bool:
     return mesh.failed
 
 
-def test_a_mesh_that_is_closed_makes_nobody_else_suspect(pool: RankPool) -> None:
+def test_a_closed_mesh_does_not_make_other_ranks_suspect(pool: RankPool) -> None:
     assert pool.run(closing_while_busy, 1, ranks=range(3)) == [False] * 3
 
 
 def forked_child() -> None:
-    """A child of the rank that is killed has its sockets, and lives on; another one ends as Python does."""
+    """A child of the killed rank keeps its sockets open and lives on; another child exits normally."""
     with ldt.connect(Topology([1, 1, 1]), ranks=range(3)) as mesh:
         if mesh.rank == 1:
             if os.fork() == 0:
@@ -209,14 +209,14 @@ def forked_child() -> None:
         assert in_time(seconds, 6.0)
 
 
-def test_children_of_a_rank_do_not_speak_for_it(pool: RankPool) -> None:
+def test_children_do_not_keep_a_dead_rank_alive(pool: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         pool.run(forked_child, ranks=range(3))
     assert str(caught.value) == "rank 1 died with exit code -9"
 
 
-def test_waits_have_a_length() -> None:
-    """A mesh of one rank looks after nobody, and is not taken to hang between its calls."""
+def test_waits_have_a_duration() -> None:
+    """A mesh of one rank has no neighbour to check, and is not reported hung between its calls."""
     with ldt.connect(Topology([1]), stall_timeout=timedelta(seconds=0.2)) as mesh:
         assert mesh.watchdog.wait(1.0) is None
         with mesh.calling("step()"), mesh.detector.progress.waiting("a tea"):

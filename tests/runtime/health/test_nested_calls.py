@@ -1,4 +1,4 @@
-"""Calls of a mesh within a call of that mesh: refused at once where they are made, and told to the others."""
+"""A call of a mesh inside another one raises at once, and the other ranks are told."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Calling(ToyChunk):
 
 
 def calling(where: str, chunk: int, call: str) -> tuple[str, str, bool]:
-    """One step in which user code at ``where`` makes another call. What this rank raises; whether its mesh failed."""
+    """A step in which user code at ``where`` makes another call. Returns this rank's error, and if its mesh failed."""
     chunks = [Calling() for _ in range(TOPOLOGY.num_chunks)]
     options: dict[str, Any] = {}
 
@@ -145,7 +145,7 @@ def test_a_call_before_anything_is_sent(pool: RankPool, where: str) -> None:
 
 
 def from_two_threads(call: str) -> tuple[str, str]:
-    """Another thread of rank 1 makes a call while its step stands in a forward; the others make no such call."""
+    """Another thread of rank 1 makes a call while its step is in a forward; the others do not."""
     begun, refused = threading.Event(), threading.Event()
     heard: list[BaseException] = []
 
@@ -193,7 +193,7 @@ def test_two_threads_step_on_one_mesh(pool: RankPool) -> None:
 
 
 def test_a_mesh_is_not_closed_beneath_another_thread(pool: RankPool) -> None:
-    """The step goes on."""
+    """The step completes."""
     answers = pool.run(from_two_threads, "close()")
     assert answers[1][1].startswith("close() was called by another thread during step() (call 3)")
     assert [text for text, _ in answers] == [""] * 3

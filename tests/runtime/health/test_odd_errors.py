@@ -1,4 +1,4 @@
-"""Exceptions of every make, raised in a chunk: raised there as they are, and the right rank is named to the others."""
+"""Odd exceptions raised in a chunk surface there unchanged, and the other ranks name the right rank."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def never(self: Any) -> str:
 
 
 class Text(str):
-    """A text with a mind of its own."""
+    """A str whose methods misbehave."""
 
     def __getitem__(self, key: Any) -> str:
         raise ZeroDivisionError("in a slice")
@@ -69,7 +69,7 @@ class Nameless(type):
 
 
 class LiarError(RuntimeError):
-    """It says that it is something else."""
+    """Its ``__class__`` lies."""
 
     @property
     def __class__(self) -> Any:
@@ -104,7 +104,7 @@ def unpicklable() -> BaseException:
 
 
 def of_torch(call: Callable[[], object]) -> Callable[[], BaseException]:
-    """What is raised in torch.distributed, by a mistake."""
+    """An error that torch.distributed raises for a mistake."""
 
     def make() -> BaseException:
         with pytest.raises(RuntimeError) as caught:
@@ -156,7 +156,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 def caught_in_steps(name: str, chunk: int) -> tuple[bool, str]:
-    """Whether this rank raises what its chunk has raised; else the text of what it raises."""
+    """Whether this rank raises its chunk's exception, else the text of what it raises."""
     thrown: list[BaseException] = []
 
     def act() -> None:
@@ -186,7 +186,7 @@ def test_an_error_is_raised_as_it_is_and_its_rank_is_named(pool: RankPool, name:
 
 
 def timed_out(through: str) -> bool:
-    """Whether it counts as a lost transfer that the other rank does not come."""
+    """Whether a collective that the other rank does not join counts as a secondary error."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=0.5))
     try:
         if dist.get_rank() == 0:
@@ -203,7 +203,7 @@ def functional(group: Any) -> None:
 
 
 @pytest.mark.parametrize("through", ["c10d", "functional"])
-def test_a_collective_that_is_not_joined_is_a_lost_transfer(pool: RankPool, through: str) -> None:
+def test_a_collective_that_is_not_joined_is_a_secondary_error(pool: RankPool, through: str) -> None:
     assert pool.run(timed_out, through, ranks=[0, 1]) == [True, True]
 
 
@@ -211,11 +211,11 @@ def test_a_collective_that_is_not_joined_is_a_lost_transfer(pool: RankPool, thro
 
 
 class DerivedError(ldt.LdtError):
-    """The package's own texts may leave, but this one is not its own."""
+    """Derived from an error of the package, whose texts may leave, but not defined by it."""
 
 
 @pytest.mark.parametrize("kind", [DerivedError, LiarError, ShyError])
-def test_what_looks_like_an_error_of_the_package_stays_on_the_edge(kind: type[Exception]) -> None:
+def test_errors_derived_from_the_package_s_stay_on_the_edge(kind: type[Exception]) -> None:
     error = kind(SECRET)
     assert SECRET not in redacted(error)
     assert redacted(error).startswith(type(error).__name__)
@@ -232,8 +232,8 @@ def test_a_traceback_that_cannot_be_formatted(monkeypatch: pytest.MonkeyPatch) -
     assert unredacted(caught.value) == ("OSError: the disk is full", "")
 
 
-def test_a_text_that_never_ends_is_given_up() -> None:
-    """And its thread is ended."""
+def test_reading_an_endless_text_is_given_up() -> None:
+    """Its thread is stopped."""
     before = threading.active_count()
     assert safe_str(ERRORS["its text never ends"]()) == "(its text cannot be read)"
     deadline = time.monotonic() + 20.0
@@ -243,7 +243,7 @@ def test_a_text_that_never_ends_is_given_up() -> None:
 
 
 def exiting_oddly(code: Any) -> str:
-    """A rank leaves its mesh by SystemExit. What the other hears of it."""
+    """A rank leaves its mesh by SystemExit. Returns what the other rank learns of it."""
     with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh:
         if mesh.rank == 1:
             with pytest.raises(SystemExit), mesh:
@@ -262,6 +262,6 @@ class Moody:
 
 
 @pytest.mark.parametrize(("code", "told"), [(0, False), (None, False), (3, True), ("", True), (Moody, True)])
-def test_the_code_of_an_exit_is_no_matter_of_opinion(pool: RankPool, code: Any, told: bool) -> None:
+def test_the_exit_code_is_read_without_user_code(pool: RankPool, code: Any, told: bool) -> None:
     text = pool.run(exiting_oddly, code, ranks=[0, 1])[0]
     assert ("rank 1 (stage 1, replica 0) failed first" in text) == told
