@@ -104,6 +104,4 @@ def _kind_of(line: str) -> str:
 
 
 def _without_numbers(text: str) -> str:
-    return "".join("#" if edge_message.isdigit() else edge_message for edge_message in text.splitlines()[0])[
-        :110
-    ]
+    return "".join("#" if character.isdigit() else character for character in text.splitlines()[0])[:110]

@@ -156,7 +156,7 @@ def _put_over_a_hop(
     topology: Topology,
     draws: dict[int, int],
 ) -> None:
-    """Put a pair of parts at the end of a chunk and the beginning of a later one."""
+    """Put parts at the end of a chunk and the beginning of a later one; chunks in between become one part each."""
     first, *between, last = numbers.choice([kinds for kinds in _OVER_A_HOP if len(kinds) <= len(chunks)])
     hop = numbers.randrange(len(chunks) - 1 - len(between))
     numbered = partial(Item, number=numbers.randrange(60))

@@ -144,8 +144,8 @@ class _Rank:
         job, mesh = self.job, self.mesh
         chunks = build(job, variation + job.variation_of(mesh.stage, mesh.rank))
         for part in chain(*(chunk.modules() for chunk in chunks)):
-            if hasattr(part, "be_on"):
-                part.be_on(mesh.tp_rank, job.topology.tp[mesh.stage], self.group)
+            if hasattr(part, "set_rank"):
+                part.set_rank(mesh.tp_rank, job.topology.tp[mesh.stage], self.group)
         local = {index: chunks[index] for index in job.topology.chunks_of(mesh.stage)}
         loss = Loss(job) if mesh.is_edge else None
         self.modules: dict[str, Any] = {f"chunk {index}": chunk for index, chunk in local.items()}

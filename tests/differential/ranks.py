@@ -21,7 +21,7 @@ class Uneven(Part):
         super().__init__(width, number)
         self.rank = 0
 
-    def be_on(self, rank: int, size: int, group: Any) -> None:
+    def set_rank(self, rank: int, size: int, group: Any) -> None:
         """Set the rank. Called by the builder."""
         self.rank = rank
 
@@ -63,7 +63,7 @@ class Parallel(Part):
         self.up, self.down = self.weight(2 * width, width), self.weight(width, 2 * width)
         self.group: Any = None
 
-    def be_on(self, rank: int, size: int, group: Any) -> None:
+    def set_rank(self, rank: int, size: int, group: Any) -> None:
         """Shard the layers if there is more than one rank."""
         if size == 1:
             return
@@ -75,8 +75,8 @@ class Parallel(Part):
             setattr(self, name, part)
 
     def forward(self, x: torch.Tensor, extras: Extras) -> tuple[torch.Tensor, Extras]:
-        entering = x if self.group is None else _SumGradients.apply(x, self.group)
-        y = torch.tanh(entering @ self.up.t()) @ self.down.t()
+        inputs = x if self.group is None else _SumGradients.apply(x, self.group)
+        y = torch.tanh(inputs @ self.up.t()) @ self.down.t()
         return x + (y if self.group is None else _Sum.apply(y, self.group)), extras
 
 

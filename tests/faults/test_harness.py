@@ -99,18 +99,18 @@ def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it
 
 def test_connections_count_their_bytes() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        own_file = socket.create_connection(listener.getsockname())
+        local = socket.create_connection(listener.getsockname())
         remote, _ = listener.accept()
-        own_file.sendall(b"12345")
+        local.sendall(b"12345")
         assert remote.recv(5) == b"12345"
         found = {connection.fd: connection for connection in tcp_connections()}
         assert (
-            found[own_file.fileno()].sent - found[remote.fileno()].sent >= 5
+            found[local.fileno()].sent - found[remote.fileno()].sent >= 5
         )  # Linux may count the first packet, too
-        assert found[remote.fileno()].received - found[own_file.fileno()].received == 5
-        assert found[own_file.fileno()].peer_port == listener.getsockname()[1]
+        assert found[remote.fileno()].received - found[local.fileno()].received == 5
+        assert found[local.fileno()].peer_port == listener.getsockname()[1]
         assert listener.fileno() not in found
-        own_file.close()
+        local.close()
         remote.close()
 
 

@@ -208,7 +208,7 @@ def test_replicas_must_run_sharded_chunks_in_one_order(pool: RankPool) -> None:
         assert "run its chunks, as layers in fully_shard gather them, in the same order: node 1.1 has" in text
 
 
-class Looked(nn.Module):
+class SparseTable(nn.Module):
     """Has a sparse gradient, from a layer or from a function."""
 
     def __init__(self, by_layer: bool) -> None:
@@ -222,13 +222,13 @@ class Looked(nn.Module):
         return x + nn.functional.embedding(rows, self.table.weight, sparse=True)
 
 
-def looking(chunk: int, by_layer: bool) -> list[str]:
+def sparse_gradient_errors(chunk: int, by_layer: bool) -> list[str]:
     """Return the errors of Pipeline, of the first step after unfreezing the layer, and after it became dense."""
     topology = Topology([1, 1], dp=2)
     errors = []
     with ldt.connect(topology) as mesh:
         chunks = toy_chunks(topology)
-        chunks[chunk] = Looked(by_layer)
+        chunks[chunk] = SparseTable(by_layer)
         batch = toy_microbatches(3) if mesh.is_edge else None
         if by_layer:
             with pytest.raises(ldt.LdtError) as caught:
@@ -248,7 +248,7 @@ def looking(chunk: int, by_layer: bool) -> list[str]:
 @pytest.mark.parametrize(("chunk", "by_layer"), [(0, True), (1, True), (1, False)])
 def test_sparse_gradients_are_refused_early(pool: RankPool, chunk: int, by_layer: bool) -> None:
     """Pipeline refuses them, or the first backward if only that shows them, but not the end of a step."""
-    for errors in pool.run(looking, chunk, by_layer):
+    for errors in pool.run(sparse_gradient_errors, chunk, by_layer):
         for text in errors:
             assert "are sparse, which cannot be averaged over replicas" in text
         if by_layer:
