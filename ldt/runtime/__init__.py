@@ -1,4 +1,4 @@
-"""Executes plans: groups, lanes, chunks, the executor and the pipeline on top."""
+"""Connects ranks and executes plans."""
 
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.execution.step_result import StepResult, StepStats, Traffic, merge_timelines

@@ -1,4 +1,4 @@
-"""How a pipeline is built: each rank checks what it was given, and all agree on it."""
+"""Checks the arguments of Pipeline() on each rank and compares them across ranks."""
 
 from __future__ import annotations
 
@@ -26,25 +26,34 @@ from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import all_agree
 from ldt.runtime.step.plan_cache import PlanCache, PlanFactory
 
-__all__ = ["Given", "Own", "Parts", "WeightOptions", "agree_on_ties", "agreed_parts"]
+__all__ = ["PipelineArguments", "PipelineParts", "SetupSummary", "WeightOptions", "check_ties", "set_up"]
 
 
 @dataclass
-class Own:
-    """By chunk the parts of ``fully_shard`` and the metadata that shapes depend on; all metadata that chunks take."""
+class SetupReport:
+    """What one rank reports about its chunks. Mappings are by chunk, except ``weights``, which is by part.
+
+    Attributes:
+        sharding: Names of the submodules in ``fully_shard``.
+        metadata: Names of all metadata that the chunks accept.
+        reads: Names of the metadata that output shapes depend on.
+        scaled: Whether there is a GradScaler.
+        weights: Digests of parameters and buffers.
+        marks: Marks of trainable parameters, see ``Ties``.
+    """
 
     sharding: Mapping[str, list[str]] = field(default_factory=dict)
     metadata: list[str] = field(default_factory=list)
     reads: Mapping[str, list[str]] = field(default_factory=dict)
-    scaled: bool = False  # by a GradScaler
-    weights: Mapping[str, str] = field(default_factory=dict)  # digests by part
-    marks: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of parameters, by chunk
+    scaled: bool = False
+    weights: Mapping[str, str] = field(default_factory=dict)
+    marks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def to_json(self) -> list[Any]:
         return list(astuple(self))
 
     @classmethod
-    def from_json(cls, value: Any) -> Own:
+    def from_json(cls, value: Any) -> SetupReport:
         """Raises TypeError or ValueError for anything else."""
         sharding, metadata, reads, scaled, weights, marks = value
         return cls(
@@ -57,54 +66,77 @@ class Own:
         )
 
 
-def _by_chunk(told: Any) -> dict[str, list[str]]:
-    return {str(int(chunk)): as_str_list(found) for chunk, found in told.items()}
+def _by_chunk(value: Any) -> dict[str, list[str]]:
+    return {str(int(chunk)): as_str_list(names) for chunk, names in value.items()}
+
+
+class SetupSummary:
+    """What the reports of all ranks say about the whole model.
+
+    Attributes:
+        metadata: Names of the metadata that any chunk on the cloud accepts, sorted.
+        reads: By chunk the names of the metadata that its output shapes depend on.
+        scaled: Whether the edge has a GradScaler, which scales the gradients of all ranks.
+    """
+
+    def __init__(self, reports: Sequence[SetupReport]) -> None:
+        self.metadata = sorted({name for report in reports for name in report.metadata})
+        self.reads = {chunk: names for report in reports for chunk, names in report.reads.items()}
+        self.scaled = any(report.scaled for report in reports)
 
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """What ``Pipeline`` was told about weights: the same on every rank."""
+    """The arguments of ``Pipeline`` about weights. Equal on every rank."""
 
     check_weights: bool = True
     sync_weights: bool = False
     allow_equal_weights: bool = False
     sync_buffers: bool = True
 
-    def same(self) -> dict[str, str]:
-        """For ``all_agree``."""
+    def required_equal(self) -> dict[str, str]:
+        """The values that ``all_agree`` compares, by their name in texts."""
         return {f"values of {name}": str(bool(value)) for name, value in asdict(self).items()}
 
 
-class WeightAgreement:
-    """What all ranks must agree on of the weights of this one's ``modules``, and of its loss function."""
+class WeightChecks:
+    """Compares the weights of this rank's ``modules`` and of its loss function with those of the other ranks."""
 
     def __init__(
-        self, mesh: Mesh, modules: Mapping[int, nn.Module], of_loss: nn.Module | None, options: WeightOptions
+        self,
+        mesh: Mesh,
+        modules: Mapping[int, nn.Module],
+        loss_module: nn.Module | None,
+        options: WeightOptions,
     ) -> None:
         self._options = options
-        places = {f"chunk {index}": module for index, module in modules.items()}
-        if of_loss is not None:
-            places["loss_fn"] = of_loss
+        parts = {f"chunk {index}": module for index, module in modules.items()}
+        if loss_module is not None:
+            parts["loss_fn"] = loss_module
         compares = options.check_weights or options.sync_weights
-        self._weights = Weights(mesh, places if compares else {}, values=not options.sync_weights)
+        self._weights = Weights(mesh, parts if compares else {}, values=not options.sync_weights)
         self._ties = Ties(mesh, modules if options.check_weights else {})
 
-    def tell(self, own: Own) -> None:
-        own.weights, own.marks = self._weights.digests(), self._ties.marks()
+    def fill(self, report: SetupReport) -> None:
+        """Add this rank's digests and marks to its report."""
+        report.weights, report.marks = self._weights.digests(), self._ties.marks()
 
-    def settle(self, answers: Sequence[Own]) -> None:
-        """Raise LdtError on every rank if weights differ that must be equal, or one is in two places; or send them."""
-        self._weights.compare([answer.weights for answer in answers])
+    def compare(self, reports: Sequence[SetupReport]) -> None:
+        """Compare weights and ties, then send the weights with ``sync_weights``. A collective call.
+
+        Raises LdtError on every rank if weights differ that must be equal, or one is in two places.
+        """
+        self._weights.compare([report.weights for report in reports])
         self._ties.compare(
-            [answer.marks for answer in answers], contents=not self._options.allow_equal_weights
+            [report.marks for report in reports], contents=not self._options.allow_equal_weights
         )
         if self._options.sync_weights:
             self._weights.broadcast_from_first()
 
 
 @dataclass(frozen=True)
-class Given:
-    """What ``Pipeline`` was given on this rank."""
+class PipelineArguments:
+    """The arguments of ``Pipeline`` on this rank that are checked."""
 
     chunks: Sequence[nn.Module]
     plan: Plan | None
@@ -113,64 +145,71 @@ class Given:
     loss_reduction: LossReduction
     grad_scaler: torch.amp.GradScaler | None
     audit: str | Path | None
-    options: WeightOptions
+    weights: WeightOptions
 
 
-class Parts:
-    """What a pipeline has on this rank, ``modules`` by chunk. Raises ValueError, TypeError or LdtError."""
+class PipelineParts:
+    """The parts of a pipeline that follow from its arguments; ``modules`` is by chunk, without wrappers.
 
-    def __init__(self, mesh: Mesh, given: Given) -> None:
-        self.modules = modules = _by_index(given.chunks, mesh)
-        check_reduction(given.loss_reduction)
-        check_scaler(given.grad_scaler)
-        self.loss_module = loss_module(given.loss_fn) if mesh.is_edge else None
+    Raises ValueError, TypeError or LdtError for arguments that are wrong on this rank.
+    """
+
+    def __init__(self, mesh: Mesh, arguments: PipelineArguments) -> None:
+        self.modules = modules = _modules_by_chunk(arguments.chunks, mesh)
+        check_reduction(arguments.loss_reduction)
+        check_scaler(arguments.grad_scaler)
+        self.loss_module = loss_module(arguments.loss_fn) if mesh.is_edge else None
         if self.loss_module is not None:
             check_groups("loss_fn", self.loss_module, mesh.rank_info)
-        check_gradients(modules, self.loss_module, mesh, given.loss_reduction == "token")
-        self.plans = PlanCache(mesh.topology, mesh.lanes, given.plan, given.plan_factory)
-        self.same = {
+        check_gradients(modules, self.loss_module, mesh, arguments.loss_reduction == "token")
+        self.plans = PlanCache(mesh.topology, mesh.lanes, arguments.plan, arguments.plan_factory)
+        self.required_equal = {
             "plans": self.plans.digest_of_all(),
-            "values of loss_reduction": given.loss_reduction,
-            **given.options.same(),
+            "values of loss_reduction": arguments.loss_reduction,
+            **arguments.weights.required_equal(),
         }
-        self.own = Own(
+        self.report = SetupReport(
             sharding=sharding_of(modules),
             metadata=[] if mesh.is_edge else metadata_accepted(modules),
             reads=metadata_read_by_output_spec(modules),
-            scaled=given.grad_scaler is not None,
+            scaled=arguments.grad_scaler is not None,
         )
-        self.weights = WeightAgreement(mesh, modules, self.loss_module, given.options)
-        self.weights.tell(self.own)
-        holders = [*given.chunks, *filter(None, [self.loss_module])]
-        self.buffers = BufferSync(mesh, holders, plain=given.options.sync_buffers)
-        self.audit = Audit(given.audit) if given.audit is not None and mesh.is_edge else None
+        self.weights = WeightChecks(mesh, modules, self.loss_module, arguments.weights)
+        self.weights.fill(self.report)
+        holders = [*arguments.chunks, *filter(None, [self.loss_module])]
+        self.buffers = BufferSync(mesh, holders, plain=arguments.weights.sync_buffers)
+        self.audit = Audit(arguments.audit) if arguments.audit is not None and mesh.is_edge else None
 
 
-def agreed_parts(mesh: Mesh, given: Given) -> tuple[Parts, list[Own]]:
-    """This rank's, and what each rank told of its own. A collective call: if one rank cannot, every rank raises."""
-    parts: Parts | None = None
+def set_up(mesh: Mesh, arguments: PipelineArguments) -> tuple[PipelineParts, SetupSummary]:
+    """Check the arguments and compare them across ranks. A collective call: if one rank fails, every rank raises."""
+    parts: PipelineParts | None = None
     error: Exception | None = None
     try:
-        parts = Parts(mesh, given)
+        parts = PipelineParts(mesh, arguments)
     except Exception as caught:
         error = caught
-    own, same = (Own(), {}) if parts is None else (parts.own, parts.same)
+    report, equal = (SetupReport(), {}) if parts is None else (parts.report, parts.required_equal)
     try:
-        answers: list[Own] = all_agree(mesh, "Pipeline()", error, same, own.to_json(), Own.from_json)
-        assert parts is not None, "agree raises what was caught"
-        parts.plans.require_lockstep(
-            check_equal_sharding(mesh.rank_info, [answer.sharding for answer in answers])
+        reports: list[SetupReport] = all_agree(
+            mesh, "Pipeline()", error, equal, report.to_json(), SetupReport.from_json
         )
-        parts.weights.settle(answers)
+        assert parts is not None, "all_agree raises the error"
+        shardings = [report.sharding for report in reports]
+        parts.plans.require_lockstep(check_equal_sharding(mesh.rank_info, shardings))
+        parts.weights.compare(reports)
     except BaseException:
         if parts is not None and parts.audit is not None:
             parts.audit.discard()
         raise
-    return parts, answers
+    return parts, SetupSummary(reports)
 
 
-def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightOptions) -> None:
-    """As when a pipeline is built, for what is trained by now. A collective call: if one rank cannot, all raise."""
+def check_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightOptions) -> None:
+    """Search for ties among the weights that are trained now. A collective call: if one rank fails, every rank raises.
+
+    Raises LdtError as ``Pipeline()`` does.
+    """
     call = "forget_shapes()"
     ties: Ties | None = None
     error: Exception | None = None
@@ -179,13 +218,13 @@ def agree_on_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightO
     except Exception as caught:
         error = caught
     marks = {} if ties is None else ties.marks()
-    told = all_agree(mesh, call, error, {}, marks, _by_chunk)
-    assert ties is not None, "agree raises what was caught"
-    ties.compare(told, contents=not options.allow_equal_weights)
+    gathered = all_agree(mesh, call, error, {}, marks, _by_chunk)
+    assert ties is not None, "all_agree raises the error"
+    ties.compare(gathered, contents=not options.allow_equal_weights)
 
 
-def _by_index(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
-    """Chunk number to module. Raises ValueError or TypeError if they are not this rank's."""
+def _modules_by_chunk(chunks: Sequence[nn.Module], mesh: Mesh) -> dict[int, nn.Module]:
+    """This rank's modules by chunk. Raises ValueError or TypeError if their number or type is wrong."""
     wanted = mesh.topology.chunks_of(mesh.stage)
     if isinstance(chunks, nn.Module) and not isinstance(chunks, (nn.ModuleList, nn.Sequential)):
         raise InputTypeError(

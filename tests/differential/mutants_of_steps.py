@@ -69,7 +69,7 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks on gradients are not checked",
-        ("ldt.runtime.pipeline_setup:check_gradients", "ldt.runtime.pipeline:check_gradients"),
+        ("ldt.runtime.pipeline_setup:check_gradients", "ldt.runtime.execution.step_runner:check_gradients"),
         _nothing,
         lambda job: job.has("GradHook", "PostHook") and _changes_gradients(job),
     ),

@@ -1,4 +1,4 @@
-"""What a mesh is made by: the arguments of connect(), checked and complete."""
+"""The checked arguments of connect()."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ldt.topology import LanePolicy, Topology
 
 __all__ = ["ConnectConfig", "Timeouts"]
 
-_SAME_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
+_EQUAL_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long ``connect`` and what follows may wait. TypeError and ValueError for what cannot be waited for."""
+    """The timeouts of ``connect``. Raises TypeError or ValueError for one that is no timedelta or too short."""
 
     timeout: timedelta
     transfer_timeout: timedelta
@@ -27,16 +27,16 @@ class Timeouts:
     stall_timeout: timedelta
 
     def __post_init__(self) -> None:
-        leasts = {"heartbeat_timeout": MIN_HEARTBEAT_TIMEOUT}
+        minimums = {"heartbeat_timeout": MIN_HEARTBEAT_TIMEOUT}
         for name in (field.name for field in fields(self)):
-            limit, least = getattr(self, name), leasts.get(name, timedelta(0))
+            limit, minimum = getattr(self, name), minimums.get(name, timedelta(0))
             if not isinstance(limit, timedelta):
                 raise TypeError(
                     f"{name} must be a datetime.timedelta, got {limit!r}: write timedelta(seconds=...)"
                 )
-            if limit <= timedelta(0) or limit < least:
-                wanted = f"at least {least}" if least else "positive"
-                raise ValueError(f"{name} must be {wanted}, got {limit}")
+            if limit <= timedelta(0) or limit < minimum:
+                expected = f"at least {minimum}" if minimum else "positive"
+                raise ValueError(f"{name} must be {expected}, got {limit}")
 
     @property
     def health(self) -> HealthTimeouts:
@@ -45,7 +45,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ConnectConfig:
-    """See ``connect``. ``ranks`` are global ones, in the order of the topology; ``rank`` is this one's place there."""
+    """See ``connect``. ``ranks`` has the global ranks in topology order; ``rank`` is this rank's index in it."""
 
     topology: Topology
     backend: str | None
@@ -60,8 +60,8 @@ class ConnectConfig:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What must be the same on all ranks, by the name of its argument."""
-        given = (
+        """The values that must be equal on all ranks, by argument."""
+        values = (
             self.topology.to_text(),
             self.lanes,
             self.transfers.to_text(),
@@ -69,4 +69,4 @@ class ConnectConfig:
             str(self.backend),
             self.device.type,
         )
-        return dict(zip(_SAME_ON_ALL_RANKS, given, strict=True))
+        return dict(zip(_EQUAL_ON_ALL_RANKS, values, strict=True))

@@ -1,4 +1,4 @@
-"""torch's own device meshes of a stage, over the groups of its ranks."""
+"""Creates the DeviceMeshes of a stage from its process groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["DeviceMeshes"]
 
 
 class DeviceMeshes:
-    """Those of this rank's stage: its replicas, "dp", by the ranks of each, "tp". Made when first asked for.
+    """The "dp" and "tp" dimensions of this rank's stage: its replicas by the ranks of each. Created on first use.
 
-    ``key`` is the name of the mesh in the store; ``backend`` that of the groups, None for the default one.
+    ``key`` is the name of the mesh in the store; ``backend`` is that of the groups, None for the default.
     """
 
     def __init__(
@@ -35,16 +35,16 @@ class DeviceMeshes:
         self._parts: dict[str, DeviceMesh] = {}
 
     def part(self, dim: str) -> DeviceMesh:
-        """A dimension of the device mesh of the stage."""
+        """The one-dimensional DeviceMesh of ``dim``, "dp" or "tp"."""
         if dim not in self._parts:
-            place = self._rank_info
-            names = (naming.dp_name(place.stage, place.tp_rank), naming.tp_name(*place.node))
-            replicas = range(place.topology.replicas(place.stage))
-            nodes = (place.topology.ranks_of(Node(place.stage, replica)) for replica in replicas)
+            info = self._rank_info
+            names = (naming.dp_name(info.stage, info.tp_rank), naming.tp_name(*info.node))
+            replicas = range(info.topology.replicas(info.stage))
+            nodes = (info.topology.ranks_of(Node(info.stage, replica)) for replica in replicas)
             stage = DeviceMesh.from_group(
-                [self._group_of(name) for name in names],
+                [self._group(name) for name in names],
                 self._device.type,
-                mesh=[[place.ranks[rank] for rank in node] for node in nodes],
+                mesh=[[info.ranks[rank] for rank in node] for node in nodes],
                 mesh_dim_names=naming.unique_dims(),
             )
             dims = stage.mesh_dim_names
@@ -53,15 +53,15 @@ class DeviceMeshes:
         return self._parts[dim]
 
     def clear(self) -> None:
-        """Let go of them, and so of their groups."""
+        """Drop them, and with them their groups."""
         self._parts.clear()
 
-    def _group_of(self, name: str) -> dist.ProcessGroup:
-        """A group of ``group_specs``, or, for one that has this rank alone, a group made now."""
+    def _group(self, name: str) -> dist.ProcessGroup:
+        """The group of ``group_specs``; a group of this rank alone is created now."""
         if name not in self._groups:
             if not dist.is_initialized():
                 raise LdtError("a DeviceMesh needs torch.distributed.init_process_group, also for one rank")
             backend = choose_backend(self._device, self._backend)
-            me = [self._rank_info.global_rank]
-            self._groups.make(name, f"{self._key}/{name}/{me[0]}", me, backend, timedelta(seconds=60))
+            rank = self._rank_info.global_rank
+            self._groups.make(name, f"{self._key}/{name}/{rank}", [rank], backend, timedelta(seconds=60))
         return self._groups[name]

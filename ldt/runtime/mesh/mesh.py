@@ -1,4 +1,4 @@
-"""The mesh: a rank's place in a topology, and everything it talks through."""
+"""The mesh: a rank of a connected topology, with its groups, lanes and failure detector."""
 
 from __future__ import annotations
 
@@ -40,16 +40,20 @@ __all__ = ["Mesh"]
 
 logger = logging.getLogger(__name__)
 
-_CLOSING_SECONDS = 5.0  # for what is under way on all lanes
+_CLOSING_SECONDS = 5.0  # for messages in flight on all lanes
 
 
 class Mesh:
-    """This rank's place in a connected topology, made by ``connect``.
+    """A connected topology, as this rank sees it. ``ldt.connect`` returns one.
 
-    A context manager that closes the mesh, and tells the other ranks of an exception that leaves it.
+    As a context manager it closes the mesh at the end, and reports an exception that leaves the block to the other
+    ranks.
 
     ``rank`` is the rank within the topology, ``ranks[rank]`` the global one. After a failure anywhere, ``failed`` is
-    true on every rank within about a second and the mesh cannot be used any more: connect again.
+    true on every rank within about a second and the mesh can no longer be used: connect again.
+
+    Different threads may use a mesh each. In a process forked from a rank, such as a worker of a DataLoader, every
+    call of the mesh raises LdtError.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class Mesh:
             lost_connections=self._groups.lost_connections,
         )
 
-    # -- who this rank is ------------------------------------------------------------------------------------
+    # -- this rank -------------------------------------------------------------------------------------------
 
     @property
     def topology(self) -> Topology:
@@ -121,38 +125,38 @@ class Mesh:
 
     @property
     def is_leader(self) -> bool:
-        """True for the first rank of a node; unless messages are cut in shares, it alone talks to other nodes."""
+        """True for the first rank of a node. With transfer "leader" it alone sends to and receives from other nodes."""
         return self.rank_info.is_leader
 
     @property
     def is_edge(self) -> bool:
         return self.rank_info.is_edge
 
-    # -- torch's own device meshes ---------------------------------------------------------------------------
+    # -- device meshes --------------------------------------------------------------------------------------
 
     @property
     def tp_mesh(self) -> DeviceMesh:
-        """The ranks of this node, which share its layers: for ``parallelize_module``.
+        """The ranks of this node, which share its layers, for ``parallelize_module``.
 
-        Its dimension is "tp", in the second mesh of a process "tp_2" and so on. With ``dp_mesh`` it is a part of one
-        mesh of two dimensions, so that layers may be split over both.
+        Its dimension is named "tp", in the second mesh of a process "tp_2" and so on. It and ``dp_mesh`` are slices of
+        one two-dimensional DeviceMesh, so layers may be sharded over both.
         """
         self._check_process()
         return self._device_meshes.part("tp")
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The ranks that hold the same weights in other replicas: for DDP or ``fully_shard``. Its dimension is "dp"."""
+        """The ranks that hold the same weights in all replicas, for DDP or ``fully_shard``. Its dimension is "dp"."""
         self._check_process()
         return self._device_meshes.part("dp")
 
     @property
     def dp_group(self) -> dist.ProcessGroup | None:
-        """The group of ``dp_mesh``; None when there is one replica."""
+        """The process group of ``dp_mesh``; None if there is one replica."""
         self._check_process()
         return self._groups.get(naming.dp_name(self.stage, self.tp_rank))
 
-    # -- what it talks through -------------------------------------------------------------------------------
+    # -- communication ---------------------------------------------------------------------------------------
 
     @property
     def control(self) -> ControlPlane:
@@ -168,27 +172,34 @@ class Mesh:
 
     @property
     def endpoints(self) -> dict[Channel, Endpoint]:
-        """This rank's ends of the channels of its node; ranks that own no stripe of an outgoing channel have none."""
+        """This rank's endpoints of its node's channels. A rank that owns no stripe of an outgoing channel has none."""
         return self._lane_set.endpoints
 
-    def count_pipeline(self) -> int:
-        """The number of a new pipeline, equal on all ranks if they make theirs in one order."""
+    def next_pipeline_number(self) -> int:
+        """The number of a new pipeline, equal on all ranks if they create pipelines in the same order."""
         self._pipelines += 1
         return self._pipelines
 
     def all_lanes(self) -> list[Lane]:
-        """Every lane that this rank has an end of."""
+        """Every lane that has an endpoint on this rank."""
         return self._lane_set.all()
 
     def transport_of(self, channel: Channel) -> str:
-        """What carries ``channel``: "copy_engine", "nccl" or "c10d". KeyError if this rank has no end of it.
+        """Return the transport of ``channel``: "copy_engine", "nccl" or "c10d"; if its stripes differ, all of them.
 
-        Where its stripes differ, all of theirs, as "c10d and copy_engine".
+        Args:
+            channel: One of ``topology.channels``.
+
+        Returns:
+            The name, or names as in "c10d and copy_engine".
+
+        Raises:
+            KeyError: This rank has no endpoint of ``channel``.
         """
         return self._lane_set.transport_of(channel)
 
     def lane_for(self, channel: Channel) -> Lane:
-        """The lane that carries ``channel`` on this rank. KeyError if this rank has no end of it."""
+        """The lane that carries ``channel`` on this rank. Raises KeyError if this rank has no endpoint of it."""
         return self.endpoints[channel].lane
 
     # -- failing and closing ---------------------------------------------------------------------------------
@@ -199,10 +210,11 @@ class Mesh:
 
     @property
     def failed(self) -> bool:
+        """Whether a rank of this mesh has failed, as far as this rank knows."""
         return self.watchdog.first is not None
 
     def check_usable(self) -> None:
-        """Raise LdtError if this mesh is closed, of another process or has failed: RemoteStageError if elsewhere."""
+        """Raise LdtError if this mesh is closed, forked or has failed; RemoteStageError if another rank failed."""
         self._check_process()
         first = self.watchdog.first
         if first is not None:
@@ -214,15 +226,15 @@ class Mesh:
             raise LdtError("this mesh is closed; connect again")
 
     def calling(self, name: str) -> AbstractContextManager[None]:
-        """Held around a collective call of all ranks: where others are in another one, all fail within seconds.
+        """Enter a collective call of all ranks. If other ranks are in a different one, all fail within seconds.
 
-        Raises LdtError within another call of this rank.
+        Raises LdtError if this rank is already in a call.
         """
         return self.detector.calling(name)
 
     @managed
     def collective(self, name: str) -> Iterator[None]:
-        """Held around a collective call whose failure on one rank is that of all, who would wait for it in vain."""
+        """Enter a collective call in which an error on one rank fails the mesh, so that no rank waits for it."""
         self.check_usable()
         with self.calling(name):
             try:
@@ -230,39 +242,41 @@ class Mesh:
             except BaseException as error:
                 self.fail(error, name)
 
-    def fail(self, error: BaseException, place: str, detail: str = "") -> NoReturn:
-        """Tell every rank that this one failed at ``place``, and raise.
+    def fail(self, error: BaseException, position: str, detail: str = "") -> NoReturn:
+        """Report to every rank that this one failed at ``position``, and raise.
 
-        From the edge they learn the type of ``error`` and where it was raised, and its text only if it is one of this
-        package's own or ``connect`` was given ``share_edge_errors``; from the cloud, all of it.
-        That is ``error`` itself if this rank was first, otherwise a RemoteStageError about the rank that was.
-        ``detail`` is only logged, where the failure was first.
+        Raises ``error`` itself if this rank failed first, otherwise a RemoteStageError about the rank that did.
+        ``detail`` is only logged, on the rank that failed first. Other ranks receive the whole ``error`` of a cloud
+        rank. Of one of the edge they receive the type and where it was raised; the text only if it is this package's
+        own exception or ``connect`` was given ``share_edge_errors``.
         """
         if not self._is_here:
-            raise error  # of a forked child
-        first = self.detector.publish(error, place)
+            raise error  # in a forked child
+        first = self.detector.publish(error, position)
         self._groups.break_all()
-        mine = first.rank == self.global_rank
-        if mine:
-            logger.error("%s failed in %s: %s\n%s", self, place, unredacted(error)[0], detail)
+        is_first = first.rank == self.global_rank
+        if is_first:
+            logger.error("%s failed in %s: %s\n%s", self, position, unredacted(error)[0], detail)
         remote = safe_isinstance(error, RemoteStageError)
-        if mine and is_secondary_error(error) and not remote:
-            raise TransferError(first.describe()) from error  # of this rank's own, or others gave it up
-        if mine or remote or not safe_isinstance(error, Exception):
-            raise error  # also what ends a program, such as Ctrl-C
-        # A consequence of that failure has nothing to add to it; an error of this rank's own has.
+        if is_first and is_secondary_error(error) and not remote:
+            raise TransferError(first.describe()) from error  # of this rank's own, or aborted by a peer
+        if is_first or remote or not safe_isinstance(error, Exception):
+            raise error  # also exceptions that end a program, such as Ctrl-C
+        # A secondary error adds nothing to the first failure; this rank's own error does.
         raise first.as_error() from None if is_secondary_error(error) else error
 
     def shareable_text(self, error: BaseException) -> str:
-        """What the other ranks may learn of ``error``; see ``fail``."""
+        """The text of ``error`` that may be sent to other ranks; see ``fail``."""
         return self.detector.shareable_text(error)
 
     def close(self) -> None:
-        """Finish what is in flight, stop the threads and drop the groups. Local to this rank; idempotent.
+        """Complete the messages in flight, stop the threads and destroy the groups. Local to this rank; idempotent.
 
-        Other ranks are told: one that still makes a collective call gets a RemoteStageError that names this rank.
-        After a failure nothing is waited for. What cannot be ended leaves the rest, and is raised in the end.
-        Raises LdtError within a call of this mesh that goes on, on any thread, and in a forked child.
+        A rank that makes a collective call afterwards raises RemoteStageError, which names this rank. After a failure
+        close waits for nothing. If one part cannot be closed, the others still are, and its error is raised at the end.
+
+        Raises:
+            LdtError: A call of this mesh is running, on any thread, or this is a forked process.
         """
         if self._closed:
             return
@@ -270,7 +284,7 @@ class Mesh:
         if not self.failed:
             self.detector.desync.check_free("close()")
         self._closed = True
-        if self.failed:  # before what may take a while
+        if self.failed:  # first, as the steps below may take a while
             self._groups.break_all()
         steps = (self.detector.stop, self._drop_lanes, self._drop_groups)
         first = run_teardown(("close the mesh in full", step) for step in steps)
@@ -278,11 +292,17 @@ class Mesh:
             raise first
 
     def reconnect(self) -> Mesh:
-        """Close this mesh and connect anew, with the same arguments. All ranks must; raises as ``connect`` does.
+        """Close this mesh and connect again with the same arguments. A collective call of all ranks.
 
-        After a failure of which all processes are left. Pipelines are then made anew on the mesh that this returns, of
-        the same chunks, unless their layers were spread over ``tp_mesh`` or ``dp_mesh``: such are built and loaded
-        anew. Gradients are what the failed step left: load a checkpoint, which drops them, or do so.
+        For a failure that all processes survived. Create the pipelines again on the new mesh, from the same chunks;
+        chunks with layers sharded over ``tp_mesh`` or ``dp_mesh`` must be built and loaded again. The failed step has
+        left gradients: load a checkpoint, which drops them, or drop them yourself.
+
+        Returns:
+            The new mesh.
+
+        Raises:
+            LdtError: As ``connect`` does, as are ValueError, TypeError and RemoteStageError.
         """
         self.close()
         return self._connect_again()
@@ -294,33 +314,33 @@ class Mesh:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not self._is_here:
-            return  # a forked child leaves it as it is
+            return  # in a forked child
         code = error.code if error is not None and safe_isinstance(error, SystemExit) else 1  # type: ignore[attr-defined]
-        ends = code is None or (type(code) is int and code == 0)  # with nothing wrong
-        if error is not None and not ends and not self._closed:
+        success = code is None or (type(code) is int and code == 0)
+        if error is not None and not success and not self._closed:
             self.detector.publish(error)
         self.close()
 
     def __repr__(self) -> str:
         node = f"stage {self.stage}, replica {self.replica}, tp_rank {self.tp_rank}"
-        who = f"{self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): {node}"
-        return f"Mesh({who}, {self.lanes} lanes on {self.device})"
+        rank = f"{self.topology.to_text()}, rank {self.rank} (global {self.global_rank}): {node}"
+        return f"Mesh({rank}, {self.lanes} lanes on {self.device})"
 
     # -- internal --------------------------------------------------------------------------------------------
 
     def open(self, config: ConnectConfig, deadline: float) -> None:
-        """Create the groups and lanes and connect them. ``connect`` does this, once."""
+        """Create the groups and lanes and connect them. Called once, by ``connect``."""
         setup = MeshSetup(config, self.rank_info, self.detector, self._groups, self.store, self.key, deadline)
         setup.make_groups()
         self._control, self._edge_broadcast = setup.make_control()
         self._lane_set.set(*setup.make_lanes())
         if dist.is_initialized():
-            self._device_meshes.part("tp")  # not first while shapes are inferred
+            self._device_meshes.part("tp")  # cannot be created while shapes are inferred
         setup.connect(self.endpoints)
 
     @property
     def _is_here(self) -> bool:
-        """Whether this process has connected the mesh, and was not forked from the one that has."""
+        """Whether this process connected the mesh, rather than being forked from the one that did."""
         return self._process == os.getpid()
 
     def _check_process(self) -> None:
@@ -331,7 +351,7 @@ class Mesh:
         self._groups.abort()
 
     def _abort_lanes(self) -> None:
-        """After a failure, and before groups are aborted: NCCL must not be called with their communicators then."""
+        """Abort the lanes before their groups: NCCL must not be called with an aborted communicator."""
         first = self.watchdog.first
         reason = "the mesh is closed" if first is None else first.describe()
         self._lane_set.abort(reason)
@@ -339,13 +359,13 @@ class Mesh:
             self._edge_broadcast.abort(reason)
 
     def _overdue(self) -> str:
-        """The transfer that takes too long; empty if there is none. Called from the watchdog's thread."""
+        """Describe a transfer that takes too long; empty if there is none. Called on the watchdog's thread."""
         late = self._lane_set.overdue()
         advice = "look at the rank at its other end, or give connect a longer transfer_timeout"
         return late and f"rank {self.global_rank}: {late}: {advice}"
 
     def _drop_lanes(self) -> None:
-        """In a function of its own, so that no variable outlives it: a lane holds its groups."""
+        """Close and drop the lanes. No local variable may outlive this: a lane holds its groups."""
         deadline = time.monotonic() + _CLOSING_SECONDS
         first: BaseException | None = None
         if self.failed:
@@ -366,6 +386,6 @@ class Mesh:
         self._device_meshes.clear()
         if self._control is not None:
             self._control.close()
-        if self.failed:  # also if only since
+        if self.failed:  # perhaps only while closing
             self._groups.break_all()
         self._groups.destroy()

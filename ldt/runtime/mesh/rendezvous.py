@@ -1,4 +1,4 @@
-"""Check-in: all ranks of a mesh meet at the store, under a deadline, before any communicator is made."""
+"""Rendezvous over the store: all ranks of a mesh check in, under a deadline, before any communicator is created."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ __all__ = ["check_in", "mesh_key", "refuse", "share"]
 
 _POLL_SECONDS = 0.02
 _COMPLETE = "complete"
-_SPELLED = 16  # ranks whose numbers are in the name; it goes with every question to the store
+_MAX_SPELLED = 16  # ranks spelled out in a key, which every request to the store carries; more are hashed
 
 
 def mesh_key(store: Any, rank: int, ranks: Sequence[int]) -> str:
-    """A name for the next mesh over ``ranks`` (global ones) that is the same on all of them and never used again.
+    """Return a key for the next mesh over the global ``ranks``, equal on all of them and never used again.
 
-    The store counts how often ``rank`` has connected over exactly these ranks, which all do equally often. Where all
-    processes are started anew, they need a store, or a part of one, of their own.
+    The store counts how often ``rank`` has connected over exactly these ranks, which is equal on all of them.
+    Restarted processes need a new store or a ``PrefixStore`` of their own.
     """
     names = "_".join(map(str, ranks))
-    mesh = f"ldt/{names if len(ranks) <= _SPELLED else hashlib.sha256(names.encode()).hexdigest()[:16]}"
+    mesh = f"ldt/{names if len(ranks) <= _MAX_SPELLED else hashlib.sha256(names.encode()).hexdigest()[:16]}"
     return f"{mesh}/{store.add(f'{mesh}/connects/{rank}', 1)}"
 
 
 def check_in(
     store: Any, key: str, rank: int, ranks: Sequence[int], settings: dict[str, str], seconds: float
 ) -> None:
-    """Wait until all ``ranks`` (global ones) have come with the same ``settings``.
+    """Wait until all global ``ranks`` have checked in with equal ``settings``.
 
-    Raises LdtError on every rank that came: after ``seconds``, naming the ranks that did not come, or naming the
-    ranks whose settings differ and both values. A rank that comes later learns that the others gave up.
+    Raises LdtError on every rank that checked in: after ``seconds``, naming the missing ranks, or naming the ranks
+    whose settings differ and both values. A rank that comes later raises what the others raised.
     """
     store.set(
         f"{key}/here/{rank}", json.dumps({**settings, "host": socket.gethostname(), "pid": os.getpid()})
     )
     _wait_for_all(store, key, ranks, seconds)
     cards = {other: _read(store, f"{key}/here/{other}", other, _card) for other in ranks}
-    for name, mine in settings.items():
-        differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != mine}
+    for name, local in settings.items():
+        differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != local}
         if differing:
-            theirs = "; ".join(f"rank {other} has {quoted(value)}" for other, value in differing.items())
+            remote = "; ".join(f"rank {other} has {quoted(value)}" for other, value in differing.items())
             raise LdtError(
-                f"connect: {name} must be the same on all ranks: rank {rank} has {mine!r}, {theirs}"
+                f"connect: {name} must be the same on all ranks: rank {rank} has {local!r}, {remote}"
             )
 
 
 def refuse(store: Any, key: str, why: str) -> NoReturn:
-    """Instead of checking in: raise LdtError, on every rank that comes."""
+    """Refuse instead of checking in: raises LdtError here and on every rank that checks in."""
     store.compare_set(f"{key}/verdict", "", why)
     raise LdtError(f"connect: {why}")
 
@@ -69,24 +69,24 @@ def share(
     watchdog: Watchdog,
     deadline: float,
 ) -> list[Any]:
-    """Give ``value``, a bool or texts by name, to all ``ranks`` (global ones) under ``key``; returns what each gave.
+    """All-gather ``value``, a bool or a dict of texts, over the global ``ranks`` under ``key``.
 
-    Raises LdtError naming the ranks that did not by ``deadline`` (``time.monotonic()``), or one that gave a thing of
-    another kind than this rank, RemoteStageError if another rank failed.
+    Raises LdtError naming the ranks that sent nothing by ``deadline`` (``time.monotonic()``), or one that sent
+    another type than this rank; RemoteStageError if another rank failed.
     """
     store.set(f"{key}/{rank}", json.dumps(value))
     while not store.check([f"{key}/{other}" for other in ranks]):
         watchdog.check()
         if time.monotonic() > deadline:
             missing = [other for other in ranks if not store.check([f"{key}/{other}"])]
-            raise LdtError(f"connect: ranks {missing} did not give their {key} in time; look at their output")
+            raise LdtError(f"connect: ranks {missing} did not send their {key} in time; look at their output")
         time.sleep(_POLL_SECONDS)
     read = _flag if isinstance(value, bool) else as_str_dict
     return [_read(store, f"{key}/{other}", other, read) for other in ranks]
 
 
 def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) -> None:
-    """Returns if all ranks decide to go on, raises on all of them otherwise: whoever decides first, decides for all."""
+    """Wait until a rank has written the verdict, which holds for all ranks. Raises LdtError unless it is to go on."""
     deadline = time.monotonic() + seconds
     verdict = f"{key}/verdict"
     while not store.check([verdict]):
@@ -97,18 +97,18 @@ def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) ->
             store.compare_set(verdict, "", _missing_text(missing, ranks, seconds) if missing else _COMPLETE)
         else:
             time.sleep(_POLL_SECONDS)
-    decided = store.get(verdict).decode(errors="replace")
-    if decided != _COMPLETE:
-        raise LdtError(f"connect: {plain(decided)}")
+    text = store.get(verdict).decode(errors="replace")
+    if text != _COMPLETE:
+        raise LdtError(f"connect: {plain(text)}")
 
 
 def _read(store: Any, key: str, rank: int, read: Callable[[Any], Any]) -> Any:
-    """What ``rank`` left under ``key``. Raises LdtError naming it if that is no JSON, or not what ``read`` takes."""
+    """Read what ``rank`` wrote to ``key``. Raises LdtError naming it if that is not JSON, or ``read`` rejects it."""
     return read_or_raise(store.get(key), lambda data: read(parse(data)), f"connect: rank {rank}")
 
 
 def _card(value: Any) -> dict[str, str]:
-    """The texts of a card; its number of a process is for people who look into the store."""
+    """The settings and host of a rank. Its ``pid`` is only for people who look into the store."""
     return as_str_dict({name: entry for name, entry in dict(value).items() if name != "pid"})
 
 

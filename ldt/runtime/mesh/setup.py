@@ -1,4 +1,4 @@
-"""Makes what a mesh talks through, and connects it under a deadline."""
+"""Creates the groups, control plane and lanes of a mesh and connects them under a deadline."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = ["MeshSetup"]
 class MeshSetup:
     """The steps that connect a mesh, in the order in which every rank takes them.
 
-    ``key`` is the mesh's name in ``store``; each step raises LdtError once ``deadline`` (``time.monotonic()``) is over,
-    and RemoteStageError if another rank failed.
+    ``key`` is the name of the mesh in ``store``. Each step raises LdtError if ``deadline`` (``time.monotonic()``)
+    passes, RemoteStageError if another rank failed.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MeshSetup:
         )
 
     def make_groups(self) -> None:
-        """Make this rank's process groups, in one order on all ranks."""
+        """Create this rank's process groups, in the same order on all ranks."""
         config, device = self._config, self._config.device
         warm_up_libraries(device, partial(check_warm_up, device, self._watchdog, self._deadline))
         self._groups.use_store(self._store)
@@ -72,7 +72,7 @@ class MeshSetup:
                 self._groups.make(spec.name, key, members, backend, time_left(self._deadline, at_least=1.0))
 
     def make_control(self) -> tuple[ControlPlane, EdgeBroadcast]:
-        """Make the control plane and the broadcasts of the edge, over the control groups."""
+        """Create the control plane and the edge broadcast over the control groups."""
         rank_info = self._rank_info
         collectives = Collectives(
             rank_info,
@@ -85,22 +85,22 @@ class MeshSetup:
         return control, make_edge_broadcast(rank_info, collectives, self._detector, self._groups)
 
     def make_lanes(self) -> tuple[LaneLayout, Mapping[LaneId, LaneTransport], Mapping[Channel, Endpoint]]:
-        """Choose the transport of each lane and make the endpoints of this rank."""
+        """Choose the transport of each lane and create the endpoints of this rank."""
         transports = TransportSelector(self._config.transport, self._layout, self._share).select()
         endpoints = make_endpoints(self._layout, self._config.timeouts.transfer_timeout, transports)
         return self._layout, transports, endpoints
 
     def connect(self, endpoints: Mapping[Channel, Endpoint]) -> None:
-        """Send through every group and stripe once, so that a step finds them connected."""
+        """Send through every group and stripe once, so that they are connected before the first step."""
         layout = self._layout
         if dist.is_initialized():
             connect_alone(layout.groups, layout.device, self._watchdog, self._deadline)
-        self._watchdog.check()  # a rank that failed before there was a lane to abort
+        self._watchdog.check()  # a rank may have failed before this one had a lane to abort
         connect_all(layout, endpoints, self._watchdog, self._deadline)
         limit_transfers(layout.groups, layout.topology, self._config.timeouts.transfer_timeout)
 
     def _share(self, name: str, value: Any) -> list[Any]:
-        """What each rank gives under ``name``, by rank of the topology."""
+        """All-gather ``value`` under ``name``, in the order of the topology."""
         info = self._rank_info
         key = f"{self._key}/transports/{name}"
         return share(self._store, key, info.global_rank, info.ranks, value, self._watchdog, self._deadline)

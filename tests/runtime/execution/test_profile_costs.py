@@ -12,7 +12,7 @@ from pipeline_jobs import build
 import ldt
 from ldt.plan import Costs
 from ldt.runtime.mesh import link_probe
-from ldt.runtime.mesh.link_probe import LEAST_BYTES
+from ldt.runtime.mesh.link_probe import MIN_BYTES
 from ldt.testing import RankPool, SleepingChunk, ToyChunk, in_time, toy_microbatches
 from ldt.topology import Topology
 
@@ -43,7 +43,7 @@ def failing_probe() -> str:
     with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
         if not mesh.is_edge:
-            patch.setattr(link_probe, "there_and_back", lambda *_: 1 / 0)
+            patch.setattr(link_probe, "round_trip", lambda *_: 1 / 0)
         start = time.monotonic()
         with pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught:
             pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None)
@@ -107,4 +107,4 @@ def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], 
         assert costs.bytes[hop] == (2 * 16 * 4 if crosses else 0)
         assert (costs.latency[hop] > 0) == crosses
         assert in_time(costs.latency[hop], 0.1)
-        assert costs.bandwidth[hop] > LEAST_BYTES
+        assert costs.bandwidth[hop] > MIN_BYTES

@@ -1,0 +1,213 @@
+"""Runs the calls of a pipeline: handshake, this rank's row of the plan, result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ldt.errors import LdtError
+from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.execution.chunk_runner import ChunkRunner
+from ldt.runtime.execution.executor import Executor
+from ldt.runtime.execution.grad_hooks import check_gradients
+from ldt.runtime.execution.grad_reduce import EarlierGradients
+from ldt.runtime.execution.loss import LossFn, LossReduction, StepLoss, TokenScale
+from ldt.runtime.execution.nan_check import NanCheck
+from ldt.runtime.execution.recorder import Recorder
+from ldt.runtime.execution.step_result import StepResult, StepStats
+from ldt.runtime.execution.step_state import StepState
+from ldt.runtime.execution.step_stats import StepStatsCollector
+from ldt.runtime.execution.stream_timer import StreamTimer
+from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.model.buffer_sync import BufferSync
+from ldt.runtime.model.divergence import DivergenceCheck
+from ldt.runtime.step.audit import Audit, Guard
+from ldt.runtime.step.call import Call, Mode, StepRejected
+from ldt.runtime.step.handshake import Handshake, StepContext
+from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
+from ldt.runtime.step.shape_cache import ShapeCache
+from ldt.runtime.step.validate import validate_chunks
+
+__all__ = ["StepOptions", "StepRunner"]
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What the arguments of ``Pipeline`` say about its steps. ``loss_module`` has the parameters of ``loss_fn``."""
+
+    loss_fn: LossFn | None
+    loss_module: nn.Module | None
+    loss_reduction: LossReduction
+    grad_scaler: torch.amp.GradScaler | None
+    nan_check: NanCheck
+    audit: Audit | None
+
+
+class StepRunner:
+    """Runs the calls of one pipeline on this rank.
+
+    ``number`` is the number of the pipeline in its mesh, ``runners`` has this rank's chunks by index.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        number: int,
+        runners: Mapping[int, ChunkRunner],
+        handshake: Handshake,
+        buffers: BufferSync,
+        options: StepOptions,
+    ) -> None:
+        self._mesh = mesh
+        self._number = number
+        self._runners = runners
+        self._handshake = handshake
+        self._buffers = buffers
+        self._options = options
+        self._divergence = DivergenceCheck(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
+        self._serial = 0  # of the current call
+        self._guard: Guard | None = None
+
+    def parameters(self) -> dict[nn.Parameter, None]:
+        """The parameters of this rank's chunks and, on the edge, of the loss function, in order and each once."""
+        return dict.fromkeys(p for runner in self._runners.values() for _, p in runner.named_parameters())
+
+    def run(
+        self, mode: Mode, microbatches: Any, upcoming: Any = None, timer: StreamTimer | None = None
+    ) -> StepResult:
+        """Run one step or eval. Without a ``timer`` times are the host's. See ``Pipeline.step`` for what it raises."""
+        self._mesh.check_usable()
+        with self._mesh.calling(f"{mode}()"):
+            executor: Executor | None = None
+            try:
+                stats = StepStatsCollector(self._mesh)
+                call, context = self._open(mode, microbatches, upcoming)
+                step = self._step_state(call, context)
+                executor = Executor(self._mesh, self._runners, step, Recorder(timer), self._options.audit)
+                self._execute(executor, step, call)
+                executor.recorder.finish()
+                if self._guard is not None:
+                    self._guard.end()
+                return self._result(step, stats.collect(executor))
+            except StepRejected as rejected:
+                raise rejected.error from None
+            except BaseException as error:
+                for runner in self._runners.values():
+                    runner.drop()
+                if executor is None:
+                    self._mesh.fail(error, f"the beginning of {mode}()")
+                self._mesh.fail(error, executor.position, executor.error_context())
+
+    def validate(self, shapes: ShapeCache, microbatches: Any, training: bool) -> StepContext:
+        """Run every chunk on fake tensors. See ``Pipeline.validate`` for what it raises."""
+        self._mesh.check_usable()
+        with self._mesh.calling("validate()"):
+            try:
+                call, context = self._open("step" if training else "eval", microbatches)
+                validate_chunks(self._mesh, shapes, context, call.microbatches, training)
+                self._mesh.control.all_gather(None)  # no rank returns before all have passed
+            except StepRejected as rejected:
+                raise rejected.error from None
+            except BaseException as error:
+                self._mesh.fail(error, "validate()")
+        return context
+
+    # -- the call --------------------------------------------------------------------------------------------
+
+    def _open(self, mode: Mode, microbatches: Any, upcoming: Any = None) -> tuple[Call, StepContext]:
+        """Agree with all ranks on the next call, and announce the ``upcoming`` microbatches of the one after it."""
+        self._serial += 1
+        call = self._new_call(mode, microbatches)
+        following = None if upcoming is None else self._new_call(mode, upcoming, ahead=1)
+        return call, self._handshake.open(call, following)
+
+    def _new_call(self, mode: Mode, microbatches: Any, ahead: int = 0) -> Call:
+        """The current call, or the one ``ahead`` calls later, with this rank's microbatches or what is wrong here."""
+        serial = self._serial + ahead
+        try:
+            if mode == "step" and ahead == 0:
+                self._check_training()
+            parsed = self._parse(mode, microbatches)
+        except Exception as caught:
+            return Call(mode, serial, None, self._number, caught)
+        return Call(mode, serial, parsed, self._number)
+
+    def _check_training(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise LdtError("step() computes gradients and cannot run under torch.inference_mode(): leave it")
+        options = self._options
+        modules = {index: runner.module for index, runner in self._runners.items()}
+        check_gradients(modules, options.loss_module, self._mesh, options.loss_reduction == "token")
+        if self._mesh.is_edge and options.loss_fn is None:
+            raise InputValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
+
+    def _parse(self, mode: Mode, microbatches: Any) -> list[Microbatch] | None:
+        if self._mesh.is_edge:
+            return parse_microbatches(microbatches)
+        if microbatches is not None:
+            raise InputValueError(
+                f"microbatches were given on a rank of stage {self._mesh.stage}: only the edge, stage 0, has "
+                f"samples; call {mode}() without arguments here"
+            )
+        return None
+
+    # -- the step --------------------------------------------------------------------------------------------
+
+    def _step_state(self, call: Call, context: StepContext) -> StepState:
+        step = StepState(
+            context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
+        )
+        step.divergence = self._divergence
+        step.keep_outputs = call.mode == "eval"
+        if call.microbatches is not None:
+            step.microbatches = call.microbatches
+            step.loss = self._step_loss(len(call.microbatches))
+            audited = self._options.audit is not None
+            step.guard = self._guard = Guard(call.microbatches, audited, self._guard)
+        return step
+
+    def _step_loss(self, num_microbatches: int) -> StepLoss | None:
+        options = self._options
+        if options.loss_fn is None:
+            return None
+        optional: dict[str, Any] = {}
+        if options.grad_scaler is not None:
+            optional["scale"] = options.grad_scaler.scale
+        if self._changes_gradients:
+            optional["trained"] = set(map(id, self.parameters()))
+        return StepLoss(options.loss_fn, options.loss_reduction, num_microbatches, **optional)
+
+    @property
+    def _changes_gradients(self) -> bool:
+        """Whether a step divides or reduces gradients after its backwards."""
+        return self._options.loss_reduction == "token" or self._mesh.topology.dp > 1
+
+    def _execute(self, executor: Executor, step: StepState, call: Call) -> None:
+        training = step.plan.training
+        with torch.inference_mode(False), torch.set_grad_enabled(training):
+            scale: TokenScale | None = None
+            earlier = EarlierGradients(self.parameters() if training and self._changes_gradients else ())
+            if training and self._options.loss_reduction == "token":
+                scale = TokenScale(self._mesh.edge_broadcast, call, self.parameters(), self._options.audit)
+                if self._mesh.is_edge and self._mesh.is_leader:
+                    step.token_scale = scale
+            try:
+                self._buffers.run()
+                executor.run()
+                if scale is not None:
+                    scale.finish(self._mesh.topology.edge_dp)
+            finally:
+                earlier.add_back()
+
+    def _result(self, step: StepState, stats: StepStats) -> StepResult:
+        result = StepResult(stats)
+        if step.loss is not None and step.loss.per_microbatch():
+            result.loss = step.loss.total()
+            result.losses = step.loss.per_microbatch()
+        if step.keep_outputs and self._mesh.is_edge:
+            result.outputs = [step.outputs[index] for index in sorted(step.outputs)]
+        return result
