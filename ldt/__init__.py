@@ -1,7 +1,7 @@
 """Layerwise disaggregated training on PyTorch.
 
-The names below are loaded on first use, so that topologies and plans work on a machine without torch and without
-the compiled module. The first use of a name that needs torch checks that ldt was built for the torch at hand.
+Names are loaded on first use, so topologies and plans work without torch and without the compiled module. The first
+use of a name that needs torch checks that ldt was built for the installed torch.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def __dir__() -> list[str]:
 
 
 def _version() -> str:
-    """The installed version. Its one source is pyproject.toml, by way of the distribution's metadata."""
+    """The installed version, from the metadata of the distribution."""
     metadata = importlib.import_module("importlib.metadata")
     try:
         version: str = metadata.version("ldt-torch")

@@ -1,6 +1,6 @@
 """Every private name of PyTorch that the package uses, with the reason. Read in torch 2.13.
 
-A release of PyTorch may change what is here without notice: a new one is tried by running the tests, and mended here.
+A PyTorch release may change these names without notice. Run the tests with a new release, and adapt this file.
 """
 
 from __future__ import annotations
@@ -65,28 +65,28 @@ __all__ = [
     "without_saved_tensors_hooks",
 ]
 
-# FakeTensor, FakeTensorMode: shapes of a chunk's outputs without computing them.
-# pytree: nested inputs and outputs; torch.utils.pytree has no public twin of tree_map_only.
-# HashStore, TCPStore: torch.distributed exports them only where it was built with all backends.
-# AsyncCollectiveTensor: what a chunk of DTensors returns before anyone has waited for it.
-# is_traceable_wrapper_subclass: tells tensors that are made of other tensors.
+# FakeTensor, FakeTensorMode: infer shapes of outputs without computing them.
+# pytree: nested inputs and outputs; torch.utils.pytree has no tree_map_only.
+# HashStore, TCPStore: torch.distributed exports them only if built with all backends.
+# AsyncCollectiveTensor: output of a chunk of DTensors that nothing has waited for.
+# is_traceable_wrapper_subclass: detects tensors that wrap other tensors.
 
 
 # -- process groups ----------------------------------------------------------------------------------------------
 
 
 def default_store() -> Any:
-    """The store of the default process group: meshes meet there. No public call returns it."""
+    """The store of the default process group, where meshes rendezvous. No public call returns it."""
     return c10d._get_default_store()
 
 
 def make_process_group(
     name: str, ranks: Sequence[int], backend: str, timeout: timedelta, store: Any
 ) -> dist.ProcessGroup:
-    """Make the group of the global ``ranks``, of which this process is one; only they take part, over ``store``.
+    """Create the group of the global ``ranks`` over ``store``. Only they, among them this process, take part.
 
-    ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` makes up its
-    name by counting the groups of the calling process, and ranks of one mesh have different numbers of groups.
+    ``name`` must be unique for the life of the store. ``dist.new_group(use_local_synchronization=True)`` would derive
+    the name from the number of groups of the calling process, which differs between the ranks of a mesh.
     """
     ranks = list(ranks)
     group: dist.ProcessGroup
@@ -107,7 +107,7 @@ def make_process_group(
 
 @contextmanager
 def _without_communicator_split() -> Iterator[None]:
-    """Splitting the default NCCL communicator (``init_process_group(device_id=...)``) needs all its ranks at once."""
+    """Do not split the default NCCL communicator (``init_process_group(device_id=...)``): all its ranks would have to."""
     default = c10d._get_default_group()
     bound = getattr(default, "bound_device_id", None)
     if bound is None:
@@ -121,23 +121,23 @@ def _without_communicator_split() -> Iterator[None]:
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows ``group``: destroying the default group makes it forget all."""
+    """Whether ``group`` is still registered: destroying the default group unregisters all."""
     return group in c10d._world.pg_map
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Destroy ``group`` without flushing what is queued in it, where this torch can."""
+    """Destroy ``group`` without flushing its queue, if this torch can."""
     getattr(c10d, "_abort_process_group", dist.destroy_process_group)(group)
 
 
 def groups_and_stores() -> Iterator[tuple[dist.ProcessGroup, Any]]:
-    """All process groups of this process, each with its store: a forked child must not free either."""
+    """All process groups of this process, each with its store. A forked child must free neither."""
     for group, (_, store) in c10d._world.pg_map.items():
         yield group, store
 
 
 def nccl_communicator(group: dist.ProcessGroup, device: torch.device) -> int:
-    """The address of the group's ``ncclComm_t`` on ``device``, made now, together with all other ranks of the group."""
+    """Create the group's ``ncclComm_t`` on ``device`` and return its address. A collective call of its ranks."""
     backend: Any = group._get_backend(device)
     backend.eager_connect_single_device(device)
     return int(backend._comm_ptr())
@@ -147,24 +147,24 @@ def nccl_communicator(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def forward_pre_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
-    """Each hook, and whether it takes keyword arguments. Dry runs run only those that layers depend on."""
+    """The hooks, each with whether it takes keyword arguments. Dry runs call only those that layers depend on."""
     by_name = module._forward_pre_hooks_with_kwargs
     return [(hook, key in by_name) for key, hook in module._forward_pre_hooks.items()]
 
 
 def forward_hooks(module: nn.Module) -> list[tuple[Callable[..., Any], bool]]:
-    """Each hook, and whether it takes keyword arguments."""
+    """The hooks, each with whether it takes keyword arguments."""
     by_name = module._forward_hooks_with_kwargs
     return [(hook, key in by_name) for key, hook in module._forward_hooks.items()]
 
 
 def global_forward_hooks() -> list[Callable[..., Any]]:
-    """Hooks on the forward of every module, before and after it."""
+    """The hooks before and after the forward of every module."""
     return [*modules._global_forward_pre_hooks.values(), *modules._global_forward_hooks.values()]
 
 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
-    """Hooks on the gradient of ``parameter``: they run before gradients are divided or reduced over replicas."""
+    """Hooks on the gradient of ``parameter``. They run before gradients are divided or reduced over replicas."""
     found: list[Callable[..., Any]] = []
     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
         found += (hooks or {}).values()
@@ -177,13 +177,13 @@ def backward_optimizers(parameter: torch.Tensor) -> list[Any]:
 
 
 def optimizer_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Mapping[int, Callable[..., Any]]]:
-    """Hooks around ``load_state_dict``, before and after it."""
+    """The hooks before and after ``load_state_dict``."""
     yield optimizer._optimizer_load_state_dict_pre_hooks
     yield optimizer._optimizer_load_state_dict_post_hooks
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """The names of buffers that are not part of ``state_dict``."""
+    """The names of the buffers that are not in ``state_dict``."""
     return module._non_persistent_buffers_set
 
 
@@ -191,13 +191,13 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:
-    """Dry runs must not reach modes of the caller, such as a FLOP counter."""
+    """Disable the caller's dispatch modes, such as a FLOP counter, during dry runs."""
     return _disable_current_modes()
 
 
 @contextmanager
 def without_function_modes() -> Iterator[None]:
-    """The same for function modes, but for ``torch.device`` contexts, which decide where tensors are made."""
+    """Disable the caller's function modes, except ``torch.device`` contexts, which decide where tensors are made."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     kept = [mode for mode in modes if isinstance(mode, DeviceContext)]
     _replace_modes(kept)
@@ -216,7 +216,7 @@ def _replace_modes(modes: Sequence[Any]) -> None:
 
 @contextmanager
 def without_saved_tensors_hooks() -> Iterator[None]:
-    """The same for default hooks on saved tensors, as of ``save_on_cpu``."""
+    """Disable default hooks on saved tensors, such as those of ``save_on_cpu``."""
     engine = torch._C._autograd
     found = []
     while (pair := engine._top_saved_tensors_default_hooks(False)) is not None:
@@ -233,18 +233,18 @@ def without_saved_tensors_hooks() -> Iterator[None]:
 
 
 def view_base(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of which autograd knows ``tensor`` as a view; itself if there is none."""
+    """The base of ``tensor`` if autograd knows it as a view, otherwise ``tensor``."""
     return tensor._base if tensor._is_view() else tensor  # type: ignore[return-value]
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor, without the autograd of ``to_local``; any other tensor as it is."""
+    """The local tensor of a DTensor, without the autograd of ``to_local``; any other tensor unchanged."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Equal for Python objects of one storage."""
+    """An id of the storage, equal for all Python objects of it."""
     return int(storage._cdata)
 
 
@@ -252,7 +252,7 @@ _use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambd
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many references there are to a storage, counting ``storage``; very many where this torch cannot tell."""
+    """The number of references to a storage, counting ``storage``; 2**30 if this torch cannot tell."""
     return _use_count(storage._cdata)
 
 
@@ -265,18 +265,18 @@ def recompute_once() -> AbstractContextManager[object]:
 def foreach_norm(
     tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """The norm of each tensor, in few kernels: what ``torch.nn.utils.get_total_norm`` uses."""
+    """The norm of each tensor in few kernels, as ``torch.nn.utils.get_total_norm`` computes it."""
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
 
 
 def validate_global_plan(plans: Any, metadata: Any) -> list[str]:
-    """What is wrong with the chunks of a checkpoint's tensors: overlaps, and elements that none of them has."""
+    """Errors in the chunks of a checkpoint's tensors: overlaps, and elements in no chunk."""
     found: Any = _validate_global_plan(plans, metadata)
-    if isinstance(found, bool):  # torch 2.11 writes what it found to its log
-        return [] if found else ["they overlap, or leave something out"]
+    if isinstance(found, bool):  # torch 2.11 logs the errors instead
+        return [] if found else ["they overlap, or leave elements out"]
     return list(found)
 
 
 def is_lru_cache(value: object) -> bool:
-    """Whether ``value`` is a function of ``functools.lru_cache``; of Python, whose type has no public name."""
+    """Whether ``value`` is a function in ``functools.lru_cache``. Its type has no public name in Python."""
     return isinstance(value, functools._lru_cache_wrapper)

@@ -223,6 +223,6 @@ def test_what_torch_answers_up_to_2_11_is_understood(
         ldt.merge_checkpoint(checkpoint, tmp_path / "merged")
         return
     with pytest.raises(
-        ldt.LdtError, match=r"do not have each element of .* once: they overlap, or leave something out"
+        ldt.LdtError, match=r"do not have each element of .* once: they overlap, or leave elements out"
     ):
         ldt.merge_checkpoint(checkpoint, tmp_path / "merged")
