@@ -107,7 +107,7 @@ def make_process_group(
 
 @contextmanager
 def _without_communicator_split() -> Iterator[None]:
-    """Do not split the default NCCL communicator (``init_process_group(device_id=...)``): all its ranks would have to."""
+    """Create the NCCL communicator anew: splitting the default one, if bound to a device, needs all its ranks."""
     default = c10d._get_default_group()
     bound = getattr(default, "bound_device_id", None)
     if bound is None:

@@ -22,14 +22,21 @@ _TEXT = re.compile(f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_N
 
 @dataclass(frozen=True, init=False)
 class Topology:
-    """How the ranks are divided into stages and replicas.
+    """The ranks of each stage, the replicas, and the laps of the model over the stages. Immutable and hashable.
 
-    ``tp[s]`` is the number of tensor-parallel ranks of stage s; stage 0 is the edge. ``edge_dp`` replicas of the edge
-    serve ``dp`` replicas of the cloud stages (default: as many): edge replica e deals its microbatches round-robin to
-    the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... ``laps`` is the number of passes through all P stages:
-    chunk c < laps * P is on stage c % P, and the last chunk, the tail, on the edge.
+    The model is cut into ``laps * P + 1`` chunks for P stages. Chunk c < laps * P is on stage c % P; the last chunk,
+    the tail, is on the edge. Ranks are numbered by stage, then replica, then TP rank.
 
-    Raises TopologyError naming the wrong number, and for more than a million ranks or 100,000 chunks of all replicas.
+    Args:
+        tp: ``tp[s]`` is the number of tensor-parallel ranks of each replica of stage s. Stage 0 is the edge.
+        dp: Number of replicas of the cloud stages.
+        edge_dp: Number of replicas of the edge; must divide ``dp``. Edge replica e deals its microbatches round robin
+            to the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... Default: ``dp``.
+        laps: Number of walks through all stages: 1 for a language model, 2 for a vision-language model.
+
+    Raises:
+        TopologyError: A number is wrong; names it. Also for more than a million ranks, or 100,000 chunks of all
+            replicas.
     """
 
     tp: tuple[int, ...]
@@ -79,10 +86,12 @@ class Topology:
 
     @cached_property
     def num_stages(self) -> int:
+        """Number of stages, P."""
         return len(self.tp)
 
     @cached_property
     def num_chunks(self) -> int:
+        """Number of chunks, ``laps * P + 1``."""
         return self.laps * self.num_stages + 1
 
     @cached_property
@@ -108,7 +117,7 @@ class Topology:
 
     @property
     def served(self) -> int:
-        """The number of cloud replicas that each edge replica serves in turn."""
+        """Number of cloud replicas that each edge replica serves, ``dp / edge_dp``."""
         return self.dp // self.edge_dp
 
     @cached_property
@@ -164,6 +173,7 @@ class Topology:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks."""
         return len(self._node_of_rank)
 
     def ranks_of(self, node: Node) -> tuple[int, ...]:
@@ -179,10 +189,11 @@ class Topology:
         )
 
     def leader_of(self, node: Node) -> int:
-        """The first rank of ``node``. Only it talks to other nodes, unless messages are sharded."""
+        """The first rank of ``node``. With transfer "leader" it alone sends to and receives from other nodes."""
         return self.ranks_of(node)[0]
 
     def node_of(self, rank: int) -> Node:
+        """The node of ``rank``. Raises TopologyError if there is no such rank."""
         if not 0 <= rank < self.world_size:
             raise TopologyError(
                 f"rank {rank} does not exist: this topology has ranks 0 to {self.world_size - 1}"
@@ -225,7 +236,7 @@ class Topology:
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
-        """All channels in global order: by replica, then hop, forward before backward."""
+        """All channels, in the order in which ranks connect them: by replica, then hop, forward before backward."""
         return tuple(self._channels.values())
 
     # -- text ------------------------------------------------------------------------------------------------
@@ -267,10 +278,17 @@ class Topology:
 def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:
     """Return the lane that carries each channel.
 
-    "dedicated" gives each channel a lane. "paired" has two lanes per replica, chosen by the sender: an even stage
-    sends on pang and receives on ping, an odd stage the other way round. With an odd number of stages both ends of the
-    wraparound link are even, so last_to_first carries its activations and first_to_last its gradients. A node only
-    sends on a lane or only receives on it.
+    On each lane a node only sends or only receives.
+
+    Args:
+        topology: The topology.
+        policy: ``"dedicated"`` gives each channel a lane. ``"paired"`` has two lanes per replica: even stages send on
+            pang and receive on ping, odd stages the other way round. If the number of stages is odd, both ends of the
+            wraparound link are even stages; its activations use a third lane, last_to_first, its gradients a fourth,
+            first_to_last.
+
+    Raises:
+        TopologyError: There is no such policy.
     """
     if policy not in get_args(LanePolicy):
         raise TopologyError(f"lane policy must be 'dedicated' or 'paired', got {policy!r}")

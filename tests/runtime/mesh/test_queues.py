@@ -43,7 +43,7 @@ def test_the_fewest_that_there_can_be_count(
     monkeypatch.delenv(QUEUES, raising=False)
     if at_import is not None:
         monkeypatch.setenv(QUEUES, at_import)
-    _cuda.ask_for_queues()
+    _cuda.request_queues()
     if now is not None:
         monkeypatch.setenv(QUEUES, now)
     assert _cuda.queues() == expected
