@@ -1,4 +1,4 @@
-"""Fine-tunes a causal language model of the Hugging Face hub, split in a U, on prompts and answers.
+"""Fine-tunes a causal language model from the Hugging Face hub in a U, on prompts and answers.
 
     torchrun --standalone --nproc-per-node 3 examples/finetune_hf.py --model FOLDER --data FILE.jsonl --lora 16
 

@@ -1,4 +1,4 @@
-"""Trains a small language model that is split in a U: first and last layers on the edge, the others in the cloud.
+"""Trains a small language model in a U: the first and last layers on the edge, the others in the cloud.
 
     torchrun --standalone --nproc-per-node 3 examples/train_text.py
 

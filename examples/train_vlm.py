@@ -1,4 +1,4 @@
-"""Trains a small Qwen2.5-VL, split in a U, to say which digit an image shows.
+"""Trains a small Qwen2.5-VL in a U to name the digit in an image.
 
     torchrun --standalone --nproc-per-node 3 examples/train_vlm.py
 

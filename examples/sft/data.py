@@ -1,4 +1,4 @@
-"""Prompts and answers from a file, as microbatches whose loss is that of the answers. Only the edge reads them."""
+"""Reads prompts and answers from a file into microbatches; the loss is over the answers. Used only on the edge."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of the text example, one concern each; examples/train_text.py puts them together."""
+"""The parts of the text example; examples/train_text.py puts them together."""

@@ -1,4 +1,4 @@
-"""Numbers of the command line, of which a wrong one ends the program with a sentence."""
+"""Parses numbers of the command line; a wrong one ends the program with one sentence."""
 
 from __future__ import annotations
 

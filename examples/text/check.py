@@ -1,4 +1,4 @@
-"""Repeats steps of a pipeline with the unsplit model in one process, and compares."""
+"""Runs the same steps on the unsplit model in one process and compares."""
 
 from __future__ import annotations
 

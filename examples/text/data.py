@@ -1,4 +1,4 @@
-"""The text: where it comes from, and the microbatches drawn from it."""
+"""Reads the text and draws microbatches from it."""
 
 from __future__ import annotations
 

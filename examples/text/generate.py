@@ -1,4 +1,4 @@
-"""Lets the trained model continue a text, one byte for each ``Pipeline.eval``."""
+"""Generates text with the trained model, one byte for each ``Pipeline.eval``."""
 
 from __future__ import annotations
 

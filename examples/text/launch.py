@@ -1,4 +1,4 @@
-"""How a job of many processes begins and ends: process group, errors of the command line, Ctrl-C."""
+"""Starts and ends a job of many processes: process group, command-line errors, Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds up where the time of a training run goes, on every rank, and brings it to the edge."""
+"""Sums up where the time of a training run goes, on every rank, and gathers it on the edge."""
 
 from __future__ import annotations
 

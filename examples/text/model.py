@@ -1,4 +1,4 @@
-"""A byte-level transformer in parts, and how the parts are dealt out to the chunks of a topology."""
+"""A byte-level transformer in parts, and the assignment of the parts to the chunks of a topology."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training recipe, which needs to know nothing of pipelines: optimizer and learning rate."""
+"""The training recipe: optimizer and learning rate. Independent of pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is shown and written when the training is done: tables, a trace and a picture."""
+"""Prints and writes the results of training: tables, a trace and a picture."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The parts of the vision-language example, one concern each; examples/train_vlm.py puts them together."""
+"""The parts of the vision-language example; examples/train_vlm.py puts them together."""

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL that is small enough for a CPU, and how its layers are spread over the stages."""
+"""A Qwen2.5-VL small enough for a CPU, and the assignment of its layers to stages."""
 
 from __future__ import annotations
 

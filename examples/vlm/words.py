@@ -1,4 +1,4 @@
-"""The language of the example: a word is a token."""
+"""The vocabulary of the example: one token per word."""
 
 from __future__ import annotations
 

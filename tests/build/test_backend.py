@@ -1,4 +1,4 @@
-"""The build backend: it finds the target's torch as text, never imports or requires it, and fails in one sentence."""
+"""The build backend finds the target's torch as text, never imports or requires it, and fails with one sentence."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_broken_program_on_the_path_is_passed_over(tmp_path: Path, monkeypatch
     assert native_tools.find_tool("cmake") == str(tmp_path / "good" / "cmake")
 
 
-def test_the_sentence_is_all_that_a_frontend_sees(tmp_path: Path) -> None:
+def test_a_frontend_shows_only_the_sentence(tmp_path: Path) -> None:
     """Run the hook as pip does, in a bare interpreter that has no torch: one line, status 1, no traceback."""
     program = "import sys; sys.path[:0] = [sys.argv[1]]; import ldt_build_backend as b; b.build_wheel('.')"
     done = subprocess.run(

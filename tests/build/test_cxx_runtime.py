@@ -1,4 +1,4 @@
-"""A module has one C++ runtime with torch, whatever the compiler would link, or the build says so in one sentence.
+"""A module shares one C++ runtime with torch, whatever the compiler would link, or the build fails with one sentence.
 
 The objects of the last build are linked again: compiling takes minutes.
 """
@@ -114,7 +114,7 @@ def test_flags_that_change_the_layout_of_types(flag: str, tmp_path: Path) -> Non
         assert line.index(flag) < line.index("-U" + flag[2:].split("=")[0]), line
 
 
-def test_what_was_proven_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proven_build_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The note is of one module beside one torch."""
     tried = []
 

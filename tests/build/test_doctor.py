@@ -1,4 +1,4 @@
-"""``python -m ldt doctor``: a report when all is well, a problem with its remedy and status 1 when not."""
+"""``python -m ldt doctor`` reports a working installation, or a problem with its remedy and exit status 1."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_module_that_cannot_be_loaded(overlay: Path, capsys: pytest.CaptureFixtu
     assert "remedy: rebuild with `pip install" in text
 
 
-def test_lane_whose_process_is_ended_by_a_signal(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lane_whose_process_is_killed_by_a_signal(overlay: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = overlay / "cli" / "lane_check" / "rank.py"
     break_line(file, "    faulthandler.enable()\n", "    report(phase='recv'); os.kill(os.getpid(), 11)\n")
     status, text = report(capsys)
@@ -174,7 +174,7 @@ def test_lane_that_hangs(overlay: Path) -> None:
     assert list_children() == before, "processes are left"
 
 
-def test_lane_that_brings_other_bytes(overlay: Path) -> None:
+def test_lane_that_corrupts_bytes(overlay: Path) -> None:
     """The second rank expects, and sends on, something else."""
     file = overlay / "cli" / "lane_check" / "messages.py"
     break_line(file, "manual_seed(seed)", "manual_seed(seed + dist.get_rank())")

@@ -1,4 +1,4 @@
-"""What can be imported where: plans without torch, and one sentence when torch and ldt._C do not fit."""
+"""Plans import without torch; if torch and ldt._C do not match, the import fails with one sentence."""
 
 from __future__ import annotations
 

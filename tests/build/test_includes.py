@@ -1,4 +1,4 @@
-"""The layers of csrc: folders include only what is below them, and torch's undocumented names stay in one header."""
+"""The layers of csrc: folders include only lower ones, and torch's undocumented names stay in one header."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_includes_go_down_only() -> None:
     assert list(violations(CSRC)) == []
 
 
-def test_undocumented_names_of_torch_have_one_room() -> None:
+def test_undocumented_names_of_torch_are_in_one_header() -> None:
     found = [
         f"csrc/{name}: {match.group(0)}"
         for path in sources(CSRC)

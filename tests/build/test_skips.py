@@ -1,4 +1,4 @@
-"""What a run has skipped is said in ten lines at its end."""
+"""A test run ends with at most ten lines about what it skipped."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_never_more_than_ten_lines() -> None:
     assert lines[-1] == "  10 tests for 5 other reasons (pytest -rs)"
 
 
-def test_nothing_skipped_nothing_said() -> None:
+def test_no_skips_no_lines() -> None:
     assert conftest.skip_lines([]) == []

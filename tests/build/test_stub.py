@@ -1,4 +1,4 @@
-"""ldt/_C.pyi says what the module has: every public name and signature, in both directions."""
+"""ldt/_C.pyi and the compiled module have the same public names and signatures."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_bases_of_stub_classes_are_real() -> None:
         ("", 1),
     ],
 )
-def test_the_check_sees_differences(stub: str, expected: int) -> None:
+def test_the_check_detects_differences(stub: str, expected: int) -> None:
     def abort_all() -> None: ...
 
     abort_all.__doc__ = "abort_all(reason: str) -> None\n"

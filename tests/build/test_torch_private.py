@@ -1,4 +1,4 @@
-"""Private names of PyTorch are used in one module, which says why."""
+"""Private names of PyTorch are used in one module, which gives the reasons."""
 
 from __future__ import annotations
 
@@ -55,13 +55,18 @@ def uses(source: str, own: set[str]) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "source",
-    ["group._get_backend(device)", "from torch._C import x", "from torch.utils import _pytree", "import torch._C"],
+    [
+        "group._get_backend(device)",
+        "from torch._C import x",
+        "from torch.utils import _pytree",
+        "import torch._C",
+    ],
 )
 def test_the_search_finds(source: str) -> None:
     assert list(uses(source, set()))
 
 
-def test_nobody_else_uses_private_names_of_torch() -> None:
+def test_no_other_module_uses_private_names_of_torch() -> None:
     own = own_names()
     found = [
         f"{path.relative_to(PACKAGE)}:{use}"

@@ -1,4 +1,4 @@
-"""Tests on GPUs have more lanes in a process than a GPU has queues by default; see docs/gpu_notes.md."""
+"""Requests more hardware queues than the default: these tests have more lanes per process. See docs/gpu_notes.md."""
 
 from __future__ import annotations
 

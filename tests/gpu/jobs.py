@@ -1,4 +1,4 @@
-"""Jobs of two processes, each with an environment of its own, that may share one GPU: what both say, in time."""
+"""Runs jobs of two processes that may share a GPU, each with its own environment, and collects their output."""
 
 from __future__ import annotations
 

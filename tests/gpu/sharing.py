@@ -1,4 +1,4 @@
-"""More ranks than GPUs: ranks share them, and NCCL takes those that share one for ranks on several hosts.
+"""Lets more ranks than GPUs run: ranks share a GPU, and NCCL treats those that share one as ranks on several hosts.
 
 NCCL refuses two ranks on one GPU of a host. It goes by the name of the host, which NCCL_HOSTID says: ranks 0 and 1 of
 two GPUs are on one host, ranks 2 and 3 on another one, and between the two go sockets, as between real ones. Kernels of

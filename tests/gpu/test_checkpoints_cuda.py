@@ -1,4 +1,4 @@
-"""Checkpoints of jobs on GPUs: steps after a load are those of a job that never stopped; layers may be cut anew.
+"""Checkpoints on GPUs: a resumed job equals one that never stopped, also with other sharding.
 
 Three ranks. On two GPUs they share them: see sharing.py.
 """
@@ -59,7 +59,7 @@ def resumed(path: Path, tp: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("tp", [[1, 2], [2, 1]], ids=str)
-def test_a_resumed_job_goes_on_as_if_it_never_stopped(pool: RankPool, tmp_path: Path, tp: list[int]) -> None:
+def test_a_resumed_job_equals_one_that_never_stopped(pool: RankPool, tmp_path: Path, tp: list[int]) -> None:
     numbers = pool.run(resumed, tmp_path, tp, timeout=120)
     node = [numbers[0], numbers[1]] if tp == [2, 1] else [numbers[1], numbers[2]]
     assert node[0] == node[1], "ranks of a node drop the same"
@@ -87,7 +87,7 @@ def loaded_elsewhere(path: Path, tp: list[int]) -> tuple[State, State]:
 
 
 @pytest.mark.parametrize(("one", "other"), [([1, 1], [1, 2]), ([1, 1], [2, 1]), ([1, 2], [1, 1])], ids=str)
-def test_whole_layers_and_layers_spread_over_a_stage(
+def test_whole_layers_and_layers_sharded_over_a_stage(
     pool: RankPool, tmp_path: Path, one: list[int], other: list[int]
 ) -> None:
     """Weights and the optimizer's state are equal; the step after that is but for the order of its sums."""

@@ -1,4 +1,4 @@
-"""Training in a world whose default group is NCCL, bound to a device or not. Skipped without two GPUs."""
+"""Training with NCCL as the default process group, bound to a device or not. Skipped without two GPUs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("binding", ["bound", "unbound"])
-def test_a_default_group_of_nccl_serves(tmp_path: Path, binding: str) -> None:
+def test_nccl_as_the_default_group(tmp_path: Path, binding: str) -> None:
     job = tmp_path / "job.py"
     job.write_text(JOB)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,4 +1,4 @@
-"""An assertion in a kernel of one rank: all ranks raise, all lanes end, and both processes exit by themselves."""
+"""A device-side assertion on one rank: all ranks raise, all lanes end, and both processes exit on their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank waits on its GPU for a collective of its stage that another rank will never join: a failure frees it."""
+"""A failure frees a rank whose GPU waits for a collective of its stage that another rank never joins."""
 
 from __future__ import annotations
 

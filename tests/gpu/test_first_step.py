@@ -1,4 +1,4 @@
-"""The first step of processes that have done nothing on their GPUs before. Skipped without two GPUs."""
+"""The first step of processes that have not used their GPUs before. Skipped without two GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def first_step(transport: TransportChoice) -> list[float]:
 
 
 @pytest.mark.parametrize("transport", ["nccl", "c10d", "copy_engine"])
-def test_it_ends(transport: TransportChoice) -> None:
+def test_the_first_step_ends(transport: TransportChoice) -> None:
     """cuBLAS, when it is first used, waits for all receives that were posted ahead: ``connect`` uses it before.
 
     So does a kernel that is loaded at its first launch: ``import ldt`` has all loaded at once.
@@ -50,7 +50,7 @@ def test_it_ends(transport: TransportChoice) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "warns"), [("ldt", "torch", False), ("torch", "ldt", True)], ids=["before", "after"]
 )
-def test_an_import_that_came_too_late_is_told(first: str, second: str, warns: bool) -> None:
+def test_an_import_after_cuda_has_started_is_reported(first: str, second: str, warns: bool) -> None:
     """Where CUDA has started before, importing ldt sets a variable that nobody reads any more: the driver is asked."""
     imports = {"ldt": "import ldt", "torch": "import torch; torch.zeros(1, device='cuda')"}
     code = f"""

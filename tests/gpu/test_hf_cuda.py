@@ -1,4 +1,4 @@
-"""A pipeline of Hugging Face chunks on GPUs: losses and gradients of the unsplit model, in one lap and in two.
+"""A pipeline of Hugging Face chunks on GPUs: losses and gradients of the unsplit model, with one lap and with two.
 
 Three ranks. On two GPUs they share them: see sharing.py.
 """
@@ -36,5 +36,5 @@ def step(config: Any, layers: Sequence[int], laps: int, microbatches: Sequence[A
     [(ragged(True), 11), (ragged(False), 11), (padded_and_packed("llama"), 9), (images(), 11)],
     ids=["ragged, tied", "ragged, untied", "padded and packed", "images in two laps"],
 )
-def test_a_step_is_that_of_the_unsplit_model(pool: RankPool, case: Case, least: int) -> None:
+def test_a_step_equals_the_unsplit_model(pool: RankPool, case: Case, least: int) -> None:
     assert all(number >= least for number in pool.run(step, *case, timeout=180))

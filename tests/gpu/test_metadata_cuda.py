@@ -1,4 +1,4 @@
-"""Masks on a GPU: the same bytes as from the CPU, and tensors rebuilt bit-equal without waiting for the device."""
+"""Metadata of masks on a GPU: the bytes equal those of the CPU, and unpacking does not wait for the device."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_this_build_has_kernels() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_bytes_of_the_cpu(seed: int) -> None:
+def test_bytes_equal_those_of_the_cpu(seed: int) -> None:
     draw = random.Random(seed)
     message = step_of([random_microbatch(index, draw) for index in range(draw.randint(1, 6))])
     data = pack(message)
@@ -210,7 +210,7 @@ def test_threads_and_streams_at_once() -> None:
         assert all(all(right) for right in pool.map(round_trips, range(4)))
 
 
-def test_a_capture_is_refused_and_goes_on() -> None:
+def test_packing_under_capture_is_refused_and_the_capture_continues() -> None:
     message = on_gpu(padded_step())
     data = pack(message)
     graph, counter = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")

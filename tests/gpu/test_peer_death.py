@@ -1,4 +1,4 @@
-"""A process dies while another one writes into its memory by the copy engine: the survivor's GPU must still work."""
+"""A process dies while a peer writes into its memory by the copy engine: the survivor's GPU still works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program for two GPUs (docs/start/gpus.md), and doctor: each kind of lane that GPUs have."""
+"""The program for two GPUs (docs/start/gpus.md), and doctor, which tries each kind of lane."""
 
 from __future__ import annotations
 

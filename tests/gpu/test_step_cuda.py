@@ -1,4 +1,4 @@
-"""What a step on GPUs must not do: wait for the device on the host, or take memory that grows with its microbatches."""
+"""A step on GPUs does not synchronize, and its memory does not grow with the number of microbatches."""
 
 from __future__ import annotations
 

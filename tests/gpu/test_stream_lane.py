@@ -227,7 +227,7 @@ def _late_receiver(transport: str) -> None:
 
 
 @each_transport
-def test_who_receives_late_loses_nothing(pool: RankPool, transport: str) -> None:
+def test_a_late_receive_loses_nothing(pool: RankPool, transport: str) -> None:
     pool.run(_late_receiver, transport, timeout=60)
 
 
@@ -303,5 +303,5 @@ def _compute_goes_on() -> None:
         assert went_on
 
 
-def test_a_lane_that_waits_does_not_hold_up_compute(pool: RankPool) -> None:
+def test_a_waiting_lane_does_not_block_compute(pool: RankPool) -> None:
     pool.run(_compute_goes_on, timeout=60)

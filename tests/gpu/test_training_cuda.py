@@ -1,4 +1,4 @@
-"""Training on GPUs as on the CPU: replicas in DDP and fully_shard, layers spread over a stage, loss scaling, eval.
+"""Training on GPUs: replicas in DDP and fully_shard, layers sharded over a stage, loss scaling, eval.
 
 Three or four ranks. On two GPUs they share them: see sharing.py.
 """
@@ -114,7 +114,7 @@ def sharded(tp: list[int]) -> None:
 
 
 @pytest.mark.parametrize("tp", [[1, 2], [2, 1], [2, 2], [1, 3]], ids=str)
-def test_layers_spread_over_a_stage(pool: RankPool, tp: list[int]) -> None:
+def test_layers_sharded_over_a_stage(pool: RankPool, tp: list[int]) -> None:
     pool.run(sharded, tp, ranks=range(sum(tp)), timeout=120)
 
 

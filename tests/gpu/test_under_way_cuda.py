@@ -1,4 +1,4 @@
-"""What is sent on other streams is not changed by what runs later on the current one. On one GPU ranks share it."""
+"""Tensors that are being sent are not changed by later work on the current stream. On one GPU ranks share it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(transport: TransportChoice, split: bool, held: bool) -> None:
 
 @pytest.mark.parametrize("transport", ["copy_engine", "nccl", "c10d"])
 @pytest.mark.parametrize(("split", "held"), [(False, True), (True, True), (False, False)])
-def test_what_is_sent_late_is_what_was_computed(
+def test_late_sends_carry_the_computed_values(
     pool: RankPool, transport: TransportChoice, split: bool, held: bool
 ) -> None:
     pool.run(run, transport, split, held, timeout=60)

@@ -1,4 +1,4 @@
-"""A job of two processes, of which the second may die: what the first one says."""
+"""Runs a job of two processes, of which the second may die, and returns the output of the first."""
 
 from __future__ import annotations
 

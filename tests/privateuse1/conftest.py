@@ -1,4 +1,4 @@
-"""Skips the tests of this folder where their device was not built; `make test` builds it."""
+"""Skips the tests of this folder if their device was not built; `make test` builds it."""
 
 from __future__ import annotations
 

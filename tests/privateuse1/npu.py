@@ -1,4 +1,4 @@
-"""The test device as "npu", with a stand-in for HCCL, in a process of a test: what torch_npu is on an Ascend machine.
+"""Registers the test device as "npu", with a stand-in for HCCL, as torch_npu does on an Ascend machine.
 
 ``start`` is called by the functions that run on ranks, never while tests are collected: it cannot be undone.
 """

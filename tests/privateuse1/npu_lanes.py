@@ -1,4 +1,4 @@
-"""The ends of a fused lane on the test device: rank 0 sends, rank 1 receives and broadcasts, rank 2 hears it."""
+"""The endpoints of a lane on the test device: rank 0 sends, rank 1 receives and broadcasts, rank 2 is its member."""
 
 from __future__ import annotations
 

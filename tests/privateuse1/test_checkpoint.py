@@ -1,4 +1,4 @@
-"""Checkpoints on the test device: what was launched on a side stream is saved, and what was loaded is there for it."""
+"""Checkpoints on the test device are ordered with the current stream, both when saving and when loading."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def add_to(pipeline: ldt.Pipeline, value: float) -> None:
         parameter.add_(value)
 
 
-def test_a_resumed_job_goes_on_as_if_it_never_stopped(pool: RankPool, tmp_path: Path) -> None:
+def test_a_resumed_job_equals_one_that_never_stopped(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(resumed, tmp_path, timeout=60) == [12, 6, 6]

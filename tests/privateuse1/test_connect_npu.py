@@ -1,4 +1,4 @@
-"""Which device and which groups a mesh takes where the accelerator is neither a CPU nor CUDA."""
+"""The device and process groups of a mesh whose accelerator is not CUDA."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _default_group() -> str:
             return str(mesh.device)
 
 
-def test_a_default_group_of_hccl_serves() -> None:
+def test_hccl_as_the_default_group() -> None:
     with RankPool(2) as pool:  # of its own, whose default group is replaced
         assert pool.run(_default_group) == ["npu:0", "npu:1"]
 
@@ -75,7 +75,7 @@ def _busy_device(another_is_current: bool) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("another_is_current", [False, True])
-def test_a_busy_device_does_not_hold_up_the_first_connect(another_is_current: bool) -> None:
+def test_a_busy_device_does_not_delay_the_first_connect(another_is_current: bool) -> None:
     with RankPool(WORLD_SIZE) as fresh:  # as libraries are opened once
         answers = fresh.run(_busy_device, another_is_current)
     for rank, (text, seconds) in enumerate(answers):

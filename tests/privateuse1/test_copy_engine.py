@@ -1,4 +1,4 @@
-"""Lanes by the copy engine on the test device: processes write into each other's memory, and all streams are late.
+"""Copy engine lanes on the test device: processes write into each other's memory, and all streams run late.
 
 A flag that is not waited for, memory that is written to too early, or a slot that is filled twice shows as wrong data.
 """
@@ -72,7 +72,7 @@ def _messages(seed: int, rounds: int, tp: list[int]) -> int:
 
 @pytest.mark.parametrize("tp", [[1, 1], [1, 2], [2, 1]], ids=str)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_data_are_right_whoever_comes_first(pool: RankPool, tp: list[int], seed: int) -> None:
+def test_data_are_right_whichever_end_comes_first(pool: RankPool, tp: list[int], seed: int) -> None:
     pool.run(_messages, seed, 60, tp, timeout=60)
 
 
@@ -124,7 +124,7 @@ def _written_in_place(waits: bool) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_came_may_be_written_to_once_it_was_waited_for(pool: RankPool, waits: bool) -> None:
+def test_received_tensors_may_be_written_to_after_wait(pool: RankPool, waits: bool) -> None:
     pool.run(_written_in_place, waits, timeout=60)
 
 
@@ -173,5 +173,5 @@ def _lent_again() -> None:
         assert_all([total == 1 << 20, (small == 99).all()])
 
 
-def test_a_block_that_went_back_is_not_written_to_while_it_is_read(pool: RankPool) -> None:
+def test_a_returned_block_is_not_written_to_while_it_is_read(pool: RankPool) -> None:
     pool.run(_lent_again, timeout=60)

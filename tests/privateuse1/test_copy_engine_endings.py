@@ -1,4 +1,4 @@
-"""Copy engine lanes on the test device that fail, hang or close: what is freed, what must stay, what is not data."""
+"""Copy engine lanes on the test device that fail, hang or close: freed memory, memory in use, and invalid data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _connected_often() -> list[tuple[int, int, int]]:
     return found
 
 
-def test_nothing_is_left_of_meshes_that_were_closed(pool: RankPool) -> None:
+def test_closed_meshes_leave_nothing(pool: RankPool) -> None:
     for found in pool.run(_connected_often, timeout=60):
         for each in zip(*found, strict=True):
             assert max(each[8:]) < max(each[:4]) + 4, found
@@ -115,7 +115,7 @@ def _closed_stuck() -> None:
         dist.barrier()
 
 
-def test_closing_does_not_take_memory_from_the_device(pool: RankPool) -> None:
+def test_closing_does_not_free_memory_in_use(pool: RankPool) -> None:
     pool.run(_closed_stuck, timeout=60)
 
 
@@ -148,7 +148,7 @@ def _one_end_fails(pooled: bool) -> bool | None:
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_what_a_failed_end_still_sends_is_not_data(pool: RankPool, pooled: bool) -> None:
+def test_data_from_a_failed_sender_are_rejected(pool: RankPool, pooled: bool) -> None:
     assert pool.run(_one_end_fails, pooled, timeout=60)[1] is False
 
 
@@ -197,7 +197,7 @@ def _never_sent() -> str:
     return ""
 
 
-def test_a_message_that_does_not_come_is_named_on_all_ranks(pool: RankPool) -> None:
+def test_a_missing_message_is_named_on_all_ranks(pool: RankPool) -> None:
     for text in pool.run(_never_sent, timeout=60):
         assert "receive F0 microbatch 3 has been under way for" in text
         assert "longer than the timeout of 1 s" in text

@@ -1,4 +1,4 @@
-"""What cannot go by the copy engine on the test device, and ends that do not fit: who is told what."""
+"""Messages that the copy engine cannot carry, and endpoints that do not match: fallbacks and error texts."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def _refused(transport: str) -> str:
         logger.removeHandler(handler)
 
 
-def test_what_cannot_go_by_the_copy_engine_goes_through_the_groups(pool: RankPool) -> None:
+def test_messages_that_the_copy_engine_cannot_carry_use_the_groups(pool: RankPool) -> None:
     for rank, text in enumerate(pool.run(_refused, "auto", timeout=60)):
         # Between ranks 0 and 2, which have one, they go by it.
         assert text.startswith("['c10d']" if rank == 1 else "['c10d', 'copy_engine']")
         assert text.count("it is a paperweight") == 1
 
 
-def test_who_insists_on_the_copy_engine_is_told_why_there_is_none(pool: RankPool) -> None:
+def test_a_required_copy_engine_that_is_missing_raises_the_reason(pool: RankPool) -> None:
     for text in pool.run(_refused, "copy_engine", timeout=60):
         assert "use transport='auto'" in text
         assert "paperweight" in text
@@ -71,7 +71,7 @@ def _far_ahead() -> str:
     return ""
 
 
-def test_who_has_filled_the_queue_of_a_lane_waits_no_longer_than_the_timeout(pool: RankPool) -> None:
+def test_a_full_lane_queue_blocks_no_longer_than_the_timeout(pool: RankPool) -> None:
     """The send that waits for room says so, or the watch of failures does of the first that is under way."""
     text = pool.run(_far_ahead, timeout=30)[0]
     assert (
@@ -112,7 +112,7 @@ def _different_sizes(first: str) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("first", ["sender", "receiver"])
-def test_ends_that_differ_are_told_so(pool: RankPool, first: str) -> None:
+def test_endpoints_that_differ_raise(pool: RankPool, first: str) -> None:
     (sent, may_send), (received, may_receive), _ = pool.run(_different_sizes, first, timeout=60)
     text, other = (received, sent) if first == "sender" else (sent, received)
     here, there = (40, 44) if first == "sender" else (44, 40)

@@ -1,4 +1,4 @@
-"""The test device itself: what it must show for the other tests to prove anything."""
+"""The test device detects the errors that the other tests rely on it to detect."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_memory_is_poisoned_when_freed_unless_its_use_was_recorded(pool: RankPoo
 
 
 @pytest.mark.parametrize("check", [_unordered_read, _ordered_read, _error_on_a_stream, _late_stream])
-def test_what_goes_wrong_on_streams_shows(pool: RankPool, check: Callable[[], None]) -> None:
+def test_stream_errors_are_detected(pool: RankPool, check: Callable[[], None]) -> None:
     pool.run(check, ranks=[0])
 
 

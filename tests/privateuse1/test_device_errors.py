@@ -1,4 +1,4 @@
-"""A device that answers every call with an error, as CUDA after an assertion in a kernel: all lanes end anyway."""
+"""A device whose every call fails, as CUDA after a device-side assertion: all lanes end anyway."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _ended(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "exit"])
-def test_a_lane_ends_what_is_under_way(pool: RankPool, how: str) -> None:
+def test_a_lane_ends_its_messages_in_flight(pool: RankPool, how: str) -> None:
     text = pool.run(_ended, how, timeout=60)[1]
     assert ("closed with messages still in flight" if how == "close" else "enough") in text
 
@@ -107,7 +107,7 @@ def _memory_goes() -> None:
         mesh.close()
 
 
-def test_what_dies_meanwhile_does_not_end_the_process(pool: RankPool) -> None:
+def test_objects_freed_meanwhile_do_not_end_the_process(pool: RankPool) -> None:
     pool.run(_memory_goes, timeout=60)
 
 

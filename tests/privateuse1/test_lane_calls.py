@@ -1,4 +1,4 @@
-"""What calls on a stream lane do to the host and to queued compute, and how a lane refuses and ends."""
+"""Calls on a stream lane block neither the host nor queued compute; a lane refuses mistakes and can be aborted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _pooled_receive_overtakes_compute() -> list[bool]:
     return landed
 
 
-def test_a_receive_into_the_pool_waits_for_nothing_that_is_queued(pool: RankPool) -> None:
+def test_a_receive_into_the_pool_does_not_wait_for_queued_work(pool: RankPool) -> None:
     _, leader, _ = pool.run(_pooled_receive_overtakes_compute)
     assert leader == [True, False]
 

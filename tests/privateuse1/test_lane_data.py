@@ -1,4 +1,4 @@
-"""A stream lane on streams that are late at random, between a sender, a leader and a member.
+"""Data of a stream lane on streams that are late at random, between a sender, a leader and a member.
 
 What is missing, an event or the life of a tensor, shows here as wrong data: see npu.py. The same on GPUs is in
 tests/gpu/test_stream_lane.py.
@@ -145,7 +145,7 @@ def _unwanted_targets(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_target_may_be_let_go_before_it_is_written(pool: RankPool, seed: int) -> None:
+def test_a_target_may_be_dropped_before_it_is_written(pool: RankPool, seed: int) -> None:
     pool.run(_unwanted_targets, seed)
 
 

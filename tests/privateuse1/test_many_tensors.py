@@ -1,4 +1,4 @@
-"""Messages of more tensors than a stream's queue holds operations: every transport carries them, in few transfers."""
+"""Messages with more tensors than a stream queue holds operations: every transport sends them in few transfers."""
 
 from __future__ import annotations
 
@@ -98,6 +98,6 @@ def _messages(transport: str) -> float:
 
 
 @pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
-def test_what_is_packed_arrives_in_its_place(pool: RankPool, transport: str) -> None:
+def test_packed_tensors_arrive_in_order(pool: RankPool, transport: str) -> None:
     _, pooled = pool.run(_messages, transport, timeout=60)
     assert pooled < 4 * 31 * (1 << 18)  # of a few messages

@@ -1,4 +1,4 @@
-"""Whole steps on late streams equal the unsplit model bit for bit, over the stand-in for HCCL or without.
+"""Whole steps on late streams equal the unsplit model bit for bit, with or without the stand-in for HCCL.
 
 Gradients of replicas are sums in another order: equal but for rounding.
 """

@@ -1,4 +1,4 @@
-"""What training does around a step, on the test device: clipping, loss scaling, metadata, and failures."""
+"""Training on the test device: clipping, loss scaling, metadata, and failures."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _failing_without_abort() -> tuple[str, float]:
     return _failing_step(torch.device("npu", dist.get_rank()), npu.WITHOUT_ABORT)
 
 
-def test_a_failure_is_told_and_the_mesh_closes_where_the_device_cannot_be_freed() -> None:
+def test_a_failure_is_reported_and_the_mesh_closes_even_if_the_device_is_stuck() -> None:
     with RankPool(WORLD_SIZE) as pool:  # of its own: its streams stay stuck
         for text, seconds in pool.run(_failing_without_abort):
             assert "a chunk that fails" in text

@@ -1,4 +1,4 @@
-"""What is sent by streams that are late is not changed by what runs later on the current one."""
+"""Tensors that late streams are sending are not changed by later work on the current stream."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(transport: TransportChoice, split: bool, held: bool) -> None:
 
 @pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
 @pytest.mark.parametrize(("split", "held"), [(False, True), (True, True), (False, False)])
-def test_what_is_sent_late_is_what_was_computed(
+def test_late_sends_carry_the_computed_values(
     pool: RankPool, transport: TransportChoice, split: bool, held: bool
 ) -> None:
     pool.run(run, transport, split, held, timeout=60)

@@ -1,4 +1,4 @@
-"""connect(): who is who, ranks that are late, missing or of another mind, several meshes in one world."""
+"""connect(): positions of ranks, late and missing ranks, ranks with different arguments, several meshes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def places(policy: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
-def test_every_rank_knows_its_place(pool: RankPool, policy: str) -> None:
+def test_every_rank_knows_its_position(pool: RankPool, policy: str) -> None:
     assert pool.run(places, policy) == [
         (0, 0, 0, True, 4),
         (1, 0, 0, True, 4),
@@ -258,7 +258,7 @@ def missing(topology: Topology, absent: list[int]) -> tuple[str, str, float]:
 
 
 @pytest.mark.parametrize("absent", [[2], [0, 3]])
-def test_ranks_that_do_not_come_are_named(pool: RankPool, absent: list[int]) -> None:
+def test_missing_ranks_are_named(pool: RankPool, absent: list[int]) -> None:
     answers = pool.run(missing, Topology([1, 1, 1, 1]), absent)
     for rank, (kind, text, seconds) in enumerate(answers):
         assert kind == "LdtError"
@@ -289,13 +289,11 @@ def failing_arguments(arguments: list[tuple[Any, dict[str, Any]]]) -> str:
         ),
     ],
 )
-def test_arguments_that_cannot_be(
-    pool: RankPool, topology: Topology, options: dict[str, Any], text: str
-) -> None:
+def test_invalid_arguments(pool: RankPool, topology: Topology, options: dict[str, Any], text: str) -> None:
     assert all(text in answer for answer in pool.run(failing_arguments, [(topology, options)] * 4))
 
 
-def test_ranks_of_another_mind_are_named(pool: RankPool) -> None:
+def test_ranks_with_different_arguments_are_named(pool: RankPool) -> None:
     four = Topology([1, 1, 1, 1])
     answers = pool.run(failing_arguments, [(four, {})] * 3 + [(Topology([1, 1, 2]), {})])
     assert "topology must be the same on all ranks" in answers[0]
@@ -314,7 +312,7 @@ def outsider() -> str:
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_belong(pool: RankPool) -> None:
+def test_a_rank_outside_the_mesh_is_refused(pool: RankPool) -> None:
     assert "rank 2 is not one of ranks=[0, 1]" in pool.run(outsider)[2]
 
 

@@ -1,4 +1,4 @@
-"""Several threads of a rank that connect, or use, a mesh each."""
+"""Several threads of a rank connect, or use, one mesh each."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_threads_connect_in_another_order_on_each_rank(pool: RankPool) -> None:
         assert in_time(seconds, 20.0)
 
 
-def test_who_comes_to_meet_a_rank_that_is_refused_is_told(pool: RankPool) -> None:
+def test_the_peers_of_a_refused_connect_raise(pool: RankPool) -> None:
     (first, second), one, other = (
         found for found, _ in pool.run(at_once, [[[0, 1], [0, 2]], [[0, 1]], [[0, 2]]])
     )

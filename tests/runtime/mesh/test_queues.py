@@ -1,4 +1,4 @@
-"""Hardware queues of CUDA, asked for when ldt is imported: lanes that would share one are refused by name."""
+"""Hardware queues of CUDA: ldt requests them on import, and connect refuses lanes that would share one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUEUES = _cuda.QUEUES_VARIABLE
         (False, "0", "0", 1),
     ],
 )
-def test_the_fewest_that_there_can_be_count(
+def test_the_least_possible_number_counts(
     monkeypatch: pytest.MonkeyPatch, started: bool, at_import: str | None, now: str | None, expected: int
 ) -> None:
     monkeypatch.setattr(_cuda, "_has_started", lambda: started)
@@ -118,13 +118,13 @@ def test_each_lane_needs_a_queue_and_so_does_compute(
         choose(topology, "nccl", **options)
 
 
-def test_what_cuda_cannot_give_is_not_asked_for(queues: pytest.MonkeyPatch) -> None:
+def test_more_queues_than_cuda_has_are_not_suggested(queues: pytest.MonkeyPatch) -> None:
     queues.setenv(QUEUES, "32")
     with pytest.raises(ldt.LdtError, match="CUDA has at most 32: use transfer='leader'"):
         choose(Topology([8, 8], laps=2), "auto", "scatter")
 
 
-def test_all_ranks_are_told_of_the_one_that_has_too_few(queues: pytest.MonkeyPatch) -> None:
+def test_all_ranks_raise_if_one_has_too_few(queues: pytest.MonkeyPatch) -> None:
     queues.setenv(QUEUES, "32")
     with pytest.raises(ldt.LdtError, match=r"connect: rank 1 has few\. "):
         choose(Topology([1, 1]), "auto", others="rank 1 has few")

@@ -1,4 +1,4 @@
-"""After a failure: nothing is left of the mesh, and ranks can connect again and go on with the same chunks."""
+"""After a failure nothing is left of the mesh, and ranks can connect again and continue with the same chunks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ranks_connect_again_and_nothing_is_left(
         assert all(after <= before for before, after in zip(first, last, strict=True)), (first, last)
 
 
-def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
+def test_only_connections_opened_since_are_closed() -> None:
     one, other = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     before = socket.create_connection(listener.getsockname())
@@ -115,7 +115,7 @@ def test_only_connections_that_were_opened_meanwhile_are_cut() -> None:
         file.close()
 
 
-def test_what_others_open_to_a_store_that_is_kept_here_is_not_ours() -> None:
+def test_connections_to_a_store_hosted_here_are_kept() -> None:
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     connections = Connections()
     with connections.recording(dist.PrefixStore("job", store)):
