@@ -1,4 +1,4 @@
-"""Installs ldt into fresh environments in every supported way and checks what comes out.
+"""Installs ldt into fresh environments in every supported way and checks the results.
 
 Run by ``make matrix``, not by pytest: it takes minutes, and some isolated builds fetch setuptools from the index. The
 interpreter that runs it needs torch; each environment gets that torch, with all it requires, by symbolic links.
@@ -42,7 +42,7 @@ class Matrix:
         self.source = scratch / self.archive.name.removesuffix(".tar.gz")
 
     def _make_archive(self) -> Path:
-        """The source archive, made where there is no torch."""
+        """Build the source archive in an environment without torch."""
         done = self.run(
             [self.tools / "bin/python", "-m", "build", "--sdist", "-o", self.scratch / "dist"], cwd=ROOT
         )
@@ -50,7 +50,7 @@ class Matrix:
         return next((self.scratch / "dist").glob("*.tar.gz"))
 
     def environment(self, name: str, *, torch: bool, pip: str | None, seed: bool = False) -> Path:
-        """A fresh virtual environment with the shared torch and a pip of its own, if asked."""
+        """Create a virtual environment, with the shared torch and its own pip if requested."""
         folder = self.scratch / "env" / name
         self.run([sys.executable, "-m", "venv", *([] if seed else ["--without-pip"]), folder])
         packages = _site_packages(folder)
@@ -64,7 +64,7 @@ class Matrix:
     def run(
         self, command: list[object], *, fails: bool = False, cwd: Path | None = None, **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a command; AssertionError with its output if it does not end as expected."""
+        """Run a command. Raises AssertionError with its output if it does not end as expected."""
         environment = {
             key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")
         }
@@ -83,7 +83,7 @@ class Matrix:
         return done
 
     def check_installed(self, folder: Path, output: str) -> None:
-        """The install works in its environment, needs its torch, and no torch was fetched on the way."""
+        """Check that the install works in its environment, requires its torch, and did not download torch."""
         assert not re.search(r"(Downloading|Using cached|Collecting) torch", output), output
         packages = _site_packages(folder)
         assert (packages / "torch").is_symlink(), "the shared torch was replaced"
@@ -95,7 +95,7 @@ class Matrix:
         assert f"Requires-Dist: torch=={minor}.*\n" in text, text
 
     def check_nothing_installed(self, folder: Path, output: str) -> None:
-        """One sentence, and nothing of ldt or of torch in the environment."""
+        """Check that the output is one sentence, and that neither ldt nor torch was installed."""
         assert output.count(NO_TORCH) == 1, output
         assert "Traceback" not in output, output
         assert not re.search(r"(Downloading|Using cached|Collecting) torch", output), output
@@ -113,7 +113,7 @@ def _site_packages(folder: Path) -> Path:
 
 
 def _link_torch(packages: Path) -> None:
-    """Links torch and everything it requires from the running interpreter's packages."""
+    """Link torch and all its requirements from the packages of the running interpreter."""
     todo, done = ["torch"], set()
     while todo:
         name = todo.pop()
@@ -123,7 +123,7 @@ def _link_torch(packages: Path) -> None:
         try:
             distribution = metadata.distribution(name)
         except metadata.PackageNotFoundError:
-            continue  # required under a marker that does not hold here
+            continue  # its marker does not apply here
         tops = {
             file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")
         }
@@ -132,7 +132,7 @@ def _link_torch(packages: Path) -> None:
             if (packages / top).exists():
                 continue
             if top.endswith(".dist-info"):
-                shutil.copytree(original, packages / top)  # uv overlooks links to these
+                shutil.copytree(original, packages / top)  # uv does not follow links to these
             else:
                 (packages / top).symlink_to(original)
         todo += [
@@ -141,7 +141,7 @@ def _link_torch(packages: Path) -> None:
 
 
 def _path_without_native_tools(scratch: Path) -> str:
-    """A PATH with a compiler but without CMake, Ninja and ccache, as on a plain machine."""
+    """Return a PATH with a compiler but without CMake, Ninja and ccache."""
     folder = scratch / "bin"
     if not folder.exists():
         folder.mkdir()
@@ -160,7 +160,7 @@ def pip_install(
 
 
 def pip_offline(matrix: Matrix, name: str) -> None:
-    """An isolated build that may fetch nothing takes setuptools from the environment."""
+    """An isolated build without network uses the setuptools of the environment."""
     folder = matrix.environment(name, torch=True, pip=NEW_PIP)
     matrix.run(
         [sys.executable, "-m", "pip", "install", "-q", "--target", _site_packages(folder), "setuptools"]
@@ -170,7 +170,7 @@ def pip_offline(matrix: Matrix, name: str) -> None:
 
 
 def pip_own_runtime(matrix: Matrix, name: str) -> None:
-    """With a compiler that would link a C++ runtime of its own, beside that of torch."""
+    """The compiler would link a C++ runtime of its own beside that of torch."""
     wrapper = compiler_with_own_runtime(matrix.scratch / "own-runtime")
     assert wrapper is not None, "needs g++ with libstdc++.a"
     pip_install(matrix, name, NEW_PIP, CXX=str(wrapper))
@@ -187,7 +187,7 @@ def pip_without_torch(matrix: Matrix, name: str, pip: str, *options: object) -> 
 
 
 def uv_install(matrix: Matrix, name: str, *, torch: bool) -> None:
-    """Offline: uv has nothing to fetch."""
+    """uv runs offline: it has nothing to download."""
     folder = matrix.environment(name, torch=torch, pip=None)
     command = [matrix.tools / "bin/uv", "pip", "install", "--offline", "--python", folder / "bin/python", "."]
     if not torch:
@@ -199,7 +199,7 @@ def uv_install(matrix: Matrix, name: str, *, torch: bool) -> None:
 
 
 def build_isolated(matrix: Matrix, name: str) -> None:
-    """``python -m build`` has no torch in its environment: the archive is made, then one sentence."""
+    """``python -m build`` has no torch in its environment: it builds the archive, then fails with one sentence."""
     folder = matrix.environment(name, torch=False, pip=None)
     command = [matrix.tools / "bin/python", "-m", "build", "-o", matrix.scratch / name]
     matrix.check_nothing_installed(folder, matrix.run(command, cwd=matrix.source, fails=True).stdout)
@@ -217,7 +217,7 @@ def build_not_isolated(matrix: Matrix, name: str) -> None:
 
 
 def cases(matrix: Matrix) -> dict[str, Callable[[str], None]]:
-    """Name -> what to do with an environment of that name."""
+    """The environments, by name, each with its method."""
     bare_path = {"PATH": _path_without_native_tools(matrix.scratch)}
     alone = "--no-build-isolation"
     return {

@@ -10,7 +10,7 @@ __all__ = ["compiler_with_own_runtime"]
 
 
 def compiler_with_own_runtime(folder: Path) -> Path | None:
-    """The wrapper: the folder has the static archive, and a dangling link. None if this machine has no g++ with one."""
+    """Write the wrapper; its folder has the static archive and a dangling link. None without such a g++."""
     gxx = shutil.which("g++")
     if gxx is None:
         return None

@@ -24,7 +24,7 @@ VERSION_PY = "from typing import Optional\n__version__ = '2.13.1+cu130'\nraise R
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment as an isolated build sees it: only sys.prefix leads there. Returns its site-packages."""
+    """An environment as an isolated build sees it: only sys.prefix points to it. Returns its site-packages."""
     packages = tmp_path / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
     packages.mkdir(parents=True)
     (tmp_path / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
@@ -95,7 +95,7 @@ def test_torch_is_never_a_build_requirement(environment: Path, monkeypatch: pyte
 def test_setuptools_of_the_target_is_used(
     version: str, missing: list[str], environment: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An isolated build asks for none, and so needs no network, where the target has one that will do."""
+    """An isolated build requires none, and so no network, if the target has a suitable one."""
     (environment / "setuptools.dist-info").mkdir()
     (environment / "setuptools.dist-info" / "METADATA").write_text(f"Name: setuptools\nVersion: {version}\n")
     assert ldt_build_backend.get_requires_for_build_sdist() == missing
@@ -140,7 +140,7 @@ def test_a_frontend_shows_only_the_sentence(tmp_path: Path) -> None:
 def test_a_tool_inside_a_package_of_the_target_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the path is only the package's script, which an isolated build cannot run."""
+    """The PATH has only the script of the package, which an isolated build cannot run."""
     script = tmp_path / "bin" / "cmake"
     tool = tmp_path / "target" / "cmake" / "data" / "bin" / "cmake"
     for program, text in ((script, "exit 1"), (tool, "echo cmake version 3.30.1")):

@@ -45,7 +45,7 @@ def wrapper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Configured:
-    """A build folder that CMake has configured for some environment. Nothing is compiled in it."""
+    """A build folder that CMake has configured for an environment. Nothing is compiled in it."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         self.folder = folder
@@ -64,7 +64,7 @@ class Configured:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def link_command(self) -> list[str]:
-        """How the module is linked."""
+        """The link command of the module."""
         name = next(BUILT.glob("_C.*.so")).name
         listed = [str(self.ninja), "-C", str(self.folder), "-t", "commands", "-s", name]
         text = subprocess.run(listed, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
@@ -86,7 +86,7 @@ def examine(module: Path) -> str:
 def test_a_compiler_with_a_runtime_of_its_own(
     wrapper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The build links that of torch; without that, the module that comes out is refused and taken away."""
+    """The build links the runtime of torch; if it did not, the module would be rejected and removed."""
     build = Configured(tmp_path / "build", CXX=str(wrapper), LDFLAGS="-static-libstdc++ -static-libgcc")
     command = build.link_command()
     assert command[0] == str(wrapper)
@@ -115,7 +115,7 @@ def test_flags_that_change_the_layout_of_types(flag: str, tmp_path: Path) -> Non
 
 
 def test_a_proven_build_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The note is of one module beside one torch."""
+    """The record is for one module with one torch."""
     tried = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

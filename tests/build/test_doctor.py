@@ -34,7 +34,7 @@ def break_import(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception) -
 
 
 def list_children() -> list[str]:
-    """Processes that this one has started and that have not been waited for."""
+    """Child processes that were not waited for."""
     return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
 
 
@@ -131,7 +131,7 @@ def test_torch_missing_or_broken(
 
 @pytest.fixture
 def overlay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder that the processes of a trial look into before the package: with a copy of ldt.cli to break."""
+    """A folder that precedes the package on the path of a trial's processes, with a copy of ldt.cli to break."""
     shutil.copytree(Path(cli.__file__).parent, tmp_path / "cli")
     monkeypatch.setattr(ldt, "__path__", [str(tmp_path), *ldt.__path__])
     return tmp_path
@@ -175,7 +175,7 @@ def test_lane_that_hangs(overlay: Path) -> None:
 
 
 def test_lane_that_corrupts_bytes(overlay: Path) -> None:
-    """The second rank expects, and sends on, something else."""
+    """The second rank expects, and forwards, other bytes."""
     file = overlay / "cli" / "lane_check" / "messages.py"
     break_line(file, "manual_seed(seed)", "manual_seed(seed + dist.get_rank())")
     trial = try_lane(HOST)

@@ -23,12 +23,12 @@ class Block:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Block())
 """
-# A torch of another minor version, as far as ldt looks at it.
+# A stand-in for torch of another minor version.
 OTHER_TORCH = (
     "import sys, types; torch = sys.modules['torch'] = types.ModuleType('torch')\n"
     "torch.__version__ = '2.7.1'\n"
 )
-# As if built, whatever the state of this source tree.
+# Pretends that the module is built, whatever the state of this source tree.
 BUILT = (
     "import sys, types; info = sys.modules['ldt._build_info'] = types.ModuleType('ldt._build_info')\n"
     "info.TORCH_VERSION = '2.13.0+cpu'\n"

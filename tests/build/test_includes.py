@@ -11,7 +11,7 @@ import pytest
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"([^"]+)"|<([^>]+)>)', re.MULTILINE)
 
-# What each folder may include, besides itself. From bottom to top: a folder names only folders above its own line.
+# The folders that each folder may include besides itself, from bottom to top: it names only earlier lines.
 CORE = ("metadata/format", "metadata/host", "metadata/codec")
 LAYERS = {
     "common": (),
@@ -47,7 +47,7 @@ def sources(root: Path) -> list[Path]:
 
 
 def folder_of(name: str) -> str:
-    """The layer of a file: the longest folder of LAYERS that it lies in, or its own folder if there is none."""
+    """The layer of a file: the longest folder of LAYERS that contains it, or its own folder if there is none."""
     parents = [str(parent) for parent in Path(name).parents]
     return next((parent for parent in parents if parent in LAYERS), parents[0])
 

@@ -14,14 +14,14 @@ import ldt
 pytest.importorskip("torch")
 
 STUB = ast.parse((Path(ldt.__file__).parent / "_C.pyi").read_text(encoding="utf-8"))
-# What pybind11 adds to every enum by itself.
+# Members that pybind11 adds to every enum.
 ENUM_MEMBERS = {"name", "value"}
 # (name, kind, has a default) for each parameter
 Signature = tuple[tuple[str, str, bool], ...]
 
 
 def stub_members(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """Public name -> its definitions (several for overloads). ``__init__`` counts as public."""
+    """The definitions by public name (several for overloads). ``__init__`` counts as public."""
     members: dict[str, list[ast.stmt]] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -59,7 +59,7 @@ def stub_signature(function: ast.FunctionDef) -> Signature:
 
 
 def module_signatures(function: Any, name: str) -> list[Signature]:
-    """Read from the docstring that pybind11 writes: ``name(self: T, x: int = 0) -> None``, numbered if overloaded."""
+    """Parse the docstring that pybind11 writes: ``name(self: T, x: int = 0) -> None``, numbered if overloaded."""
     signatures = []
     for line in (function.__doc__ or "").splitlines():
         text = line.split(". ", 1)[1] if line[:1].isdigit() and ". " in line else line
@@ -88,7 +88,7 @@ def is_property(node: ast.stmt) -> bool:
 
 
 def differences(where: str, body: list[ast.stmt], owner: Any) -> list[str]:
-    """All that a scope of the stub and the real object do not share."""
+    """The differences between a scope of the stub and the real object."""
     declared, actual = stub_members(body), module_members(owner)
     found = [f"{where}.{name} is in the module, not in the stub" for name in sorted(actual - set(declared))]
     missing = {name for name in set(declared) - actual if name != "__init__"}

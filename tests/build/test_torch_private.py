@@ -12,7 +12,7 @@ import ldt
 
 PACKAGE = Path(ldt.__file__).parent
 THE_MODULE = PACKAGE / "_torch_private.py"
-# Of other packages, of PyTorch but used everywhere and described in its notes, and of namedtuples.
+# Names of other packages, of PyTorch but documented in its notes, and of namedtuples.
 ALLOWED = {
     *("_ArgumentGroup", "_current_frames", "_asdict", "_replace", "_fields", "_make"),
     *("_from_config", "_init_weights", "_keys_to_ignore_on_load_unexpected"),  # of transformers
@@ -25,7 +25,7 @@ def is_private(name: str) -> bool:
 
 
 def own_names() -> set[str]:
-    """What classes and functions of the package define or set on themselves."""
+    """Names that classes and functions of the package define or set on themselves."""
     found: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -26,7 +26,7 @@ def say(what):
 
 
 class Said(NamedTuple):
-    """What a rank wrote, and its exit status; None if it was still there when time was up."""
+    """The output of a rank and its exit status; None if it was still running at the timeout."""
 
     output: str
     complaint: str

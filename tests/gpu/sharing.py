@@ -1,8 +1,8 @@
 """Lets more ranks than GPUs run: ranks share a GPU, and NCCL treats those that share one as ranks on several hosts.
 
-NCCL refuses two ranks on one GPU of a host. It goes by the name of the host, which NCCL_HOSTID says: ranks 0 and 1 of
-two GPUs are on one host, ranks 2 and 3 on another one, and between the two go sockets, as between real ones. Kernels of
-ranks that share a GPU take turns, so this tells what is right, not what is fast.
+NCCL refuses two ranks on one GPU of a host. It identifies hosts by NCCL_HOSTID: ranks 0 and 1 of two GPUs are on one
+host, ranks 2 and 3 on another, and sockets connect the two, as with real hosts. Kernels of ranks that share a GPU take
+turns, so this tests correctness, not speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GPUS = torch.cuda.device_count()
 
 
 def my_device() -> torch.device:
-    """This rank's GPU, made the current one. Before the process first uses NCCL."""
+    """Make this rank's GPU the current one and return it. Call it before the process first uses NCCL."""
     host, index = divmod(dist.get_rank(), GPUS)
     if GPUS < 4:  # tests are for up to four ranks
         os.environ["NCCL_HOSTID"] = f"host {host}"

@@ -31,13 +31,13 @@ def job_on(device: torch.device, tp: list[int], **options: Any) -> Job:
 
 
 def drawn_on(device: torch.device) -> list[float]:
-    """The next random numbers of the device's own generator."""
+    """The next random numbers of the generator of the device."""
     numbers: list[float] = torch.rand(4, device=device).tolist()
     return numbers
 
 
 def resumed(path: Path, tp: list[int]) -> list[float]:
-    """Two steps, a save and two more; the last two again after a load into a job that was as new."""
+    """Two steps, a save, two more steps; then a new job loads and repeats the last two."""
     device = my_device()
     with job_on(device, tp, dropout=0.3) as job:
         job.train(range(2))
@@ -67,7 +67,7 @@ def test_a_resumed_job_equals_one_that_never_stopped(pool: RankPool, tmp_path: P
 
 
 def saved(path: Path, tp: list[int]) -> tuple[State, State]:
-    """The state when it was saved, and one step later."""
+    """The state at the save, and one step later."""
     with job_on(my_device(), tp) as job:
         job.train(range(2))
         job.save(path, 2)
@@ -90,7 +90,7 @@ def loaded_elsewhere(path: Path, tp: list[int]) -> tuple[State, State]:
 def test_whole_layers_and_layers_sharded_over_a_stage(
     pool: RankPool, tmp_path: Path, one: list[int], other: list[int]
 ) -> None:
-    """Weights and the optimizer's state are equal; the step after that is but for the order of its sums."""
+    """Weights and optimizer state are equal; the next step is equal up to the order of its sums."""
     states = pool.run(saved, tmp_path, one, ranks=range(sum(one)), timeout=120)
     expected, later = (merged(some) for some in zip(*states, strict=True))
     found = pool.run(loaded_elsewhere, tmp_path, other, ranks=range(sum(other)), timeout=120)

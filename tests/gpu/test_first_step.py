@@ -37,7 +37,7 @@ def first_step(transport: TransportChoice) -> list[float]:
 
 @pytest.mark.parametrize("transport", ["nccl", "c10d", "copy_engine"])
 def test_the_first_step_ends(transport: TransportChoice) -> None:
-    """cuBLAS, when it is first used, waits for all receives that were posted ahead: ``connect`` uses it before.
+    """cuBLAS, when first used, waits for all receives that were posted ahead, so ``connect`` uses it before.
 
     So does a kernel that is loaded at its first launch: ``import ldt`` has all loaded at once.
     """
@@ -51,7 +51,7 @@ def test_the_first_step_ends(transport: TransportChoice) -> None:
     ("first", "second", "warns"), [("ldt", "torch", False), ("torch", "ldt", True)], ids=["before", "after"]
 )
 def test_an_import_after_cuda_has_started_is_reported(first: str, second: str, warns: bool) -> None:
-    """Where CUDA has started before, importing ldt sets a variable that nobody reads any more: the driver is asked."""
+    """Once CUDA has started, the variable that importing ldt sets has no effect, so ldt queries the driver."""
     imports = {"ldt": "import ldt", "torch": "import torch; torch.zeros(1, device='cuda')"}
     code = f"""
 import logging

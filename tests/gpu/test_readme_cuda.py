@@ -19,7 +19,7 @@ CONNECT = "ldt.connect(topology)"
 
 
 def program() -> str:
-    """That of the page, over the transport that its command line names."""
+    """The program of the page, over the transport named on its command line."""
     page = (Path(__file__).parents[2] / "docs" / "start" / "gpus.md").read_text(encoding="utf-8")
     match = re.search(r'```python title="train_gpu.py"\n(.*?)```', page, re.DOTALL)
     assert match is not None

@@ -41,7 +41,7 @@ def batch(pipeline: ldt.Pipeline, number: int) -> list[tuple[torch.Tensor, torch
 
 def _no_sync(transport: TransportChoice) -> None:
     pipeline = make(transport)
-    for mode in ("default", "error"):  # what is made once may synchronize
+    for mode in ("default", "error"):  # the first step may synchronize
         microbatches = batch(pipeline, 8)
         torch.cuda.set_sync_debug_mode(mode)
         try:
@@ -58,7 +58,7 @@ def test_a_step_does_not_synchronize(pool: RankPool, transport: TransportChoice)
 
 
 def _peak(transport: TransportChoice) -> list[int]:
-    """Bytes, received ones included and the batch not, in steps of 4 and of 64 microbatches."""
+    """Bytes in steps of 4 and of 64 microbatches, with receive buffers and without the batch."""
     pipeline = make(transport)
     lanes, peaks = pipeline.mesh.all_lanes(), []
     for number in (4, 4, 64):
@@ -77,6 +77,6 @@ def _peak(transport: TransportChoice) -> list[int]:
 
 @each_transport
 def test_memory_does_not_grow_with_the_microbatches(pool: RankPool, transport: TransportChoice) -> None:
-    """But for what is sent and not yet known to be gone, as the host is a few actions ahead."""
+    """Except for sends not yet known to be complete, as the host is a few actions ahead."""
     for few, many in pool.run(_peak, transport, timeout=40):
         assert many - few <= MAX_AHEAD * ACTIVATION

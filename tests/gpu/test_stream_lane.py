@@ -174,7 +174,7 @@ def _abort_of_a_receive(transport: str) -> None:
     if pair.rank == SENDER:
         return
     target = torch.zeros(4, device=pair.device)
-    work = pair.hears.recv([target], SENDER)  # of a message that never comes
+    work = pair.hears.recv([target], SENDER)  # for a message that never comes
     start = time.monotonic()
     pair.hears.abort("stage 0 has failed")
     with pytest.raises(LaneError, match="stage 0 has failed"):
@@ -211,7 +211,7 @@ def test_a_second_receive_into_a_tensor_waits_for_its_reader(pool: RankPool, tra
 
 
 def _late_receiver(transport: str) -> None:
-    """Messages that are sent long before there is memory for them, and into memory that is not the lane's."""
+    """Messages sent long before a receive is posted, and into memory that is not the lane's."""
     pair = make_pair(transport)
     sizes = [1, 1000, 1 << 20, (5 << 20) + 3]
     messages = [torch.arange(size, device=pair.device).to(torch.uint8) for size in sizes]
@@ -262,7 +262,7 @@ def _captured(transport: str) -> None:
             with pytest.raises(LaneError, match="being captured into a graph"):
                 pair.sends.send([doubled], LEADER)
     graph.replay()
-    works, (target,) = pair.launch([doubled])  # the lanes go on
+    works, (target,) = pair.launch([doubled])  # the lanes remain usable
     for work in works:
         work.wait()
     assert (target == 2).all()
@@ -275,14 +275,14 @@ def test_a_lane_refuses_to_be_captured(pool: RankPool, transport: str) -> None:
 
 
 def _compute_goes_on() -> None:
-    """A sender's lane that waits for its receiver must not hold up what the same rank computes."""
+    """A sender's lane that waits for its receiver must not block compute of the same rank."""
     rank = dist.get_rank()
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     with ldt.connect(ldt.Topology([1, 1], laps=2), "nccl", transport="copy_engine", device=device) as mesh:
         ends = list(mesh.endpoints.values())
         message = torch.ones(16 << 20, device=device)  # of 64 MiB: more than bounces at once
-        # Loading a kernel waits for all that is queued, so those that are launched behind a wait are loaded here.
+        # Loading a kernel waits for all queued work, so kernels launched behind a wait are loaded here.
         assert torch.equal(torch.zeros_like(message) + (message * 2).sum() * 0, message - 1)
         works = [end.send([message], "early") for end in ends if end.sends]
         dist.barrier()

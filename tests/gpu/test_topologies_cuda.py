@@ -76,7 +76,7 @@ def steps(
 
 
 def check_gradients(chunk: nn.Module, references: list[nn.Module], shared: bool) -> None:
-    """Replicas that share an edge add up shares of its microbatches, which is another order."""
+    """Replicas that share an edge sum shares of its microbatches, in another order."""
     for parameter, *others in zip(chunk.parameters(), *(r.parameters() for r in references), strict=True):
         grads = [other.grad for other in others]
         expected = sum(grads[1:], grads[0]) / len(grads)  # type: ignore[arg-type, operator]
@@ -106,11 +106,11 @@ def test_steps_equal_the_unsplit_model(
 
 
 class Rows(nn.Module):
-    """Works on rows of its own; the head splits them over the ranks of its stage, the tail puts them together."""
+    """Computes on its own rows; the head splits them over the ranks of its stage, the tail gathers them."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, part: str) -> None:
         super().__init__()
-        self.linear, self.place = nn.Linear(256, 256), place
+        self.linear, self.part = nn.Linear(256, 256), part
         self.mesh: ldt.Mesh | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,20 +118,20 @@ class Rows(nn.Module):
         y = torch.tanh(self.linear(part))
         if self.mesh is None:
             return y
-        if self.place == "head":
+        if self.part == "head":
             whole = DTensor.from_local(y, self.mesh.tp_mesh, [Replicate()])
             return whole.redistribute(placements=[Shard(0)])
         assert isinstance(x, DTensor)
         split = DTensor.from_local(y, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
-        return split.full_tensor() if self.place == "tail" else split
+        return split.full_tensor() if self.part == "tail" else split
 
 
 def split_rows(tp: list[int], transfer: Transfer, transport: TransportChoice) -> None:
     topology = Topology(tp)
     device = my_device()
     torch.manual_seed(0)
-    places = ["head", *["body"] * (topology.num_chunks - 2), "tail"]
-    chunks = [Rows(place).to(device) for place in places]
+    names = ["head", *["body"] * (topology.num_chunks - 2), "tail"]
+    chunks = [Rows(name).to(device) for name in names]
     batch = [
         (x.to(device), y.to(device)) for n in (8, 7, 1) for x, y in toy_microbatches(1, width=256, batch=n)
     ]

@@ -40,7 +40,7 @@ def model_and_batch(
 def pipeline_of(
     topology: Topology, mesh: ldt.Mesh, chunks: Sequence[Part], way: str, **options: Any
 ) -> ldt.Pipeline:
-    """Of copies, so that ``chunks`` stay the unsplit model. Layers are spread in this ``way``, or left "whole"."""
+    """A pipeline of copies, so that ``chunks`` stay the unsplit model. ``way`` shards the layers, or is "whole"."""
     copies = [copy.deepcopy(chunks[index]) for index in topology.chunks_of(mesh.stage)]
     mine = copies if way == "whole" else [spread(chunk, mesh, way) for chunk in copies]
     return ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None, **options)
@@ -57,7 +57,7 @@ def check_gradients(
     atol: float,
     times: int = 1,
 ) -> None:
-    """They are ``times`` the mean of those of ``references``, unsplit models."""
+    """Check that they are ``times`` the mean of those of ``references``, unsplit models."""
     mesh, compared = pipeline.mesh, 0
     for index, chunk in zip(mesh.topology.chunks_of(mesh.stage), pipeline.chunks, strict=True):
         same = zip(*(reference[index].parameters() for reference in references), strict=True)
@@ -92,7 +92,7 @@ def test_gradients_of_replicas_are_the_mean(pool: RankPool, way: str, edge_dp: i
 
 
 def sharded(tp: list[int]) -> None:
-    """Layers that are split over the ranks of a stage, beside some that each of them has whole."""
+    """Layers sharded over the ranks of a stage, beside replicated ones."""
     topology, device = Topology(tp), my_device()
     chunks, batch = model_and_batch(topology, device)
     losses, reference = unsplit_step(chunks, batch, toy_loss)
@@ -119,7 +119,7 @@ def test_layers_sharded_over_a_stage(pool: RankPool, tp: list[int]) -> None:
 
 
 def scaled(way: str) -> float:
-    """Three steps. In the second a gradient is infinite on one rank, and no rank may take it. Returns the scale."""
+    """Three steps. In the second a gradient is infinite on one rank, so every rank must skip it. Returns the scale."""
     topology, device = Topology([1, 2]), my_device()
     chunks, batch = model_and_batch(topology, device)
     with ldt.connect(topology, BACKEND, device=device, ranks=range(topology.world_size)) as mesh:

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def run(transport: TransportChoice, split: bool, held: bool) -> None:
-    """Messages of 12 MB, so that they take a while."""
+    """Messages of 12 MB, which take a while."""
     with ldt.connect(Topology([1, 1]), "nccl", device=my_device(), transport=transport) as mesh:
         late_steps(mesh, 3000, 1024, split=split, held=held, steps=3, error=1e-5)
 

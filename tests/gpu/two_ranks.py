@@ -10,7 +10,7 @@ __all__ = ["first_of_two"]
 
 
 def first_of_two(job: str, folder: Path, *arguments: str, seconds: float = 90) -> str:
-    """Run the program ``job`` as ranks 0 and 1, given rank and ``arguments``. What rank 0 writes; it must succeed."""
+    """Run the program ``job`` as ranks 0 and 1, given rank and ``arguments``. Returns the output of rank 0."""
     script = folder / "job.py"
     script.write_text(job)
     ranks = [

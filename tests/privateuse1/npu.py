@@ -32,8 +32,8 @@ WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
 
 @functools.cache
 def start() -> Any:
-    """Make torch know the device, in this process and for good. The compiled module, for its knobs."""
-    # For all to see: ldt looks for what the device can do in all libraries that are loaded.
+    """Register the device in this process, for good. Returns the compiled module with its settings."""
+    # RTLD_GLOBAL: ldt looks up the functions of the device in all loaded libraries.
     ctypes.CDLL(str(BUILD / "libldt_test_device.so"), ctypes.RTLD_GLOBAL)
     loader = importlib.machinery.ExtensionFileLoader("_test_device", str(MODULE))
     spec = importlib.util.spec_from_loader("_test_device", loader)
@@ -50,7 +50,7 @@ def start() -> Any:
 
 @contextmanager
 def late(seed: int, most_microseconds: int = 2000) -> Iterator[torch.device]:
-    """This rank's device, whose streams are late at random; at the end, all that was found to be wrong is raised."""
+    """This rank's device, whose streams are late at random. Raises the errors it detected at the end."""
     compiled = start()
     index = dist.get_rank()
     torch.accelerator.set_device_index(index)
@@ -69,7 +69,7 @@ def sleep(milliseconds: float, stream: torch.Stream | None = None) -> None:
 
 
 def hccl_group(*ranks: int) -> dist.ProcessGroup:
-    """A new group of the stand-in, for its members to use; every rank of the world calls it."""
+    """Create a group of the stand-in for its members. Every rank of the world calls it."""
     return dist.new_group(list(ranks), backend="hccl")
 
 
@@ -80,7 +80,7 @@ def _make_group(
 
 
 class _DeviceModule(ModuleType):
-    """As much of ``torch.npu`` as torch and ldt ask for; torch.accelerator has most of it."""
+    """The part of ``torch.npu`` that torch and ldt use; most of it is torch.accelerator's."""
 
     Stream = torch.Stream
     Event = torch.Event
@@ -109,7 +109,7 @@ class _DeviceModule(ModuleType):
 
     @staticmethod
     def manual_seed_all(seed: int) -> None:
-        """Random numbers are the CPU's."""
+        """Use the random numbers of the CPU."""
 
     @staticmethod
     def _is_in_bad_fork() -> bool:

@@ -37,7 +37,7 @@ def is_sender() -> bool:
 
 
 def launch(lane: Lane, message: Sequence[torch.Tensor]) -> tuple[dist.Work, Message]:
-    """Send ``message`` on the sender, receive one like it elsewhere. The work, and what will have arrived."""
+    """Send ``message`` on the sender, receive one like it elsewhere. Returns the work and the received tensors."""
     if is_sender():
         return lane.send(list(message), LEADER), list(message)
     targets = [lane.empty(tensor.shape, tensor.dtype) for tensor in message]
@@ -45,14 +45,14 @@ def launch(lane: Lane, message: Sequence[torch.Tensor]) -> tuple[dist.Work, Mess
 
 
 def assert_all(checks: Sequence[torch.Tensor]) -> None:
-    """Checks that were left on the device: looking at each at once would keep the streams from running late."""
+    """Checks that stay on the device: reading each at once would keep the streams from running late."""
     values = torch.stack(list(checks)).tolist()
     wrong = [index for index, value in enumerate(values) if not value]
     assert not wrong, f"wrong data in {len(wrong)} of {len(values)} rounds, the first in round {wrong[0]}"
 
 
 def forward_end(mesh: ldt.Mesh) -> Endpoint | None:
-    """This rank's end of the hop from stage 0 to stage 1."""
+    """This rank's endpoint of the hop from stage 0 to stage 1."""
     return mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
 
 
@@ -63,5 +63,5 @@ def send(end: Endpoint, tensor: torch.Tensor, label: str = "data") -> CompositeW
 
 
 def sized(device: torch.device, nbytes: int, value: int) -> torch.Tensor:
-    """Data that no other message has at any place."""
+    """Data that differ from every other message at every position."""
     return (torch.arange(nbytes // 4, dtype=torch.int32, device=device) + 7919 * value)[: nbytes // 4]

@@ -40,12 +40,12 @@ def resumed(path: Path) -> int:
         with torch.Stream(device), ldt.connect(TOPOLOGY, "hccl") as mesh:
             pipeline, optimizer = job(mesh, 0)
             train(pipeline, optimizer, 1)
-            npu.sleep(300)  # what is to be saved is still to be computed
+            npu.sleep(300)  # the values to save are not computed yet
             add_to(pipeline, 1)
             ldt.save_checkpoint(path, pipeline, optimizer, step=1)
             train(pipeline, optimizer, 2)
             again, other = job(mesh, 5)
-            npu.sleep(300)  # and so is what a load overwrites
+            npu.sleep(300)  # nor are those that the load overwrites
             add_to(again, 1)
             npu.sleep(1200, worker_stream)
             ldt.load_checkpoint(path, again, other)

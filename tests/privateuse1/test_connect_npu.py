@@ -28,7 +28,7 @@ def step(mesh: ldt.Mesh, chunks: list[nn.Module]) -> Tensor | None:
 
 
 def _default_group() -> str:
-    """A world whose only backend is HCCL's: nothing is passed to connect, the control plane is gloo all the same."""
+    """A world whose only backend is HCCL, with no backend given to connect: the control plane still uses gloo."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
     with npu.late(1, 300):
@@ -47,7 +47,7 @@ def test_hccl_as_the_default_group() -> None:
 
 
 def _groups_of_one() -> set[str]:
-    """Groups that have this rank alone are of the backend that was asked for, not of the default group's."""
+    """Groups of this rank alone use the backend that was given, not that of the default group."""
     with npu.late(2, 300), ldt.connect(Topology([1, 1, 1]), "hccl") as mesh:
         whole = torch.ones(4, 2, device=mesh.device)
         split = DTensor.from_local(whole, mesh.tp_mesh, [Shard(0)])
@@ -60,7 +60,7 @@ def test_groups_of_one_rank_have_the_backend_of_the_mesh(pool: RankPool) -> None
 
 
 def _busy_device(another_is_current: bool) -> tuple[str, float]:
-    """What is queued on the current stream takes longer than connect may, on rank 0."""
+    """Work queued on the current stream of rank 0 takes longer than the timeout of connect."""
     with npu.late(4) as device:
         if dist.get_rank() == 0:
             npu.sleep(6000.0)
@@ -84,7 +84,7 @@ def test_a_busy_device_does_not_delay_the_first_connect(another_is_current: bool
 
 
 def _another_current_device() -> None:
-    """Lanes use the device that they were made for, whichever is current."""
+    """Lanes use the device that they were created for, whichever is current."""
     with npu.late(3) as device:
         lane = fused_lane(device)
         torch.accelerator.set_device_index((dist.get_rank() + 1) % torch.npu.device_count())
@@ -107,7 +107,7 @@ def test_a_lane_needs_no_current_device(pool: RankPool) -> None:
 
 
 def _autocast() -> None:
-    """Whether it is on, and to which dtype, is asked for the kind of the device. Hops carry bfloat16 then."""
+    """ldt queries autocast and its dtype for the device type. Hops then carry bfloat16."""
     topology = Topology([1, 1, 1])
     torch.manual_seed(0)
     chunks: list[nn.Module] = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]

@@ -23,7 +23,7 @@ KIB = 1024
 
 
 def _messages(seed: int, rounds: int, tp: list[int]) -> int:
-    """Of random sizes into memory of the lane and of others, with hosts that hurry and hosts that dawdle."""
+    """Messages of random sizes into memory of the lane and other memory, with fast and slow hosts."""
     alike, own = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
     topology = Topology(tp)
     if dist.get_rank() >= topology.world_size:
@@ -61,7 +61,7 @@ def _messages(seed: int, rounds: int, tp: list[int]) -> int:
                     work, targets, expected = waiting.pop(0)
                     work.wait()
                     checks += [(got == wanted).all() for got, wanted in zip(targets, expected, strict=True)]
-                    del targets  # its memory is free for what comes next, while its last use is still queued
+                    del targets  # its memory may be reused while its last use is still queued
             for work, targets, expected in waiting:
                 work.wait()
                 checks += [(got == wanted).all() for got, wanted in zip(targets, expected, strict=True)]
@@ -100,7 +100,7 @@ def test_the_message_ring_wraps_around(pool: RankPool) -> None:
 
 
 def _written_in_place(waits: bool) -> None:
-    """By who has waited for it, or by the next message into the same tensor, while the stage still reads it."""
+    """After wait, or by the next message into the same tensor, while the stage still reads it."""
     with npu.late(5, 300) as device, ldt.connect(Topology([1, 2]), "hccl", transport="copy_engine") as mesh:
         end, checks = forward_end(mesh), []
         assert end is not None
@@ -110,7 +110,7 @@ def _written_in_place(waits: bool) -> None:
                     end.send([torch.full((4096,), each, device=device)], "data")
                 continue
             if dist.get_rank() == 2:
-                time.sleep(0.05)  # so that the leader's memory is read, instead of this rank's written to
+                time.sleep(0.05)  # so that this rank reads the leader's memory instead of being written to
             target = end.lane.empty((4096,), torch.int64)
             first = end.receive([target], "data")
             if waits or dist.get_rank() == 2:
@@ -129,7 +129,7 @@ def test_received_tensors_may_be_written_to_after_wait(pool: RankPool, waits: bo
 
 
 def _dropped() -> None:
-    """The leader lets go of each message without a look, so its block is free for the next one."""
+    """The leader drops each message unread, so its block is free for the next one."""
     with npu.late(5, 300) as device, ldt.connect(Topology([1, 2]), "hccl", transport="copy_engine") as mesh:
         end, checks = forward_end(mesh), []
         assert end is not None
@@ -154,7 +154,7 @@ def test_a_block_is_not_reused_while_the_stage_reads_it(pool: RankPool) -> None:
 
 
 def _lent_again() -> None:
-    """A block that is far too large for the next message goes back, and is lent for it while it is still read."""
+    """A block far too large for the next message is returned, and reused for it while it is still read."""
     with npu.late(5, 0) as device, ldt.connect(Topology([1, 1, 1]), "hccl", transport="copy_engine") as mesh:
         end = forward_end(mesh)
         if end is None:

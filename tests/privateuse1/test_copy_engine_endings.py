@@ -23,7 +23,7 @@ WORLD_SIZE = 3
 
 
 def _figures(device: torch.device) -> tuple[int, int, int]:
-    """Open files, mappings of shared pages, and threads of Python: the device's own streams have threads, too.
+    """Open files, mappings of shared pages, and Python threads: the streams of the device have threads as well.
 
     What another rank still had mapped when this one closed goes when memory is asked for the next time: here.
     """
@@ -62,7 +62,7 @@ def test_closed_meshes_leave_nothing(pool: RankPool) -> None:
 
 
 def _closed_early(transport: str) -> None:
-    """What waits for a message, or uses it, is still queued when the mesh and all that is known of it have gone."""
+    """Work that waits for a message, or uses it, is still queued when the mesh and its objects are gone."""
     with npu.late(6, 0) as device:
         mesh = ldt.connect(Topology([1, 2]), "hccl", transport=transport)
         end, total = forward_end(mesh), None
@@ -79,7 +79,7 @@ def _closed_early(transport: str) -> None:
             total = target.sum()
             del target
         if not end.sends:
-            dist.barrier()  # so that nobody else has this rank's memory mapped any more
+            dist.barrier()  # so that no peer has the memory of this rank mapped
         sends = end.sends
         del work, end
         mesh.close()
@@ -98,7 +98,7 @@ def test_a_mesh_may_be_closed_ahead_of_the_device(pool: RankPool, transport: str
 
 
 def _closed_stuck() -> None:
-    """The device is busy for longer than close() waits: it copies to the other end's memory when all has gone here."""
+    """The device is busy for longer than close() waits: it copies to the memory of the peer after the mesh is gone."""
     with npu.late(6, 0) as device:
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transport="copy_engine")
         end = forward_end(mesh)
@@ -120,7 +120,7 @@ def test_closing_does_not_free_memory_in_use(pool: RankPool) -> None:
 
 
 def _one_end_fails(pooled: bool) -> bool | None:
-    """The sender's end is aborted with a message on its way, which the receiver must never take for data."""
+    """The sender aborts with a message in flight, which the receiver must never take for data."""
     with npu.late(4, 0) as device:
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl")
         end = forward_end(mesh)
@@ -130,7 +130,7 @@ def _one_end_fails(pooled: bool) -> bool | None:
             work = send(end, torch.ones(1024, device=device), "doomed")
             end.lane.abort("stage 0 has failed")
             torch.accelerator.synchronize()
-            assert work.is_completed()  # what it held is let go of
+            assert work.is_completed()  # it has dropped its tensors
             with pytest.raises(ldt.LaneError, match="stage 0 has failed"):
                 work.wait()
         elif end is not None:
@@ -138,8 +138,8 @@ def _one_end_fails(pooled: bool) -> bool | None:
             work = end.receive([target], "doomed")
             time.sleep(1.0)
             answer = work.is_completed()
-            end.lane.abort("told of it")
-            with pytest.raises(ldt.LaneError, match="told of it"):
+            end.lane.abort("the test aborts it")
+            with pytest.raises(ldt.LaneError, match="the test aborts it"):
                 work.wait()
             torch.accelerator.synchronize()
         dist.barrier()
@@ -153,7 +153,7 @@ def test_data_from_a_failed_sender_are_rejected(pool: RankPool, pooled: bool) ->
 
 
 def _receiver_fails() -> bool | None:
-    """The receiver's end is aborted before its memory is free, which the sender must not write to then."""
+    """The receiver aborts before its memory is free; the sender must not write to it."""
     with npu.late(4, 0) as device:
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl")
         end = forward_end(mesh)
@@ -169,7 +169,7 @@ def _receiver_fails() -> bool | None:
             work = send(end, torch.ones(1024, device=device), "doomed")
             time.sleep(1.0)
             answer = work.is_completed()
-            end.lane.abort("told of it")
+            end.lane.abort("the test aborts it")
         torch.accelerator.synchronize()
         dist.barrier()
         mesh.close()

@@ -72,7 +72,7 @@ def _far_ahead() -> str:
 
 
 def test_a_full_lane_queue_blocks_no_longer_than_the_timeout(pool: RankPool) -> None:
-    """The send that waits for room says so, or the watch of failures does of the first that is under way."""
+    """The error comes from the send that waits for room, or from the watchdog for the first message in flight."""
     text = pool.run(_far_ahead, timeout=30)[0]
     assert (
         "more than 896 operations in the queue of the device" in text or "has been under way for 2 s" in text
@@ -80,7 +80,7 @@ def test_a_full_lane_queue_blocks_no_longer_than_the_timeout(pool: RankPool) -> 
 
 
 def _different_sizes(first: str) -> tuple[str, bool]:
-    """What this rank was told, and whether its lane can still be used."""
+    """The error on this rank, and whether its lane is still usable."""
     with npu.late(5, 0) as device:
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transport="copy_engine")
         end, text, usable = forward_end(mesh), "", True
@@ -128,7 +128,7 @@ def _pair_of_which_one_is_source_and_member(refuse: bool) -> str:
     if dist.get_rank() > LEADER:
         dist.new_group(
             [SENDER, LEADER], backend="hccl"
-        )  # every rank of the world takes part in making groups
+        )  # every rank of the world takes part in creating groups
         dist.new_group([SENDER, LEADER], backend="hccl")
         dist.new_group([SENDER, LEADER], backend="gloo")
         return ""

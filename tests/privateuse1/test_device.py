@@ -22,7 +22,7 @@ def _unordered_read() -> None:
         with side:
             npu.sleep(100)
             late = source * 2
-        early = late.clone()  # of memory that nothing was written to yet
+        early = late.clone()  # of memory that was not written to yet
         side.synchronize()
         assert early.isnan().all().item()
         assert (late == 2).all().item()
@@ -109,7 +109,7 @@ def test_stream_errors_are_detected(pool: RankPool, check: Callable[[], None]) -
 
 
 def test_writes_to_freed_memory_are_found() -> None:
-    with RankPool(1) as pool:  # of its own: they are found from now on, in this process
+    with RankPool(1) as pool:  # its own pool: detection stays on in this process
         pool.run(_late_write)
 
 
@@ -121,15 +121,15 @@ def _group() -> None:
         start = time.monotonic()
         total = torch.full((3,), float(rank + 1), device=device)
         works = [dist.all_reduce(total, group=group, async_op=True)]
-        told = torch.full((3,), rank, device=device)
-        works.append(dist.broadcast(told, src=1, group=group, async_op=True))
+        sent = torch.full((3,), rank, device=device)
+        works.append(dist.broadcast(sent, src=1, group=group, async_op=True))
         passed = torch.full((3,), 7 * rank, device=device)
         works.append((dist.isend if rank else dist.irecv)(passed, 1 - rank, group=group))
         for work in works:
             work.wait()
-        assert in_time(time.monotonic() - start, 0.8)  # the host went ahead of all of it
+        assert in_time(time.monotonic() - start, 0.8)  # the host ran ahead
         assert total.tolist() == [3.0] * 3
-        assert told.tolist() == [1] * 3
+        assert sent.tolist() == [1] * 3
         assert passed.tolist() == [7] * 3
         dist.barrier(group=group)
 

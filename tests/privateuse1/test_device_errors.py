@@ -22,13 +22,13 @@ TEXT = "device-side assert triggered"
 
 
 def _ended(how: str) -> str:
-    """Rank 1 waits on its device for a message that does not come, fails, and ends its lanes."""
+    """Rank 1 waits on its device for a message that never comes, fails, and closes its lanes."""
     with npu.late(1, 0) as device:
         compiled = npu.start()
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transport="copy_engine")
         end, said = forward_end(mesh), ""
         if end is not None and not end.sends:
-            # Not of the lane's own memory: when it is there, an event tells, which is asked.
+            # Not memory of the lane: an event, which is queried, marks its arrival.
             target = torch.zeros(1024, device=device)
             work = end.receive([target], "never sent")
             work.wait()
@@ -45,7 +45,7 @@ def _ended(how: str) -> str:
             except ldt.LaneError as error:
                 said = str(error)
             compiled.fail_device("")
-            torch.accelerator.synchronize()  # nothing on the device waits any more
+            torch.accelerator.synchronize()  # nothing on the device still waits
         dist.barrier()
         mesh.close()
         return said
@@ -58,7 +58,7 @@ def test_a_lane_ends_its_messages_in_flight(pool: RankPool, how: str) -> None:
 
 
 def _all_lanes_end() -> list[bool]:
-    """Lanes through groups: the first to be aborted must not keep the others from it."""
+    """Lanes over groups: aborting the first must not block aborting the others."""
     with npu.late(2, 0) as device:
         compiled = npu.start()
         lanes = [fused_lane(device) for _ in range(3)]
@@ -77,7 +77,7 @@ def test_all_lanes_end_when_the_process_does(pool: RankPool) -> None:
 
 
 def _memory_goes() -> None:
-    """Tensors of a lane die while the device answers with errors, some with work in flight: no destructor throws."""
+    """Tensors of a lane are freed while the device returns errors, some with work in flight: no destructor throws."""
     with npu.late(3, 0) as device:
         compiled = npu.start()
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transport="copy_engine")

@@ -20,7 +20,7 @@ def _host_does_not_block() -> tuple[float, bool]:
     with npu.late(0, most_microseconds=0) as device:
         lane = fused_lane(device)
         first = torch.ones(4, device=device)
-        work, (target,) = launch(lane, [first])  # what is slow the first time
+        work, (target,) = launch(lane, [first])  # the first call is slow
         work.wait()
         (target == first).all().item()
         source = torch.ones(1 << 16, device=device)
@@ -114,7 +114,7 @@ def _abort_of_a_receive() -> float:
         start = time.monotonic()
         if not is_sender():
             target = torch.zeros(4, device=device)
-            work = lane.recv([target], SENDER)  # of a message that never comes
+            work = lane.recv([target], SENDER)  # for a message that never comes
             lane.abort("stage 0 has failed")
             with pytest.raises(LaneError, match="stage 0 has failed"):
                 work.wait()

@@ -94,7 +94,7 @@ def test_late_sources_and_early_reuse_on_a_side_stream(pool: RankPool, seed: int
 
 
 def _let_go_unwaited(seed: int) -> None:
-    """Nobody waits for the sends: only the lane keeps what they read, and copies that it made itself."""
+    """Nothing waits for the sends: only the lane keeps their sources, and its own copies."""
     with npu.late(seed) as device:
         lane = fused_lane(device, chunk_bytes=5000)
         checks = []
@@ -121,12 +121,12 @@ def test_a_lane_keeps_what_it_sends_until_the_device_is_done(pool: RankPool, see
 
 
 def _unwanted_targets(seed: int) -> None:
-    """Targets that are let go before anything arrives: writing to them late must hurt nobody."""
+    """Targets are dropped before anything arrives: late writes to them must corrupt nothing."""
     with npu.late(seed) as device:
         lane = fused_lane(device)
         checks = []
         for round_ in range(40):
-            size = 1 + 1000 * 3 ** (round_ % 3)  # so that the pool drops what it gets back
+            size = 1 + 1000 * 3 ** (round_ % 3)  # so that the pool drops returned buffers
             message = torch.full((size,), float(round_), device=device)
             npu.sleep(0.3)
             if is_sender():
@@ -150,7 +150,7 @@ def test_a_target_may_be_dropped_before_it_is_written(pool: RankPool, seed: int)
 
 
 def _changing_sizes(seed: int) -> None:
-    """No buffer serves twice, so the pool drops one in every round, while it is still read."""
+    """No buffer is used twice, so the pool drops one in every round, while it is still read."""
     with npu.late(seed) as device:
         lane = fused_lane(device)
         checks = []

@@ -37,7 +37,7 @@ def square(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _step(transport: str, counts: list[int], microbatches: int) -> None:
-    npu.start()  # before autograd, which counts the devices that there are
+    npu.start()  # before autograd, which counts devices
     torch.manual_seed(0)
     chunks = [Fan(count) for count in counts]
     batch = [(torch.rand(WIDTH), torch.rand(WIDTH)) for _ in range(microbatches)]
@@ -71,7 +71,7 @@ def test_many_microbatches(pool: RankPool) -> None:
 
 
 def _messages(transport: str) -> float:
-    """Of small and large tensors, whole and strided ones, into memory of the lane and of others, far ahead."""
+    """Small, large, contiguous and strided tensors into memory of the lane and other memory, sent far ahead."""
     with npu.late(2, 0) as device, torch.Stream(device):
         sizes = [(7, 3), (0, 4), (1 << 15,), (5,), (2, 1 << 14), *[(1 << 13, 3)] * 30, ()]
         with ldt.connect(Topology([1, 1]), "hccl", transport=transport) as mesh:

@@ -158,7 +158,7 @@ class Failing(nn.Module):
 
 
 def _two_steps(pipeline: ldt.Pipeline, batch: Any) -> None:
-    """On a device with streams only the host's own waits notice a failure: it may be the second step that does."""
+    """On a device with streams only waits of the host notice a failure: perhaps not before the second step."""
     for _ in range(2):
         pipeline.step(batch if pipeline.mesh.is_edge else None)
 
@@ -179,7 +179,7 @@ def _failing_step(device: torch.device, backend: str) -> tuple[str, float]:
 def _failing() -> tuple[str, float]:
     with npu.late(3, 300) as device:
         answer = _failing_step(device, "hccl")
-        torch.accelerator.synchronize()  # nothing on the device waits for messages that do not come
+        torch.accelerator.synchronize()  # nothing on the device waits for messages that never come
         return answer
 
 
@@ -195,7 +195,7 @@ def _failing_without_abort() -> tuple[str, float]:
 
 
 def test_a_failure_is_reported_and_the_mesh_closes_even_if_the_device_is_stuck() -> None:
-    with RankPool(WORLD_SIZE) as pool:  # of its own: its streams stay stuck
+    with RankPool(WORLD_SIZE) as pool:  # its own pool: its streams stay stuck
         for text, seconds in pool.run(_failing_without_abort):
             assert "a chunk that fails" in text
             assert in_time(seconds, 25)

@@ -24,7 +24,7 @@ from ldt.topology import Topology, lanes
 WORLD_SIZE = 4
 
 
-def places(policy: Any) -> tuple[Any, ...]:
+def positions(policy: Any) -> tuple[Any, ...]:
     topology = Topology([1, 2, 1])
     with ldt.connect(topology, lanes=policy) as mesh:
         assert mesh.device == torch.device("cpu")
@@ -47,7 +47,7 @@ def places(policy: Any) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
 def test_every_rank_knows_its_position(pool: RankPool, policy: str) -> None:
-    assert pool.run(places, policy) == [
+    assert pool.run(positions, policy) == [
         (0, 0, 0, True, 4),
         (1, 0, 0, True, 4),
         (1, 0, 1, False, 2),
@@ -76,7 +76,7 @@ def closed_lane() -> str:
 
 
 def test_closing_a_mesh_closes_its_lanes(pool: RankPool) -> None:
-    """Also for who kept one."""
+    """Even for code that kept a reference to one."""
     assert all("is closed" in text for text in pool.run(closed_lane, ranks=[0, 1]))
 
 
@@ -118,7 +118,7 @@ def test_the_groups_of_layers_and_replicas_are_connected(pool: RankPool) -> None
 
 
 class Works:
-    """A work as on a device with streams: waiting for it returns at once."""
+    """A work of a device with streams: ``wait`` returns at once."""
 
     def __init__(self, done_after: float) -> None:
         self.end = time.monotonic() + done_after
@@ -148,7 +148,7 @@ def test_connecting_ends_at_the_deadline() -> None:
 
 
 class Group:
-    """A process group of some backend that notes what is done to it."""
+    """A process group of some backend that records the calls made on it."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
@@ -183,7 +183,7 @@ def fake_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_groups")
 @pytest.mark.parametrize("broken", [False, True])
 def test_groups_of_backends_with_streams(broken: bool) -> None:
-    """They keep the limit that they are given, and are aborted after a failure: destroying would flush them."""
+    """They keep their timeout, and are aborted after a failure: destroying would flush them."""
     minute = timedelta(minutes=1)
     groups = GroupSet()
     gloo: Any = groups.make("control", "mesh/control", [0, 1], "gloo", minute)
@@ -199,7 +199,7 @@ def test_groups_of_backends_with_streams(broken: bool) -> None:
 
 
 def two_pipelines() -> list[int]:
-    """The orders of ranks differ too."""
+    """The orders of ranks also differ."""
     mine = [3, 1] if dist.get_rank() in (1, 3) else [0, 2]
     topology = Topology([1, 1])
     chunks = toy_chunks(topology, seed=mine[0])
@@ -246,7 +246,7 @@ def test_late_ranks(pool: RankPool) -> None:
 
 
 def missing(topology: Topology, absent: list[int]) -> tuple[str, str, float]:
-    """All but ``absent`` connect; those come when the others have given up. Then all connect again."""
+    """All but ``absent`` connect; those connect after the others have raised. Then all connect again."""
     start = time.monotonic()
     if dist.get_rank() in absent:
         time.sleep(2.5 * paced(1).total_seconds())
@@ -332,7 +332,7 @@ def test_one_rank_needs_no_process_group() -> None:
 @pytest.mark.parametrize("tp", [[1], [1, 1], [1, 2, 1], [2, 2, 2, 2]])
 @pytest.mark.parametrize("dp", [1, 2])
 def test_groups(tp: list[int], dp: int, policy: Any) -> None:
-    """Names are unique, members sorted, and a lane's stage groups lead with the leader."""
+    """Names are unique, members sorted, and the stage groups of a lane start with the leader."""
     topology = Topology(tp, dp=dp)
     specs = group_specs(topology, policy, Transfers.of(topology, "leader"))
     assert len({spec.name for spec in specs}) == len(specs)

@@ -23,16 +23,16 @@ WORDS = "is connecting another mesh in another thread: connect meshes one after 
 
 
 def in_threads(*acts: Callable[[], Any]) -> list[Any]:
-    """What each returns, or the exception that it raises."""
+    """Run each in a thread and return its result, or the exception it raises."""
     found: list[Any] = [None] * len(acts)
 
-    def run(place: int) -> None:
+    def run(index: int) -> None:
         try:
-            found[place] = acts[place]()
+            found[index] = acts[index]()
         except ldt.LdtError as error:
-            found[place] = error
+            found[index] = error
 
-    threads = [threading.Thread(target=run, args=(place,)) for place in range(len(acts))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(acts))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -47,17 +47,17 @@ def connect_and_step(ranks: list[int], chunks: Sequence[nn.Module]) -> str:
 
 
 def connect_in_turn(meshes: list[list[int]]) -> list[str]:
-    """A thread for each of ``meshes``, by its ranks; each begins when the one before it waits for others.
+    """Connect each of ``meshes``, by its ranks, in a thread; each starts while the previous one waits for peers.
 
     The models are built before the threads start: all threads draw from torch's one random generator.
     """
     models = [toy_chunks(PAIR) for _ in meshes]
 
-    def act(place: int) -> str:
-        time.sleep(0.2 * place)
-        return connect_and_step(meshes[place], models[place])
+    def act(index: int) -> str:
+        time.sleep(0.2 * index)
+        return connect_and_step(meshes[index], models[index])
 
-    return [str(answer) for answer in in_threads(*(partial(act, place) for place in range(len(meshes))))]
+    return [str(answer) for answer in in_threads(*(partial(act, index) for index in range(len(meshes))))]
 
 
 def at_once(orders: list[list[list[int]]]) -> tuple[list[str], float]:
@@ -89,7 +89,7 @@ def test_the_peers_of_a_refused_connect_raise(pool: RankPool) -> None:
 
 
 def steps_in_two_threads() -> list[str]:
-    """Connected one after the other, used at once; and one that fails is connected again while the other steps."""
+    """They connect one after the other and step at the same time; a failed one reconnects while the other steps."""
     one = ldt.connect(PAIR, ranks=[0, 1])
     two = ldt.connect(PAIR, ranks=[0, 1], lanes="paired")
     failed = threading.Event()

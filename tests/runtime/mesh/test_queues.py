@@ -26,7 +26,7 @@ QUEUES = _cuda.QUEUES_VARIABLE
     ("started", "at_import", "now", "expected"),
     [
         (False, None, None, 32),
-        (True, None, None, 8),  # by default, and too late to ask for more
+        (True, None, None, 8),  # the default, and too late to request more
         (True, "16", "32", 16),
         (False, "1", "1", 1),
         (False, None, "1", 1),  # changed since, perhaps before CUDA started
@@ -50,7 +50,7 @@ def test_the_least_possible_number_counts(
 
 
 class CheckPassedError(Exception):
-    """What is behind the check was reached."""
+    """Raised after the check passed."""
 
 
 def choose(
@@ -99,7 +99,7 @@ def test_one_queue_is_refused_over_every_transport(
         (Topology([1, 1]), {}, 5),
         (Topology([1, 1], laps=2), {}, 9),
         (Topology([1, 1], laps=2), {"policy": "paired"}, 3),
-        (Topology([2, 1]), {}, 7),  # the edge passes on two channels
+        (Topology([2, 1]), {}, 7),  # two channels leave the edge
         (Topology([2, 2]), {"transfer": "scatter"}, 9),
         (Topology([1]), {}, 1),
     ],
@@ -112,7 +112,7 @@ def test_each_lane_needs_a_queue_and_so_does_compute(
     with contextlib.suppress(CheckPassedError):
         choose(topology, "nccl", **options)
     if needed == 1:
-        return  # no rank to talk to
+        return  # no peers
     queues.setenv(QUEUES, str(needed - 1))
     with pytest.raises(ldt.LdtError, match=f"unset {QUEUES} or set it to {needed} to 32"):
         choose(topology, "nccl", **options)

@@ -40,14 +40,14 @@ class Failing(ToyChunk):
 
 
 def what_is_open() -> tuple[int, int, int]:
-    """Threads, sockets and other files of this process."""
+    """The threads, sockets and other open files of this process."""
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]  # noqa: PTH115
     sockets = [file for file in files if file.startswith("socket:")]
     return len(list(Path("/proc/self/task").iterdir())), len(sockets), len(files) - len(sockets)
 
 
 def again(tp: list[int], dp: int, transfer: Any, failing: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Three times a step in which ``failing`` raises, then one on a mesh that was connected again."""
+    """Three times: a step in which ``failing`` raises, then a step on the reconnected mesh."""
     topology = Topology(tp, dp=dp)
     torch.manual_seed(0)
     chunks: list[Any] = [Failing() for _ in range(topology.num_chunks)]
@@ -63,8 +63,8 @@ def again(tp: list[int], dp: int, transfer: Any, failing: int) -> tuple[tuple[in
             chunk.fails = False
             chunk.zero_grad()
         mesh = mesh.reconnect()
-        time.sleep(0.5)  # threads that end
-        gc.collect()  # what an exception's traceback holds
+        time.sleep(0.5)  # threads may still be ending
+        gc.collect()  # objects that a traceback holds
         counts.append(what_is_open())
     if dp == 1:
         step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(3))
@@ -120,7 +120,7 @@ def test_connections_to_a_store_hosted_here_are_kept() -> None:
     connections = Connections()
     with connections.recording(dist.PrefixStore("job", store)):
         mine = store.clone()
-        mine.set("here", "1")  # the other end, in this process, too, is open now
+        mine.set("here", "1")  # the peer socket, in this process, is open now
     assert len(connections) == 1
     connections.set_read_timeout(5.0)
     assert store.get("here") == b"1"
