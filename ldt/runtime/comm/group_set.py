@@ -52,7 +52,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         return len(self._groups)
 
     def use_store(self, store: Any) -> None:
-        """Create groups over an own connection to ``store``. Shutting it down unblocks a wait for other ranks there."""
+        """Create groups over a new connection to ``store``: shutting it down unblocks waits for other ranks there."""
         with self._to_store.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
 

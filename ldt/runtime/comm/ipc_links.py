@@ -103,21 +103,21 @@ def connect_ipc_links(
     """
     ends: dict[LaneId, LaneIpcLinks] = {lane: LaneIpcLinks() for lane in links}
     offers: dict[str, str] = {}
-    refusals: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for lane, link in _each(links):
         if link.target == rank:
             try:
                 offers[link.name] = ends[lane].offer(link, device)
             except LaneError as error:
-                refusals[link.name] = str(error)
+                failures[link.name] = str(error)
     all_offers = all_gather("offers", offers)
     for lane, link in _each(links):
         if link.source == rank and link.name in all_offers[link.target]:
             try:
                 ends[lane].accept(link, device, all_offers[link.target][link.name])
             except LaneError as error:
-                refusals[link.name] = str(error)
-    return ends, {name: text for found in all_gather("refusals", refusals) for name, text in found.items()}
+                failures[link.name] = str(error)
+    return ends, {name: text for found in all_gather("failures", failures) for name, text in found.items()}
 
 
 def _each(links: Mapping[LaneId, Sequence[IpcLink]]) -> Iterator[tuple[LaneId, IpcLink]]:

@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.001
 def connect_all(
     layout: LaneLayout, endpoints: Mapping[Channel, Endpoint], watchdog: Watchdog, deadline: float
 ) -> None:
-    """Connect the groups of the model and the stripes one after the other, so that a step finds all connected."""
+    """Connect the model's groups and all stripes, one after the other, so that no step has to."""
     for what, work in _start_connecting(layout, endpoints):
         await_connected(work, what, watchdog, deadline)
 

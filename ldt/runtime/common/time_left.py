@@ -9,5 +9,5 @@ __all__ = ["time_left"]
 
 
 def time_left(deadline: float, at_least: float = 0.0) -> timedelta:
-    """Until ``deadline``, as ``time.monotonic()`` counts, but not less than ``at_least`` seconds."""
+    """The time until ``deadline`` (as ``time.monotonic()``), but at least ``at_least`` seconds."""
     return timedelta(seconds=max(at_least, deadline - time.monotonic()))

@@ -83,7 +83,10 @@ class Collectives:
         return self.broadcast_in_node(data)
 
     def broadcast_in_node(self, data: bytes, *, no_timeout: bool = False) -> bytes:
-        """Broadcast ``data`` of this node's leader to the ranks of the node. A collective call of these ranks only."""
+        """Broadcast ``data`` of this node's leader to the ranks of the node. A collective call of these ranks only.
+
+        With ``no_timeout`` the ranks wait for the leader indefinitely.
+        """
         return data if self._node is None else self._broadcast(self._node, 0, data, no_timeout)
 
     def all_gather(self, data: bytes) -> list[bytes]:

@@ -183,11 +183,11 @@ class EdgeBroadcast:
         return [end.lane for end in [self._outbox, *self._inboxes.values()] if end is not None]
 
     def abort(self, reason: str) -> None:
-        """Abort what is under way. Called from any thread."""
+        """Abort all transfers in flight. May be called from any thread."""
         run_teardown((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in self.lanes())
 
     def close(self, deadline: float) -> None:
-        """Finish sending by ``deadline``. Nothing is received any more."""
+        """Finish sending by ``deadline``, and stop receiving."""
         ends: list[tuple[str, Callable[[], None]]] = [
             (f"abort lane {inbox.lane.name}", partial(inbox.lane.abort, "the mesh is closed"))
             for inbox in self._inboxes.values()

@@ -121,9 +121,7 @@ class FailureDetector:
             try:
                 held.enter_context(self.desync.calling(name))
             except LdtError as error:
-                if (
-                    not self.desync.in_this_thread
-                ):  # the other ranks wait in this call: report the error to them
+                if not self.desync.in_this_thread:  # the other ranks wait in this call
                     self.publish(error, name)
                 raise
             held.enter_context(self.progress.calling(self.desync.current))
