@@ -46,7 +46,7 @@ class Options(argparse.Namespace):
 
 def main() -> None:
     options = parse_options()
-    torch.set_num_threads(1)  # a core for each process
+    torch.set_num_threads(1)  # one core per process
     stages = int(os.environ.get("WORLD_SIZE", "1"))
     topology = ldt.Topology([1] * stages)
     with quiet_interrupt(), process_group(stages):
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def load_chunks(options: Options, parts: hf.Split, indices: Sequence[int]) -> list[hf.Chunk]:
-    """This stage's part of the model. A config alone gives random weights."""
+    """Build this stage's part of the model. A config without weights gives random ones."""
     chunks = parts.build(indices)
     if Path(options.model).is_file():
         hf.init_weights(chunks, options.seed)
@@ -85,7 +85,7 @@ def answers(options: Options) -> Answers:
 
 
 def train(options: Options, pipeline: ldt.Pipeline, data: Answers | None) -> None:
-    """All steps: every rank makes the same calls, and the edge alone brings microbatches."""
+    """Run all steps: every rank makes the same calls, and only the edge passes microbatches."""
     trained = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
     recipe = Recipe(trained, options.lr, options.steps)
     with tqdm(total=options.steps, unit=" steps", disable=data is None) as bar:
@@ -103,7 +103,7 @@ def train(options: Options, pipeline: ldt.Pipeline, data: Answers | None) -> Non
 
 
 def save(options: Options, chunks: list[hf.Chunk], file: Path) -> None:
-    """What was trained, by its names in the whole model: the files of all stages together are its checkpoint."""
+    """Save the trained weights by their names in the whole model; the files of all stages are its checkpoint."""
     tensors = hf.state_dict(chunks)
     if options.lora:
         tensors = {

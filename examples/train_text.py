@@ -25,7 +25,7 @@ import ldt.plan
 
 def main() -> None:
     options = parse_options()
-    torch.set_num_threads(1)  # a core for each process
+    torch.set_num_threads(1)  # one core per process
     with one_sentence_errors():
         topology = ldt.Topology(options.stages, dp=options.dp, edge_dp=options.edge_dp, laps=options.laps)
     with quiet_interrupt(), process_group(topology.world_size):
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def build_pipeline(options: Options, mesh: ldt.Mesh, model: ByteModel) -> ldt.Pipeline:
-    """This rank's chunks, and the plan that all ranks follow."""
+    """Build this rank's chunks and the plan of all ranks."""
     chunks = [model.chunk(index) for index in mesh.topology.chunks_of(mesh.stage)]
     for chunk in chunks:
         split_over(mesh.tp_mesh, chunk)
@@ -52,7 +52,7 @@ def build_pipeline(options: Options, mesh: ldt.Mesh, model: ByteModel) -> ldt.Pi
 
 
 def train(options: Options, pipeline: ldt.Pipeline, corpus: Corpus | None, checker: Checker | None) -> Meter:
-    """All steps: every rank makes the same calls, and the edge alone brings microbatches."""
+    """Run all steps: every rank makes the same calls, and only the edge passes microbatches."""
     mesh = pipeline.mesh
     recipe = Recipe(pipeline.parameters(), options.lr, options.steps)
     meter = Meter(mesh)
@@ -73,7 +73,7 @@ def train(options: Options, pipeline: ldt.Pipeline, corpus: Corpus | None, check
 
 
 def finish(options: Options, pipeline: ldt.Pipeline, corpus: Corpus | None, meter: Meter) -> None:
-    """What came of it: the loss on text not seen, a continuation, where the time went."""
+    """Report the loss on held-out text, a generated continuation, and where the time went."""
     held_out = pipeline.eval(corpus.held_out(options.microbatches) if corpus else None)
     text = continue_text(pipeline, options)
     measurement = meter.gather(pipeline, pipeline.plan(options.microbatches))

@@ -17,14 +17,14 @@ from text.launch import one_sentence_errors, process_group, quiet_interrupt
 from text.recipe import MAX_NORM, Recipe
 from tqdm import tqdm
 from vlm.digits import Digits, Microbatch
-from vlm.model import small_config, spread
+from vlm.model import layers_of_chunks, small_config
 from vlm.words import IMAGE
 
 import ldt
 import ldt.plan
 from ldt.integrations import hf
 
-EVALUATED = 4  # times as many microbatches as a step has
+EVALUATED = 4  # times the microbatches of a step
 
 
 class Options(argparse.Namespace):
@@ -39,12 +39,12 @@ class Options(argparse.Namespace):
 
 def main() -> None:
     options = parse_options()
-    torch.set_num_threads(1)  # a core for each process
+    torch.set_num_threads(1)  # one core per process
     stages = int(os.environ.get("WORLD_SIZE", "1"))
     topology = ldt.Topology([1] * stages, laps=2)
     with quiet_interrupt(), process_group(stages):
         with one_sentence_errors():
-            parts = hf.split(small_config(), spread(stages), laps=2)
+            parts = hf.split(small_config(), layers_of_chunks(stages), laps=2)
         with ldt.connect(topology) as mesh:
             chunks = parts.build(topology.chunks_of(mesh.stage))
             hf.init_weights(chunks, options.seed)
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def train(options: Options, pipeline: ldt.Pipeline, digits: Digits | None) -> None:
-    """All steps: every rank makes the same calls, and the edge alone brings microbatches."""
+    """Run all steps: every rank makes the same calls, and only the edge passes microbatches."""
     recipe = Recipe(pipeline.parameters(), options.lr, options.steps)
     with tqdm(total=options.steps, unit=" steps", disable=digits is None) as bar:
         for step in range(options.steps):
@@ -70,7 +70,7 @@ def train(options: Options, pipeline: ldt.Pipeline, digits: Digits | None) -> No
 
 
 def report(when: str, options: Options, pipeline: ldt.Pipeline, digits: Digits | None) -> None:
-    """Print the share of right answers about digits that training never sees. A collective call."""
+    """Print the accuracy on held-out digits. A collective call."""
     microbatches = digits.held_out(EVALUATED * options.microbatches) if digits else None
     result = pipeline.eval(microbatches)
     if microbatches is None or result.outputs is None:
@@ -84,7 +84,7 @@ def report(when: str, options: Options, pipeline: ldt.Pipeline, digits: Digits |
 
 
 def answered(microbatch: Microbatch, logits: torch.Tensor) -> dict[str, list[bool]]:
-    """Whether each sample's answer, its last token, is the likeliest one after the question."""
+    """Whether the answer of each sample, its last token, is the most likely one."""
     inputs, labels = microbatch
     right = logits[:, -2].argmax(-1) == labels[:, -1]
     shown = (inputs["input_ids"] == IMAGE).any(-1)

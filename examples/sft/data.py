@@ -18,24 +18,24 @@ Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]  # the model's inputs,
 
 NO_LABEL = -100
 EXPECTED = '{"prompt": "...", "answer": "..."}'
-SHOWN = 100  # characters of a line that is wrong
+SHOWN = 100  # characters of a malformed line
 
 
 class Tokenizer(Protocol):
-    """What is needed of one."""
+    """The part of a tokenizer that this example uses."""
 
     def encode(self, text: str, add_special_tokens: bool = ...) -> list[int]: ...
 
 
 class ByteTokenizer:
-    """For a model that has none: a byte is a token, and 0 ends a text."""
+    """For a model without a tokenizer: a byte is a token, and 0 ends a text."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
 
 class Answers:
-    """Lines such as {"prompt": "2 + 2 = ", "answer": "4"}, in random order again and again. Blank ones are skipped.
+    """Lines such as {"prompt": "2 + 2 = ", "answer": "4"}, shuffled anew in each epoch. Skips blank lines.
 
     A sample of whose answer nothing is within ``longest`` tokens teaches nothing: ``left_out`` counts those. Raises
     ValueError naming the line for one that is not so, or the file if no sample is left.
@@ -94,7 +94,7 @@ def _pairs(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def _fault(pair: Any) -> str:
-    """What is wrong with a line, or nothing."""
+    """Describe what is wrong with a line; empty if nothing."""
     if not isinstance(pair, dict):
         return f"an object is needed, not {type(pair).__name__}"
     for key in ("prompt", "answer"):
@@ -108,13 +108,13 @@ def _fault(pair: Any) -> str:
 
 
 def _tokens(tokenizer: Tokenizer, end: int, longest: int, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The tokens of both, and the number of those that are the prompt's, with which a text begins."""
+    """Tokenize both. Returns the tokens and how many of them, at the start, are the prompt."""
     asked = tokenizer.encode(prompt)
     return [*asked, *tokenizer.encode(answer, add_special_tokens=False), end][:longest], len(asked)
 
 
 def _tokenizer(model: str) -> tuple[Tokenizer, int, int]:
-    """With the tokens for padding and for the end of a text."""
+    """Load the tokenizer with its tokens for padding and the end of a text."""
     if Path(model).is_file():
         return ByteTokenizer(), 0, 0
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

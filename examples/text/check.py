@@ -20,11 +20,11 @@ from text.recipe import MAX_NORM, Recipe
 __all__ = ["Checker"]
 
 CHECKED_STEPS = 3
-CLOSE = 1e-5  # of the largest element, where sums are made in another order: over the ranks of a stage, over replicas
+CLOSE = 1e-5  # of the largest element, where ranks of a stage or replicas sum in another order
 
 
 class Unsplit:
-    """The whole model, trained in plain PyTorch: what the pipeline must be equal to."""
+    """The whole model, trained in plain PyTorch: the reference for the pipeline."""
 
     def __init__(self, options: Options, model: ByteModel) -> None:
         self.chunks = nn.Sequential(*(model.chunk(index) for index in range(model.num_chunks)))
@@ -37,7 +37,7 @@ class Unsplit:
         return list(step(microbatches))
 
     def update(self) -> None:
-        """Clip as ``ldt.clip_grad_norm_`` does, which adds up squares in double precision, and update the weights."""
+        """Clip as ``ldt.clip_grad_norm_``, which sums squares in double precision, and update the weights."""
         gradients = [parameter.grad for parameter in self.chunks.parameters() if parameter.grad is not None]
         squares = sum(float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in gradients)
         scale = MAX_NORM / (squares**0.5 + 1e-6)
@@ -65,7 +65,7 @@ class Unsplit:
 
 
 class Checker:
-    """Compares the first steps of a pipeline with those of the unsplit model, which the first rank has.
+    """Compares the first steps of a pipeline with those of the unsplit model, which is on the first rank.
 
     For this alone the gradients of all ranks are sent there, over the default process group. Bit for bit where sums
     are made in the same order; otherwise the first step alone, as an optimizer soon makes much of small differences.
@@ -83,18 +83,18 @@ class Checker:
         self._unsplit = Unsplit(options, model) if self._mesh.rank == 0 else None
 
     def check(self, step: int, result: ldt.StepResult) -> None:
-        """Compare a step, before its gradients are clipped. A collective call; past the first steps it does nothing.
+        """Compare a step before its gradients are clipped. A collective call; does nothing after the first steps.
 
         Prints the verdict. Raises SystemExit on every rank if anything differs.
         """
         if step >= (CHECKED_STEPS if self._exact else 1):
             return
         differences: list[str] = []
-        ours = _gradients(
+        actual = _gradients(
             self._pipeline.parameters()
-        )  # of split layers whole, which all ranks of a stage do together
+        )  # sharded ones whole, which is collective over the stage
         if self._unsplit is None:
-            dist.send(ours, dst=0)
+            dist.send(actual, dst=0)
         else:
             assert self._corpus is not None
             number = self._mesh.topology.edge_dp * self._microbatches
@@ -102,7 +102,7 @@ class Checker:
                 result, self._unsplit.step(self._corpus.training(step, number))
             )
             for rank in range(self._mesh.topology.world_size):
-                differences += self._compare_gradients(rank, ours, self._unsplit)
+                differences += self._compare_gradients(rank, actual, self._unsplit)
             self._unsplit.update()
             verdict = "NOT equal" if differences else "bit-equal" if self._exact else "equal but for rounding"
             heading = f"check of step {step + 1}: losses and gradients are {verdict} to those of one process"
@@ -112,35 +112,38 @@ class Checker:
 
     def _compare_losses(self, result: ldt.StepResult, losses: Sequence[torch.Tensor]) -> Iterator[str]:
         assert result.losses is not None
-        for index, (ours, theirs) in enumerate(zip(result.losses, losses[: len(result.losses)], strict=True)):
-            if not self._are_equal(ours, theirs):
-                yield f"microbatch {index}: loss {float(ours):.9g}, unsplit {float(theirs):.9g}"
+        for index, (actual, expected) in enumerate(
+            zip(result.losses, losses[: len(result.losses)], strict=True)
+        ):
+            if not self._are_equal(actual, expected):
+                yield f"microbatch {index}: loss {float(actual):.9g}, unsplit {float(expected):.9g}"
 
-    def _are_equal(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-        largest = CLOSE * float(theirs.abs().max())
-        return torch.equal(ours, theirs) if self._exact else float((ours - theirs).abs().max()) <= largest
+    def _are_equal(self, actual: torch.Tensor, expected: torch.Tensor) -> bool:
+        if self._exact:
+            return torch.equal(actual, expected)
+        return float((actual - expected).abs().max()) <= CLOSE * float(expected.abs().max())
 
-    def _compare_gradients(self, rank: int, ours: torch.Tensor, unsplit: Unsplit) -> Iterator[str]:
+    def _compare_gradients(self, rank: int, actual: torch.Tensor, unsplit: Unsplit) -> Iterator[str]:
         stage = self._mesh.topology.node_of(rank).stage
         named = [
             (f"chunk {chunk}, {name}", parameter)
             for chunk in self._mesh.topology.chunks_of(stage)
             for name, parameter in unsplit.chunks[chunk].named_parameters()
         ]
-        theirs = _gradients(parameter for _, parameter in named)
+        expected = _gradients(parameter for _, parameter in named)
         if rank != self._mesh.rank:
-            ours = torch.empty_like(theirs)
-            dist.recv(ours, src=rank)
+            actual = torch.empty_like(expected)
+            dist.recv(actual, src=rank)
         sizes = [parameter.numel() for _, parameter in named]
-        for (name, _), mine, other in zip(
-            named, torch.split(ours, sizes), torch.split(theirs, sizes), strict=True
+        for (name, _), part, reference in zip(
+            named, torch.split(actual, sizes), torch.split(expected, sizes), strict=True
         ):
-            if not self._are_equal(mine, other):
-                yield f"rank {rank}, {name}: gradients differ by up to {float((mine - other).abs().max()):.3g}"
+            if not self._are_equal(part, reference):
+                yield f"rank {rank}, {name}: gradients differ by up to {float((part - reference).abs().max()):.3g}"
 
 
 def _gradients(parameters: Iterator[nn.Parameter]) -> torch.Tensor:
-    """All gradients in one vector, so that one message carries a rank's."""
+    """Flatten all gradients into one vector, which one message carries."""
     gradients = [parameter.grad for parameter in parameters]
     assert all(grad is not None for grad in gradients), "every part of this model takes part in every step"
     return parameters_to_vector(

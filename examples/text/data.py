@@ -12,11 +12,11 @@ Microbatch = tuple[
     torch.Tensor, torch.Tensor
 ]  # bytes [batch, sequence], and the byte that follows each of them
 
-HELD_OUT = 0.05  # the end of the text is kept for judging the model
+HELD_OUT = 0.05  # share at the end of the text, for evaluation
 
 
 class Corpus:
-    """A text as bytes, cut into what is learned and what is held out. Only the edge needs one.
+    """A text as bytes, split into a training and a held-out part. Only the edge needs one.
 
     Raises ValueError if the text is too short for sequences of ``sequence`` bytes.
     """
@@ -33,12 +33,12 @@ class Corpus:
 
     @classmethod
     def load(cls, options: Options) -> Corpus:
-        """The text that ``options`` name. Raises OSError if it cannot be read."""
+        """Read the text that ``options`` name. Raises OSError if that fails."""
         text = _documentation() if options.text is None else options.text.read_bytes()
         return cls(text, options.batch, options.sequence, options.seed)
 
     def training(self, step: int, number: int, replica: int = 0) -> list[Microbatch]:
-        """The ``number`` microbatches of a training step: random places, the same whenever one asks again.
+        """The ``number`` microbatches of a training step, at random positions that depend only on the step.
 
         Each ``replica`` of the edge has its own; those of several are the first replica's for as many in all.
         """
@@ -46,7 +46,7 @@ class Corpus:
         return [self._draw(self._learned, self._seed + 1_000_003 * step + index) for index in indices]
 
     def held_out(self, number: int) -> list[Microbatch]:
-        """Microbatches of text that no training step sees."""
+        """Microbatches of the held-out text."""
         return [self._draw(self._held_out, self._seed + index) for index in range(number)]
 
     def _draw(self, data: torch.Tensor, seed: int) -> Microbatch:

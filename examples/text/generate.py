@@ -9,11 +9,11 @@ from text.options import Options
 
 __all__ = ["continue_text"]
 
-TEMPERATURE = 0.7  # below 1: likely bytes become likelier still
+TEMPERATURE = 0.7  # below 1: favors likely bytes
 
 
 def continue_text(pipeline: ldt.Pipeline, options: Options) -> str:
-    """What the model writes behind ``options.prompt``. A collective call.
+    """Generate the continuation of ``options.prompt``. A collective call.
 
     Returns the continuation on the edge and nothing elsewhere: what is written never leaves it.
     """
@@ -25,7 +25,9 @@ def continue_text(pipeline: ldt.Pipeline, options: Options) -> str:
             pipeline.eval()
             continue
         seen = text[-options.sequence :]
-        padding = [0] * (options.sequence - len(seen))  # for one shape; behind the text, where nobody looks
+        padding = [0] * (
+            options.sequence - len(seen)
+        )  # keeps one shape; causal attention ignores what follows the text
         outputs = pipeline.eval([(torch.tensor([seen + padding]), None)]).outputs
         assert outputs is not None
         scores = outputs[0][0, len(seen) - 1]

@@ -16,12 +16,12 @@ import ldt
 
 __all__ = ["one_sentence_errors", "one_sentence_errors_together", "process_group", "quiet_interrupt"]
 
-INTERRUPTED = 128 + signal.SIGINT  # what a shell reports for a process that ended so
+INTERRUPTED = 128 + signal.SIGINT  # exit status that a shell reports for Ctrl-C
 
 
 @contextmanager
 def process_group(ranks: int) -> Iterator[None]:
-    """The default process group of torchrun's processes; a job of one rank needs neither."""
+    """The default process group, under torchrun. A job of one rank needs none."""
     if dist.is_torchelastic_launched():
         dist.init_process_group("gloo")
     elif ranks > 1:
@@ -37,7 +37,7 @@ def process_group(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def one_sentence_errors() -> Iterator[None]:
-    """What is wrong with the command line ends the process with what the error says, without a traceback."""
+    """End the process with the text of the error, without a traceback, if the command line is wrong."""
     try:
         yield
     except (OSError, ValueError, ldt.LdtError) as error:
@@ -47,7 +47,7 @@ def one_sentence_errors() -> Iterator[None]:
 
 @contextmanager
 def one_sentence_errors_together(mesh: ldt.Mesh) -> Iterator[None]:
-    """As ``one_sentence_errors``, where other ranks must end, too: they learn that one has failed, but not with what.
+    """As ``one_sentence_errors`` where other ranks must end, too: they learn that one failed, but not its error.
 
     A collective call: every rank comes to it, whether it has something to do inside or not.
     """
@@ -59,14 +59,14 @@ def one_sentence_errors_together(mesh: ldt.Mesh) -> Iterator[None]:
     (failed,) = mesh.control.sum([problem is not None])
     if failed:
         sentence = problem or "another rank cannot go on and says why"
-        # Now, not on the way out: torchrun ends those that are not the first to end.
+        # Printed now: torchrun kills the remaining workers when one exits.
         _say(f"{sys.argv[0]}: {sentence}")
         sys.exit(1)
 
 
 @contextmanager
 def quiet_interrupt() -> Iterator[None]:
-    """Let Ctrl-C, here or on another rank, end the process without a traceback once all inside has cleaned up."""
+    """Let Ctrl-C, here or on another rank, end the process without a traceback after clean-up."""
     signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
@@ -75,16 +75,16 @@ def quiet_interrupt() -> Iterator[None]:
             raise
         if os.environ.get("RANK", "0") == "0":
             print("interrupted", flush=True)
-        os._exit(INTERRUPTED)  # on a busy machine the interpreter would take seconds to take torch down
+        os._exit(INTERRUPTED)  # a normal exit may take seconds on a busy machine
 
 
 def _say(line: str) -> None:
-    """One write, so that the lines of several ranks do not run into one another."""
+    """Print in one write, so that lines of several ranks do not mix."""
     sys.stderr.flush()
     os.write(sys.stderr.fileno(), f"{line}\n".encode())
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not cut the clean-up short
-    logging.disable()  # and every rank knows by itself why the others stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt the clean-up
+    logging.disable()  # every rank knows why the others stop
     raise KeyboardInterrupt

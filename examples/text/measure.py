@@ -13,12 +13,12 @@ from ldt.runtime import StepStats, Traffic, merge_timelines
 
 __all__ = ["Measurement", "Meter"]
 
-KEPT = 15  # steps at the end whose single actions are kept
+KEPT = 15  # last steps, whose actions are kept one by one
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What is known on the edge after a run.
+    """The measurements of a run, on the edge.
 
     ``losses``: of every step. ``totals``: per rank, over all steps, without single actions. ``measured``: the step
     of median length among the last ones. ``planned``: the same step as the plan has it.
@@ -35,7 +35,7 @@ class Measurement:
 
 
 class Meter:
-    """Takes what each step says of itself. One on every rank."""
+    """Collects the statistics of each step on one rank."""
 
     def __init__(self, mesh: ldt.Mesh) -> None:
         self._total = StepStats(mesh.topology, mesh.rank, seconds=0.0, computing=0.0, waiting=0.0)
@@ -55,7 +55,7 @@ class Meter:
             self._losses.append(float(result.loss))
 
     def gather(self, pipeline: ldt.Pipeline, plan: Plan) -> Measurement | None:
-        """What all ranks measured, on the edge. A collective call. ``plan`` is the one that the steps ran."""
+        """Gather the measurements of all ranks on the edge. A collective call. ``plan`` is the plan of the steps."""
         totals = pipeline.gather_stats(ldt.StepResult(self._total))
         steps = [pipeline.gather_stats(ldt.StepResult(stats)) for stats in self._kept]
         if totals is None:
@@ -68,7 +68,7 @@ class Meter:
 
 
 def _costs(timelines: Sequence[Timeline]) -> Costs:
-    """What the chunks' forwards and backwards took in the median, with links that cost nothing."""
+    """The median costs of forwards and backwards by chunk, with links that cost nothing."""
     seconds: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     for timeline in timelines:
         for event in timeline.compute:

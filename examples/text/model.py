@@ -24,7 +24,7 @@ ROTATION_BASE = 10_000.0
 
 
 class ByteModel:
-    """The recipe of a model of ``layers`` layers: part 0 is the embedding, the last one gives the logits.
+    """The recipe of a model of ``layers`` layers: part 0 is the embedding, the last part returns the logits.
 
     Every part draws its weights from a seed of its own, so that a rank can build its chunks and nothing else.
     Raises ValueError if there are fewer layers than chunks.
@@ -49,7 +49,7 @@ class ByteModel:
         return len(self._ends)
 
     def chunk(self, index: int) -> nn.Sequential:
-        """Chunk ``index``. The first takes bytes [batch, sequence], the last gives logits [batch, sequence, 256]."""
+        """Build chunk ``index``. The first takes bytes [batch, sequence], the last gives logits [..., 256]."""
         begin = self._ends[index - 1] if index > 0 else 0
         return nn.Sequential(*(self._part(number) for number in range(begin, self._ends[index])))
 
@@ -64,7 +64,7 @@ class ByteModel:
 
 
 def split_over(mesh: DeviceMesh, chunk: nn.Sequential) -> None:
-    """Split the layers of ``chunk`` over the ranks of a stage: the perceptron, and attention if its heads go round."""
+    """Shard ``chunk`` over the ranks of a stage: the perceptron, and attention if the ranks divide its heads."""
     for layer in chunk:
         if mesh.size() == 1 or not isinstance(layer, Layer):
             continue
@@ -75,7 +75,7 @@ def split_over(mesh: DeviceMesh, chunk: nn.Sequential) -> None:
 
 
 def deal(layers: int, topology: Topology) -> list[int]:
-    """How many layers each chunk gets: one, and of those left each goes where the stage has the fewest so far."""
+    """The number of layers of each chunk: one, and each further layer goes to the stage that has the fewest."""
     if layers < topology.num_chunks:
         raise ValueError(
             f"{layers} layers cannot be dealt out to {topology.num_chunks} chunks ({topology.num_stages} stages, "
@@ -92,7 +92,7 @@ def deal(layers: int, topology: Topology) -> list[int]:
 
 
 class Embedding(nn.Module):
-    """A vector for every byte."""
+    """Embeds each byte as a vector."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Layer(nn.Module):
         self.narrow = nn.Linear(4 * width, width, bias=False)
         for linear in (self.query_key_value, self.widen):
             nn.init.normal_(linear.weight, std=width**-0.5)
-        for linear in (self.attended, self.narrow):  # what all layers add up to keeps its size
+        for linear in (self.attended, self.narrow):  # keeps the size of the residual stream
             nn.init.normal_(linear.weight, std=(linear.in_features * 2 * layers) ** -0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,9 +128,7 @@ class Layer(nn.Module):
 
     def _attention(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, _ = x.shape
-        heads = self.query_key_value(x).view(
-            batch, sequence, -1, 3, HEAD_WIDTH
-        )  # those of this rank, where split
+        heads = self.query_key_value(x).view(batch, sequence, -1, 3, HEAD_WIDTH)  # local heads, if sharded
         query_key, value = heads.permute(3, 0, 2, 1, 4).split([2, 1])
         query, key = rotate(query_key, self.rotation)
         y = functional.scaled_dot_product_attention(query, key, value[0], is_causal=True)
@@ -138,7 +136,7 @@ class Layer(nn.Module):
 
 
 class Output(nn.Module):
-    """A score for every byte that could come next."""
+    """A logit for each byte that could come next."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -152,14 +150,14 @@ class Output(nn.Module):
 
 
 def rotation(sequence: int) -> torch.Tensor:
-    """Cosines and sines [2, sequence, feature pair] of angles that grow with the position, at a pace for each pair."""
+    """Cosines and sines [2, sequence, feature pair] of angles that grow with the position, at a rate per pair."""
     paces = ROTATION_BASE ** -torch.linspace(0, 1, HEAD_WIDTH // 2 + 1)[:-1]
     angles = torch.arange(sequence)[:, None] * paces
     return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
-    """Turn the feature pairs (i, i + half) of [..., sequence, feature] as ``by`` says."""
+    """Rotate the feature pairs (i, i + half) of [..., sequence, feature] by ``by``."""
     (first, second), (cosine, sine) = x.chunk(2, dim=-1), by
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
 
@@ -170,6 +168,6 @@ def mean_loss(logits: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
 
 
 def token_loss(logits: torch.Tensor, following: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The same as a sum and the number of bytes it is over."""
+    """The sum of the cross-entropy, and its number of bytes."""
     loss = functional.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
     return loss, following.numel()

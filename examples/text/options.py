@@ -36,7 +36,7 @@ class Options(argparse.Namespace):
 
 
 def parse_options(arguments: list[str] | None = None) -> Options:
-    """Read the command line; ends the process with a sentence if it is wrong."""
+    """Parse the command line. Ends the process with one sentence if it is wrong."""
     parser = argparse.ArgumentParser(
         description="Train a small language model on bytes of English text, split in a U: its first and last layers "
         "on stage 0, the edge, the layers between on the others. Start it with torchrun, one process "

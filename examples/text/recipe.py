@@ -12,7 +12,7 @@ __all__ = ["MAX_NORM", "Recipe"]
 
 MAX_NORM = 1.0  # of all gradients together
 WARM_UP = 0.05  # share of the steps
-LOWEST = 0.1  # share of the highest learning rate that is left in the last step
+LOWEST = 0.1  # learning rate of the last step, as a share of the highest
 
 
 class Recipe:
@@ -20,7 +20,7 @@ class Recipe:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], lr: float, steps: int) -> None:
         by_kind: dict[bool, list[torch.nn.Parameter]] = {}
-        for parameter in parameters:  # the fused kernel does not take whole and split ones together
+        for parameter in parameters:  # the fused kernel takes either plain tensors or DTensors
             by_kind.setdefault(isinstance(parameter, DTensor), []).append(parameter)
         groups = [{"params": same} for same in by_kind.values()]
         self._optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -28,7 +28,7 @@ class Recipe:
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._factor)
 
     def update(self) -> None:
-        """Update the weights from their gradients and clear those."""
+        """Update the weights and clear the gradients."""
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()

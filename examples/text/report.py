@@ -18,7 +18,7 @@ _ALIGN = ("left", "left", "right", "right", "right")
 
 
 def print_report(measurement: Measurement, held_out: ldt.StepResult, prompt: str, continuation: str) -> None:
-    """The loss, what the model writes, and where time and bytes went."""
+    """Print the loss, the generated text, and where time and bytes went."""
     losses = measurement.losses
     assert held_out.loss is not None
     last = losses[-LAST_STEPS:]
@@ -32,7 +32,7 @@ def print_report(measurement: Measurement, held_out: ldt.StepResult, prompt: str
 
 
 def write_files(measurement: Measurement, folder: Path) -> list[Path]:
-    """Write trace and picture into ``folder``, which is made if need be. Returns their paths."""
+    """Write trace and picture into ``folder``, which is created if missing. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "trace.json"
     trace.write_text(json.dumps(chrome_trace(measurement.measured)), encoding="utf-8")
@@ -49,10 +49,10 @@ def _nodes(measurement: Measurement) -> str:
     rows = []
     for stats in measurement.of_leaders():
         times = (stats.computing, stats.waiting, stats.idle)
-        place = "edge" if stats.node.stage == 0 else "cloud"
+        kind = "edge" if stats.node.stage == 0 else "cloud"
         chunks = ", ".join(map(str, stats.topology.chunks_of(stats.node.stage)))
         shares = [f"{seconds:.1f} ({seconds / stats.seconds:.0%})" for seconds in times]
-        rows.append([f"{place} {stats.node}", chunks, *shares])
+        rows.append([f"{kind} {stats.node}", chunks, *shares])
     return tabulate(rows, ["node", "chunks", "computing [s]", "waiting [s]", "idle [s]"], colalign=_ALIGN)
 
 

@@ -19,9 +19,9 @@ __all__ = ["Digits", "Microbatch"]
 
 Microbatch = tuple[dict[str, torch.Tensor], torch.Tensor]  # the model's inputs, and labels [batch, sequence]
 
-SIDES = (16, 24, 32)  # pixels: each image is drawn as high and as wide as chance will have it
+SIDES = (16, 24, 32)  # pixels; height and width of an image are drawn at random
 HELD_OUT = 297  # of the 1797 digits
-EVERY = 4  # one microbatch of so many has no images
+EVERY = 4  # every fourth microbatch has no images
 UNANSWERED = -100
 
 
@@ -44,12 +44,12 @@ class Digits:
         self._config, self._batch, self._seed = config, batch, seed
 
     def training(self, step: int, number: int) -> list[Microbatch]:
-        """Those of one step, the same whenever one asks again."""
+        """The microbatches of a step; they depend only on its number."""
         known = range(len(self._names) - HELD_OUT)
         return [self._draw(known, f"{self._seed} {step} {index}", index) for index in range(number)]
 
     def held_out(self, number: int) -> list[Microbatch]:
-        """Of digits that no training step sees."""
+        """Microbatches of held-out digits."""
         unknown = range(len(self._names) - HELD_OUT, len(self._names))
         return [self._draw(unknown, f"{self._seed} held out {index}", index) for index in range(number)]
 
@@ -90,7 +90,7 @@ def _placeholder(image: torch.Tensor) -> list[int]:
 
 
 def _together(config: PreTrainedConfig, samples: Sequence[Sample]) -> Microbatch:
-    """Pad questions on the left, so that all answers stand at the end."""
+    """Pad questions on the left, so that all answers are at the end."""
     longest = max(len(sample.question) for sample in samples) + 1
     ids = torch.zeros(len(samples), longest, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, UNANSWERED)
@@ -110,7 +110,7 @@ def _together(config: PreTrainedConfig, samples: Sequence[Sample]) -> Microbatch
 
 
 def _patches(image: torch.Tensor) -> torch.Tensor:
-    """[patches, pixels of one]: those that become one token follow each other."""
+    """Return [patches, pixels per patch]; patches that become one token are adjacent."""
     height, width = (side // (PATCH * MERGE) for side in image.shape)
     blocks = image.view(height, MERGE, PATCH, width, MERGE, PATCH)
     return blocks.permute(0, 3, 1, 4, 2, 5).reshape(-1, PATCH * PATCH)

@@ -8,10 +8,10 @@ from transformers import Qwen2_5_VLConfig
 
 from vlm.words import VOCABULARY
 
-__all__ = ["MERGE", "PATCH", "small_config", "spread"]
+__all__ = ["MERGE", "PATCH", "layers_of_chunks", "small_config"]
 
-PATCH = 4  # pixels, of a side
-MERGE = 2  # patches, of the side of what becomes one token
+PATCH = 4  # side in pixels
+MERGE = 2  # side in patches of the area that becomes one token
 VISION_DEPTH, TEXT_DEPTH = 3, 4
 VISION_WIDTH, TEXT_WIDTH, HEADS = 32, 64, 4
 
@@ -54,8 +54,8 @@ def small_config() -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
 
 
-def spread(stages: int) -> list[int]:
-    """The number of layers of each chunk: of the vision tower's, one for each stage, then of the language model's."""
+def layers_of_chunks(stages: int) -> list[int]:
+    """The number of layers of each chunk: one per stage for the vision tower, then those of the language model."""
     return [*_evenly(VISION_DEPTH, stages), *_evenly(TEXT_DEPTH, stages + 1)]
 
 

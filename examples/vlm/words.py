@@ -6,7 +6,7 @@ __all__ = ["ABOUT_NUMBERS", "ABOUT_ONE", "ABOUT_TWO", "IMAGE", "VOCABULARY", "to
 
 ABOUT_ONE = ("which digit is this ?", "what number do you see ?", "name the digit :")
 ABOUT_TWO = ("which digit is the first ?", "which digit is the second ?")
-ABOUT_NUMBERS = "what is {} plus {} ?"  # of two whose sum is a digit
+ABOUT_NUMBERS = "what is {} plus {} ?"  # whose sum is a digit
 
 _SPECIAL = ("<padding>", "<start>", "<image>", "<video>", "<images>", "</images>")
 _DIGITS = tuple("0123456789")
@@ -17,5 +17,5 @@ IMAGE = VOCABULARY.index("<image>")
 
 
 def tokens_of(text: str) -> list[int]:
-    """Of words with spaces between them."""
+    """Encode words separated by spaces."""
     return [VOCABULARY.index(word) for word in text.split()]

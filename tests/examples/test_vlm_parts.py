@@ -72,11 +72,11 @@ def test_patches_that_become_one_token_follow_each_other() -> None:
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_a_step_has_a_gradient_for_every_weight_and_lowers_the_loss(stages: int) -> None:
     from vlm.digits import Digits
-    from vlm.model import small_config, spread
+    from vlm.model import layers_of_chunks, small_config
 
     from ldt.integrations import hf
 
-    parts = hf.split(small_config(), spread(stages), laps=2)
+    parts = hf.split(small_config(), layers_of_chunks(stages), laps=2)
     chunks = parts.build(range(parts.num_chunks))
     hf.init_weights(chunks, seed=0)
     ((inputs, labels),) = Digits(parts.config, batch=8, seed=0).training(0, 1)
