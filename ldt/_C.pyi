@@ -8,7 +8,7 @@ import torch
 from torch.distributed import DistBackendError, ProcessGroup, Work
 
 class LaneError(DistBackendError):
-    """A lane or one of its works failed; the text says which, and what both ends have."""
+    """A lane or one of its works failed. The text names it and says what both ends have."""
 
 class Lane:
     """Carries messages between two nodes first in, first out (design, section 5).
@@ -56,10 +56,10 @@ class Lane:
         """Start receiving into ``tensors`` and broadcasting them in the stage: one work. Members ignore ``peer``."""
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A fresh tensor from the lane's receive pool; its memory returns when the last reference dies."""
+        """Return a new tensor from the receive pool. Its memory returns to the pool with the last reference."""
 
     def buffers(self, sizes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
-        """``empty`` for all tensors of a message. Small ones share a block, in which they arrive together."""
+        """Call ``empty`` for all tensors of a message. Small ones share a block, in which they arrive together."""
 
     def close(self, timeout: timedelta | float = ...) -> None:
         """Wait up to ``timeout`` (10 s) for messages in flight, abort the rest, stop the threads. Idempotent."""
@@ -68,17 +68,17 @@ class Lane:
         """Fail everything pending and everything later with ``reason``. Returns at once."""
 
     def overdue(self) -> str:
-        """Describe a message under way for longer than the timeout; empty if none, or if the backend has a timeout."""
+        """Describe a message in flight for longer than the timeout; empty if none, or if the backend has a timeout."""
 
     def stats(self) -> dict[str, float]:
-        """Counters: sent_bytes, received_bytes, broadcast_bytes, sent_messages, received_messages and the like.
+        """Return the counters: sent_bytes, received_bytes, broadcast_bytes, sent_messages and the like.
 
-        ``bounced``: tensors that the copy engine received with an extra copy, as the sender's host came first.
-        ``wait_seconds``: host time blocked in ``wait``. ``pool_bytes``: memory of the receive pool.
+        ``bounced``: tensors that the copy engine received with an extra copy, as they were sent before the receive was
+        posted. ``wait_seconds``: host time blocked in ``wait``. ``pool_bytes``: memory of the receive pool.
         """
 
 class NcclCommunicators:
-    """A transport by NCCL calls: the addresses of the communicators of the lane's groups, None without one."""
+    """A transport that calls NCCL, given the addresses of the communicators of the lane's groups, or None."""
 
     def __init__(self, *, p2p: int | None, stage: int | None) -> None: ...
 
@@ -95,7 +95,7 @@ class IpcReceiver:
 
     def __init__(self, memory: IpcPool) -> None: ...
     def offer(self) -> str:
-        """What the IpcSender of the other process connects to, in one line."""
+        """Return the line of text that the IpcSender of the other process connects to."""
 
 class IpcSender:
     """The sending end of an IPC link. Raises LaneError if ``offer`` cannot be used: other host, no access.
@@ -111,7 +111,7 @@ class IsolatedStream:
     def __init__(self, device: torch.device) -> None: ...
 
 class IpcLinks:
-    """A transport by the copy engine: the lane's ends of IPC links on this rank, by peer.
+    """A transport that uses the copy engine: the lane's ends of IPC links on this rank, by peer.
 
     Inside a stage, its ranks forward what was received along a chain: from ``from_stage`` to ``to_stage``.
     """
@@ -128,7 +128,7 @@ class IpcLinks:
     ) -> None: ...
 
 def is_memory_own(tensors: Sequence[torch.Tensor | None]) -> bool:
-    """Whether torch allocated the memory of each tensor, and no other tensor or storage refers to it.
+    """Return whether torch allocated the memory of each tensor and nothing else refers to it.
 
     False where that is unknown: for tensors without strides and for wrappers of other tensors.
     """
@@ -142,7 +142,7 @@ class VersionCounters:
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None: ...
     def first_changed(self) -> int | None:
-        """The index of the first tensor that was written to since."""
+        """Return the index of the first tensor written to since the snapshot; None if there is none."""
 
 def abort_all(reason: str) -> None:
     """Abort and stop every lane of this process; runs at exit."""
@@ -159,13 +159,13 @@ def pack_step(
     microbatches: Sequence[object],
     max_elements: int,
 ) -> torch.Tensor:
-    """The message of one step as bytes. Raises ldt.errors.MetadataError. See ldt.runtime.step.metadata.pack.
+    """Return the message of one step as bytes. Raises MetadataError. See ldt.runtime.step.metadata.pack.
 
     Of each microbatch the attributes id, hops (sequences of TensorSpec) and tensors (by name) are read.
     """
 
 def pack_called_off(*, error_type: str, error_text: str) -> torch.Tensor:
-    """The message that a step is called off."""
+    """Return the message that a step is called off."""
 
 def unpack_message(
     data: torch.Tensor,
@@ -175,7 +175,7 @@ def unpack_message(
     spec_type: Callable[..., object],
     microbatch_type: type,
 ) -> tuple[Any, ...]:
-    """Reads either message; raises ldt.errors.MetadataError. See ldt.runtime.step.metadata.unpack.
+    """Parse either message. Raises MetadataError. See ldt.runtime.step.metadata.unpack.
 
     Of a step: (mode, plan, setting, autocast, microbatches). Of one that is called off: (None,
     error_type, error_text). ``spec_type`` is called with shape, dtype, requires_grad and order; ``microbatch_type`` is

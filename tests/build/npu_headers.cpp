@@ -1,6 +1,6 @@
-// Compiled against the headers of torch_npu by `make npu-headers`, and never run: that what our
-// lanes call on a c10 stream, event or device guard is there, and is not the base class's, which
-// throws.
+// Compiled against the headers of torch_npu by `make npu-headers`, never run. Checks that the
+// methods our lanes call on a c10 stream, event or device guard exist and are not those of the base
+// class, which throw.
 #include <ATen/ATen.h>
 #include <c10/core/impl/InlineEvent.h>
 #include <c10/core/impl/InlineStreamGuard.h>
@@ -21,7 +21,8 @@ namespace {
 using Guard = c10_npu::impl::NPUGuardImpl;
 using Hccl = c10d_npu::ProcessGroupHCCL;
 
-// Whether a method is declared in `Class` itself: a pointer to one that is inherited has its base.
+// Whether a method is declared in `Class` itself: a pointer to an inherited one has its base's
+// type.
 template <typename Class, typename Result, typename Owner, typename... Arguments>
 constexpr bool is_own(Result (Owner::*)(Arguments...) const) {
   return std::is_same_v<Owner, Class>;
@@ -46,26 +47,26 @@ static_assert(is_own<Guard>(&Guard::getStreamNativeHandle));
 static_assert(std::is_convertible_v<c10_npu::NPUStream, c10::Stream>);
 static_assert(std::is_constructible_v<c10_npu::NPUStream, c10::Stream>);
 
-// Storages are of a kind of their own, made by the function that c10::make_storage_impl calls.
+// Storages have their own type, created by the function that c10::make_storage_impl calls.
 static_assert(std::is_base_of_v<c10::StorageImpl, torch_npu::NPUStorageImpl>);
 [[maybe_unused]] constexpr c10::StorageImplCreateHelper kMakesStorages =
     &torch_npu::make_npu_storage_impl;
 
-// What C10dGroupComm and connect() call on HCCL.
+// The calls of C10dGroupComm and connect() on HCCL.
 static_assert(std::is_base_of_v<c10d::Backend, Hccl>);
 static_assert(is_own<Hccl>(&Hccl::send));
 static_assert(is_own<Hccl>(&Hccl::recv));
 static_assert(is_own<Hccl>(&Hccl::broadcast));
 static_assert(is_own<Hccl>(&Hccl::allreduce));
 static_assert(is_own<Hccl>(&Hccl::setTimeout));
-// HCCL's own abort takes a reason, so c10d's does nothing there: an aborted lane does not end what
-// is under way on an NPU. The day this fails, docs/gpu_notes.md has a limit less.
+// HCCL's own abort takes a reason, so c10d's does nothing there: aborting a lane does not end
+// transfers in flight on an NPU. If this fails, remove that limit from docs/gpu_notes.md.
 static_assert(!std::is_same_v<decltype(&Hccl::abort), void (Hccl::*)()>);
 static_assert(std::is_base_of_v<c10d::Work, Hccl::WorkHCCL>);
 static_assert(is_own<Hccl::WorkHCCL>(&Hccl::WorkHCCL::wait));
 
 }  // namespace
 
-// All that c10's event and stream guard do, on the guard itself instead of through its interface.
+// The calls of c10's event and stream guard, on the guard itself instead of through its interface.
 template class c10::impl::InlineEvent<Guard>;
 template class c10::impl::InlineStreamGuard<Guard>;

@@ -1,4 +1,4 @@
-// What a library that is linked with the test device may do to its streams.
+// Lets libraries enqueue work on the streams of the test device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,10 +8,9 @@
 
 #define LDT_TEST_EXPORT __attribute__((visibility("default")))
 
-/// Runs `work` on the thread of a stream of the test device, after all that was enqueued there
-/// before, and before all that comes after. Returns at once. `work` may block, which holds up its
-/// stream and no other; what it throws is thrown by the next synchronize(). It must not need the
-/// GIL, and what it captures by value is destroyed on that thread. Of C linkage so that it can be
-/// found by name, too; its argument is C++ all the same.
+/// Enqueues `work` on a stream of the test device, which runs it on its thread, in order. Returns
+/// at once. `work` may block, which blocks only its stream; the next synchronize() throws what it
+/// throws. It must not need the GIL, and its captures are destroyed on that thread. Has C linkage
+/// so that it can be looked up by name, although its argument is C++.
 extern "C" LDT_TEST_EXPORT void ldt_test_enqueue(c10::DeviceIndex device, c10::StreamId stream,
                                                  std::function<void()> work);

@@ -1,4 +1,4 @@
-// Any operator, by the CPU's kernel, on the thread of the current stream.
+// Runs any operator with the CPU's kernel, on the thread of the current stream.
 #include <ATen/native/CPUFallback.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -18,13 +18,14 @@ bool is_ours(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kType;
 }
 
-// Numbers, which the CPU may give to any device, stay what they are.
+// Zero-dimensional CPU tensors are accepted by any device and stay on the CPU.
 at::Tensor on_meta(const at::Tensor& tensor) {
   if (!tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return tensor;
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
-// A CPU tensor is read at once, as its owner may change it before the stream gets there.
+// A CPU tensor is copied at once, as its owner may change it before the stream reaches the
+// operator.
 at::Tensor for_the_stream(const at::Tensor& tensor) {
   if (is_ours(tensor) || !tensor.defined()) return on_cpu(tensor);
   auto copy = tensor.clone();
@@ -80,14 +81,13 @@ bool can_run_later(const c10::OperatorHandle& op) {
   });
 }
 
-// An operator runs twice, once on "meta", and some warn of results that torch itself has given
-// them.
+// An operator runs twice, once on "meta", and some warn about results that torch itself passed in.
 class Silence final : public c10::WarningHandler {
   void process(const c10::Warning& /*warning*/) override {}
 };
 
-/// What the operator makes of tensors on "meta": its results, and in `inputs` the shapes that those
-/// it writes to get. False if it cannot tell; if the arguments are wrong, the CPU's kernel says so.
+/// Runs the operator on "meta": returns its results, and in `inputs` the shapes of those it writes
+/// to. False if "meta" does not support it; for wrong arguments the CPU's kernel raises.
 bool infer(const c10::OperatorHandle& op, Values& inputs, torch::jit::Stack& results) {
   Silence silence;
   const c10::WarningUtils::WarningHandlerGuard quiet(&silence);
@@ -115,7 +115,7 @@ void resize_written(const c10::FunctionSchema& schema, const Values& inputs, con
   }
 }
 
-/// The argument that a result is ("(a!)"); empty for a new tensor.
+/// The argument that a result aliases ("(a!)"); empty for a new tensor.
 std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t result) {
   const auto* alias = schema.returns()[result].alias_info();
   if (alias == nullptr) return std::nullopt;
@@ -126,8 +126,8 @@ std::optional<size_t> written_argument(const c10::FunctionSchema& schema, size_t
   return std::nullopt;
 }
 
-/// The results of an operator, and over the memory of those that are new, none for an argument that
-/// it writes to, the CPU tensors that its kernel's results go to.
+/// The results of an operator, and for each new one the CPU tensor over its memory that the kernel
+/// writes to; none for an argument that it writes to.
 struct Results {
   Values values;
   std::vector<std::vector<at::Tensor>> targets;

@@ -145,14 +145,14 @@ class StreamGroup final : public c10d::Backend {
   }
 
  private:
-  // In the order of ranks, so that all sums are the same, whenever they are made.
+  // In rank order, so that sums do not depend on timing.
   static void reduce_to_first(Wire& wire, const at::Tensor& tensor,
                               c10d::ReduceOp::RedOpType kind) {
     if (wire.rank() != 0) return wire.send(tensor, 0);
-    const auto theirs = at::empty_like(tensor);
+    const auto received = at::empty_like(tensor);
     for (int peer = 1; peer < wire.size(); ++peer) {
-      wire.receive(theirs, peer);
-      tensor.copy_(kind == c10d::ReduceOp::SUM ? tensor + theirs : at::maximum(tensor, theirs));
+      wire.receive(received, peer);
+      tensor.copy_(kind == c10d::ReduceOp::SUM ? tensor + received : at::maximum(tensor, received));
     }
   }
 
@@ -171,7 +171,7 @@ class StreamGroup final : public c10d::Backend {
       try {
         move(*wire, memory);
       } catch (const std::exception& error) {
-        wire->fail(error.what());  // for whoever waits; what is queued behind ends at once
+        wire->fail(error.what());  // for waiters; operations queued behind end at once
       }
     });
     c10::Event end(kType);

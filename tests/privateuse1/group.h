@@ -7,13 +7,13 @@
 
 namespace ldt::test_device {
 
-/// Carries tensors of the test device over a gloo group that is this one's alone.
+/// Sends tensors of the test device over a gloo group of its own.
 ///
-/// As those of HCCL and NCCL do, an operation returns at once, runs on a stream of the group that
-/// first waits for what is current at the call, one at a time, and matches its counterpart by the
-/// order of calls: tags count for nothing. A work's wait() makes the current stream wait, and the
-/// work keeps its tensors until then and no longer. Collectives are made of sends and receives,
-/// which abort() can end, unless it is to do nothing: HCCL's own is not reached by that of c10d.
+/// As in HCCL and NCCL, an operation returns at once and runs on the group's stream, which first
+/// waits for the stream that is current at the call. Operations run one at a time and are matched
+/// by the order of calls; tags are ignored. wait() of a work makes the current stream wait; the
+/// work keeps its tensors until then. Collectives consist of sends and receives, which abort()
+/// ends, unless it is set to do nothing: c10d's abort does not reach HCCL's own.
 LDT_TEST_EXPORT c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> gloo,
                                                              std::chrono::milliseconds timeout,
                                                              bool can_abort);

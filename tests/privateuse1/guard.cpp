@@ -1,4 +1,4 @@
-// What torch asks a device for: current device and stream, events, and the hooks of an accelerator.
+// The device interface that torch uses: current device and stream, events, accelerator hooks.
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -9,7 +9,7 @@
 namespace ldt::test_device {
 namespace {
 
-// Per host thread, as everywhere.
+// Per host thread, as on every device.
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_streams[kDevices] = {};
 
@@ -25,7 +25,7 @@ c10::DeviceIndex index_of(c10::Device device) {
   return device.has_index() ? device.index() : current_device;
 }
 
-/// What c10::Event points to: the last record of it.
+/// The last record of a c10::Event.
 struct Event {
   std::shared_ptr<Signal> signal;
 };

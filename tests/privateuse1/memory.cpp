@@ -1,4 +1,4 @@
-// Blocks, from their allocation to long after they were freed.
+// Tracks blocks from their allocation until long after they are freed.
 #include "memory.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -79,7 +79,7 @@ void free_block(void* context) {
     block->home.enqueue_beside(bury);
     return;
   }
-  // The home stream waits for nobody: a stream of the memory's own does, for all its users.
+  // The home stream does not wait: the allocator's own stream waits for all users.
   auto& last = new_stream(block->users.front().device_index());
   last.wait(block->home.record());
   for (const auto& user : block->users) last.wait(stream(user).record());
@@ -122,7 +122,7 @@ void check_storage(const c10::Storage& storage) {
 }
 
 void note_use(const c10::DataPtr& memory, const c10::Stream& stream) {
-  if (memory.get_deleter() != &free_block) return;  // another's memory, such as a pool's
+  if (memory.get_deleter() != &free_block) return;  // memory of another allocator, such as a pool
   auto* block = static_cast<Block*>(memory.get_context());
   std::lock_guard<std::mutex> lock(block->mutex);
   if (stream != block->home.handle()) block->users.push_back(stream);

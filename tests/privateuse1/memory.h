@@ -1,4 +1,4 @@
-// The test device's memory: that of the host, with poison wherever nobody has a right to look.
+// The memory of the test device: host memory, poisoned while no tensor may read it.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -12,18 +12,17 @@
 
 namespace ldt::test_device {
 
-/// Every byte of memory that is new or freed: NaN in any floating type, -1 in any signed one.
+/// Fills new and freed memory: NaN in every floating type, -1 in every signed one.
 constexpr int kPoison = 0xFF;
 
-/// Hands out memory in the order of the current stream, as caching allocators of devices do: what
-/// is freed may at once be used again by that stream, after all that it was given before. Here it
-/// is poisoned at that point, and then kept for long, so that whoever still reads it on another
-/// stream sees wrong data, and whoever still writes it is found out.
+/// Allocates in the order of the current stream, as caching allocators do: that stream may reuse a
+/// freed block at once, behind its earlier work. Here the block is poisoned at that point and kept
+/// for long, so that late reads on another stream see wrong data and late writes are detected.
 c10::Allocator* allocator();
 
-/// What a storage of the device must be. torch_npu keeps a tensor's layout in its own kind of
-/// storage and casts every storage to that unasked, so here every other kind is an error: c10's
-/// plain one, say, that at::from_blob makes.
+/// The storage type of the device. torch_npu keeps a tensor's layout in its own storage type and
+/// casts every storage to it unchecked, so here any other type is an error, such as the plain c10
+/// storage of at::from_blob.
 class DeviceStorage final : public c10::StorageImpl {
  public:
   using c10::StorageImpl::StorageImpl;
@@ -33,10 +32,10 @@ c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::StorageImpl::use_byte_siz
                                                   c10::Allocator* allocator, bool resizable);
 void check_storage(const c10::Storage& storage);
 
-/// Makes the poison wait for what `stream` does now: record_stream.
+/// Delays the poison until `stream` has done its current work: record_stream.
 void note_use(const c10::DataPtr& memory, const c10::Stream& stream);
 
-/// How many freed blocks were written to since they were poisoned. All streams must be idle.
+/// The number of freed blocks written to since they were poisoned. All streams must be idle.
 LDT_TEST_EXPORT int64_t writes_after_free();
 
 }  // namespace ldt::test_device

@@ -1,4 +1,4 @@
-// What the tests use of the device from Python.
+// Python bindings of the test device.
 #include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -28,7 +28,7 @@ void synchronize_all() {
 }  // namespace
 
 PYBIND11_MODULE(_test_device, module) {
-  py::module_::import("torch.distributed");  // its types are those of this module
+  py::module_::import("torch.distributed");  // registers the types that this module uses
   module.attr("DEVICES") = static_cast<int>(kDevices);
   module.def(
       "delay_all", [](uint64_t seed, int64_t most) { delay_all(seed, Microseconds(most)); },

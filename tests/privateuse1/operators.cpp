@@ -34,7 +34,7 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 }
 
 void keep_wrapped_number(const at::Tensor& tensor, const at::Tensor& original) {
-  // torch allows even `false` for tensors without dimensions only.
+  // torch allows even `false` only for zero-dimensional tensors.
   if (original.unsafeGetTensorImpl()->is_wrapped_number()) {
     tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
   }
@@ -58,7 +58,7 @@ namespace {
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-// Not by at::detail::empty_generic, which makes c10's plain storages.
+// Not at::detail::empty_generic, which creates plain c10 storages.
 at::Tensor with_memory(size_t bytes, std::optional<at::ScalarType> dtype,
                        std::optional<at::Device> device) {
   const c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
@@ -114,8 +114,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at
   return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
 }
 
-/// Within a device in stream order. Between it and the host the host waits, or has its data taken
-/// at once, as for memory that is not pinned.
+/// Copies within a device in stream order. To the host, the host waits; from the host, the data are
+/// read at once, as for memory that is not pinned.
 at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool /*non_blocking*/) {
   const auto device = source.is_cpu() ? target.device() : source.device();
   const c10::DeviceGuard guard(device);

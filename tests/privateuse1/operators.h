@@ -1,4 +1,4 @@
-// What the kernels of the test device share: tensors of the CPU over a device's memory.
+// Helpers of the test device's kernels: CPU tensors over device memory.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -7,19 +7,19 @@
 
 namespace ldt::test_device {
 
-/// A CPU tensor over the same memory that keeps nothing alive: what reads it too late, reads
-/// poison. For use on a stream's thread.
+/// A CPU tensor over the same memory that does not own it: late reads see poison. For use on a
+/// stream's thread.
 at::Tensor on_cpu(const at::Tensor& tensor);
 
-/// Makes `tensor` a number of Python's to type promotion if `original` is one.
+/// Marks `tensor` as a wrapped Python number for type promotion if `original` is one.
 void keep_wrapped_number(const at::Tensor& tensor, const at::Tensor& original);
 
-/// Gives a storage other memory, with the same bytes as far as they go.
+/// Moves a storage to other memory, with as many of its bytes as fit.
 void resize_storage(const c10::Storage& storage, size_t bytes);
 
-/// Runs an operator of the CPU on the current stream. Its results are allocated before, from what
-/// the operator returns for tensors on "meta"; where that cannot tell (the result is no tensor, or
-/// its shape depends on values) or where the order of random numbers counts, the host waits.
+/// Runs an operator of the CPU on the current stream. Results are allocated first, from those on
+/// "meta". The host waits where "meta" has no answer (the result is not a tensor, or its shape
+/// depends on values), and where the order of random numbers matters.
 void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace ldt::test_device

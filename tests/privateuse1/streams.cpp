@@ -13,9 +13,9 @@ namespace ldt::test_device {
 namespace {
 
 constexpr c10::StreamId kDefault = 0;
-constexpr c10::StreamId kPooled = 32;  // ids 1 to 32; those of new streams come after
+constexpr c10::StreamId kPooled = 32;  // ids 1 to 32; new streams have later ones
 
-// The first error of an operation, until somebody synchronizes: the host has long gone on.
+// The first error of an operation, kept until the host synchronizes.
 class AsyncError {
  public:
   void note(const std::string& text) {
@@ -36,13 +36,13 @@ class AsyncError {
   std::string text_;
 };
 
-// Never destroyed, like all that the threads of the streams use: they run until the process ends.
+// Never destroyed, like everything that stream threads use: they run until the process ends.
 AsyncError& async_error() {
   static auto* error = new AsyncError;
   return *error;
 }
 
-// An error that stays.
+// A sticky error.
 class DeviceFailure {
  public:
   void set(const std::string& text) {
@@ -206,7 +206,7 @@ std::chrono::microseconds Stream::next_delay() {
 }
 
 void Stream::run() {
-  at::init_num_threads();  // as the host has set it: sums must not differ
+  at::init_num_threads();  // as on the host, so that sums are equal
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (;;) {
     std::function<void()> work;
@@ -228,7 +228,7 @@ void Stream::run() {
     } catch (const std::exception& error) {
       async_error().note(error.what());
     }
-    work = nullptr;  // what it held goes before anybody hears that it is done
+    work = nullptr;  // drops what it holds before it is reported done
     std::lock_guard<std::mutex> lock(mutex_);
     ++done_;
     changed_.notify_all();

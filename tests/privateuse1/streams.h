@@ -1,4 +1,4 @@
-// The test device's streams: threads that run what was enqueued, in order, and late.
+// The streams of the test device: threads that run enqueued work in order, with random delays.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -17,12 +17,11 @@
 
 namespace ldt::test_device {
 
-/// A device for each rank that a test may want to run: one whose index is not 0 shows code that
-/// takes 0 for granted.
+/// One device per rank of a test: an index other than 0 exposes code that assumes 0.
 constexpr c10::DeviceIndex kDevices = 4;
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
-/// A point in a stream that others wait for: what an event is at one record.
+/// A point in a stream that others wait for: one record of an event.
 class Signal {
  public:
   void set();
@@ -38,9 +37,9 @@ class Signal {
   std::chrono::steady_clock::time_point time_;
 };
 
-/// Everything that a stream does, records and waits of events included, is an operation in its
-/// queue. Before one in four it sleeps for a random time: whoever forgot to wait is then too early.
-/// As on CUDA the queue is finite: a host that enqueues into a full one blocks until there is room.
+/// Everything on a stream, including records and waits of events, is an operation in its queue.
+/// Before one in four it sleeps for a random time, which exposes a missing wait. As on CUDA, the
+/// queue is finite: a host that enqueues into a full one blocks until there is room.
 class LDT_TEST_EXPORT Stream {
  public:
   Stream(c10::DeviceIndex device, c10::StreamId id) : device_(device), id_(id) {}
@@ -48,16 +47,14 @@ class LDT_TEST_EXPORT Stream {
   static constexpr size_t kMostPending = 1024;  // about what a stream of CUDA holds
 
   void enqueue(std::function<void()> work);
-  /// Without blocking, for what is no operation of a real device, such as the poison of freed
-  /// memory.
+  /// Does not block. For work that a real device does not have, such as poisoning freed memory.
   void enqueue_beside(std::function<void()> work);
   std::shared_ptr<Signal> record();
   void wait(std::shared_ptr<Signal> signal);
   bool is_idle() const;
-  /// Blocks the host until all that is enqueued now is done. Throws what an operation has thrown,
-  /// once.
+  /// Blocks the host until all work enqueued so far is done. Throws an operation's error, once.
   void synchronize();
-  /// Draws delays up to `most` from now on, the same ones for the same seed and id.
+  /// Draws delays up to `most` from now on, equal for equal seed and id.
   void delay(uint64_t seed, std::chrono::microseconds most);
 
   c10::StreamId id() const { return id_; }
@@ -78,28 +75,28 @@ class LDT_TEST_EXPORT Stream {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<Operation> queue_;
-  size_t pending_ = 0;  // operations in the queue that take room
+  size_t pending_ = 0;  // operations that count against the limit
   uint64_t enqueued_ = 0;
   uint64_t done_ = 0;
   std::mt19937_64 random_;
   std::chrono::microseconds most_delay_{0};
 };
 
-/// The stream behind a handle. They live until the process ends.
+/// The stream of a handle. Streams live until the process ends.
 LDT_TEST_EXPORT Stream& stream(c10::DeviceIndex device, c10::StreamId id);
 LDT_TEST_EXPORT Stream& stream(const c10::Stream& handle);
 Stream& current_stream(c10::DeviceIndex device);
-/// One that nobody else uses.
+/// A new stream that is never shared.
 Stream& new_stream(c10::DeviceIndex device);
-/// One of a few that are handed out in turn, as real devices do.
+/// One of a small pool, in round robin, as on real devices.
 Stream& pooled_stream(c10::DeviceIndex device);
 
-/// From now on all that is asked of the device by the host throws this, as after an assertion in a
-/// kernel; an empty text ends that. What is enqueued runs on.
+/// From now on every host call on the device throws this, as after a device-side assertion; an
+/// empty text ends that. Enqueued work still runs.
 LDT_TEST_EXPORT void fail_device(const std::string& text);
 LDT_TEST_EXPORT void check_device();
 
-/// For all streams, also those to come, of all devices.
+/// For all streams of all devices, also later ones.
 LDT_TEST_EXPORT void delay_all(uint64_t seed, std::chrono::microseconds most);
 LDT_TEST_EXPORT void synchronize_device(c10::DeviceIndex device);
 

@@ -103,7 +103,7 @@ void refuse_copy_engine(const std::string& why) { thread_copy_engine().refuse(wh
 
 }  // namespace ldt::test_device
 
-// find_copy_engine() looks this up, by the name that the tests give the device.
+// find_copy_engine() looks this up by the device name that the tests use.
 extern "C" LDT_TEST_EXPORT ldt::CopyEngine* ldt_copy_engine_npu() {
   return &ldt::test_device::thread_copy_engine();
 }
