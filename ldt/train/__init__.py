@@ -1,4 +1,4 @@
-"""What a training loop needs around the pipeline: gradient norm, loss scaling and checkpoints over all stages."""
+"""Gradient clipping, loss scaling and checkpoints over all stages, for the training loop around the pipeline."""
 
 from ldt.train.checkpoint import LoadedCheckpoint, load_checkpoint, merge_checkpoint, save_checkpoint
 from ldt.train.grad_norm import clip_grad_norm_

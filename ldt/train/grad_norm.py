@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model whose parameters are spread over stages, ranks and replicas."""
+"""Clips the gradient norm of a model that is split over stages, ranks and replicas."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scale the gradients of the whole model so that their norm is at most ``max_norm``.
 
-    ``parameters`` are this rank's. A collective call of all ranks, to be made after ``Pipeline.step``, when replicas
-    have equal gradients; one small message over the control plane, and one wait for the device.
-    Every element counts once: plain tensors, which all ranks of a stage and all replicas hold alike, on one rank;
-    shards (DTensor, as ``parallelize_module`` and ``fully_shard`` make them over ``mesh.tp_mesh`` and
-    ``mesh.dp_mesh``) on the ranks that hold them, and so parameters marked ``tensor_model_parallel=True``, as those
-    of Megatron's layers are, of which each rank of a stage has another part.
-    Returns the norm before clipping, the same on every rank: that of ``torch.nn.utils.clip_grad_norm_``
-    on the unsplit model but for the order of the sum, which is made in double precision. ``norm_type`` is as there, but
-    positive, else ValueError. Its dtype is float32, or float64 where a gradient here has that.
+    ``parameters`` are this rank's. A collective call of all ranks: call it after ``Pipeline.step``, when replicas have
+    equal gradients. It sends one small message over the control plane and waits for the device once.
+
+    Every element counts once. Plain tensors, which all ranks of a stage and all replicas hold alike, count on one rank.
+    Shards count on the ranks that hold them: DTensors over ``mesh.tp_mesh`` and ``mesh.dp_mesh``, as
+    ``parallelize_module`` and ``fully_shard`` create them, and parameters marked ``tensor_model_parallel=True``, as in
+    Megatron's layers.
+
+    Returns the norm before clipping, the same on every rank. It equals that of ``torch.nn.utils.clip_grad_norm_`` on
+    the unsplit model except for the order of the sum, which is computed in double precision. Its dtype is float32, or
+    float64 if a gradient on this rank has that dtype. Raises ValueError if ``norm_type`` is not positive.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -41,15 +43,14 @@ def clip_grad_norm_(
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     pairs = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
     with mesh.collective("clip_grad_norm_()"):
-        whole = [
-            (tensor, _without_partial(grad)) for tensor, grad in pairs
-        ]  # a collective of the ranks of each: on all of them
+        # May be a collective of a gradient's device mesh, so all ranks do it.
+        whole = [(tensor, _without_partial(grad)) for tensor, grad in pairs]
         norms = _norms(
             [_local(grad) for tensor, grad in whole if _counts_here(tensor, grad, mesh)], norm_type
         )
         norm = _norm_over_ranks(norms, norm_type, mesh)
     scale = max_norm / (norm + _EPSILON)
-    if not scale >= 1.0:  # also when the norm is not finite, as in torch
+    if not scale >= 1.0:  # true for a non-finite norm as well, as in torch
         for _, grad in pairs:
             _multiply(grad, scale)
     dtypes = (grad.dtype.to_real() for _, grad in pairs if grad.element_size() > 1)
@@ -59,7 +60,7 @@ def clip_grad_norm_(
 
 
 def _norm_over_ranks(norms: list[float], norm_type: float, mesh: Mesh) -> float:
-    """That of all ranks' ``norms``, of which each has those of its own tensors."""
+    """The norm of the ``norms`` of all ranks' tensors."""
     if math.isinf(norm_type):
         largest = mesh.control.all_gather(_largest(norms), float)
         return _largest(largest)
@@ -72,19 +73,19 @@ def _largest(norms: list[float]) -> float:
 
 
 def _counts_here(tensor: torch.Tensor, grad: torch.Tensor, mesh: Mesh) -> bool:
-    """True on the one rank, or one for each shard, whose elements of ``grad`` are counted."""
+    """True on the rank (for shards: one rank per shard) that counts the elements of ``grad``."""
     first_in_node, first_replica = mesh.tp_rank == 0, mesh.replica == 0
     if not isinstance(grad, DTensor):
         return (first_in_node or is_tensor_parallel(tensor)) and first_replica
-    place = zip(grad.device_mesh.get_coordinate() or (), grad.placements, strict=True)
-    first = all(coordinate == 0 for coordinate, placement in place if isinstance(placement, Replicate))
-    # Where its device mesh does not go, over the node or over replicas, it is the same everywhere.
+    axes = zip(grad.device_mesh.get_coordinate() or (), grad.placements, strict=True)
+    first = all(coordinate == 0 for coordinate, placement in axes if isinstance(placement, Replicate))
+    # If its device mesh does not span the node, or the replicas, it is the same on all of them.
     in_node = first_in_node or mesh.rank_info.spans_node(grad.device_mesh)
     return first and in_node and (first_replica or mesh.rank_info.spans_replicas(grad.device_mesh))
 
 
 def _without_partial(grad: torch.Tensor) -> torch.Tensor:
-    """With the sums made that are still to be made over its device mesh."""
+    """Reduce pending partial sums over its device mesh."""
     if not isinstance(grad, DTensor) or not any(isinstance(p, Partial) for p in grad.placements):
         return grad
     return grad.redistribute(
@@ -97,7 +98,7 @@ def _local(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _norms(grads: list[torch.Tensor], norm_type: float) -> list[float]:
-    """Read from each device at once."""
+    """The norms as numbers, with one read per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for grad in grads:
         by_device.setdefault(grad.device, []).extend(_magnitudes(grad))
@@ -109,7 +110,7 @@ def _norms(grads: list[torch.Tensor], norm_type: float) -> list[float]:
 
 
 def _magnitudes(grad: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements of ``grad``, or what has their norm, in a type that norms are computed of; none if it is empty."""
+    """A tensor with the norm of ``grad`` in a dtype that supports norms. Yields nothing if ``grad`` is empty."""
     if grad.layout is torch.sparse_coo:
         grad = grad.coalesce().values()
     if grad.is_complex():
@@ -121,12 +122,12 @@ def _magnitudes(grad: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _multiply(grad: torch.Tensor, scale: float) -> None:
-    if grad.element_size() == 1:  # torch has no arithmetic for such
+    if grad.element_size() == 1:  # torch has no arithmetic for 8-bit floats
         grad.copy_(grad.float() * scale)
     else:
         grad.mul_(scale)
 
 
 def _wide(device: torch.device) -> torch.dtype:
-    """Double precision where the device has it."""
+    """Double precision if the device has it."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32

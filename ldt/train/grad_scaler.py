@@ -1,4 +1,4 @@
-"""Loss scaling over all stages: an infinite gradient on one of them skips the step on all."""
+"""Scales the loss over all stages: a non-finite gradient on any of them skips the step on all."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ __all__ = ["GradScaler"]
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` for a mesh; its other arguments are keywords, the same on every rank.
+    """``torch.amp.GradScaler`` for a mesh. Its other arguments are keywords, the same on every rank.
 
-    Give it to ``Pipeline(grad_scaler=...)``, which scales the loss, and call ``unscale_`` (before clipping),
-    ``step`` and ``update`` on every rank as in one process. ``unscale_``, or ``step`` where it was not called, is a
-    collective call of all ranks, once per optimizer; each rank has as many optimizers as the others.
+    Pass it to ``Pipeline(grad_scaler=...)``, which scales the loss, and call ``unscale_`` (before clipping), ``step``
+    and ``update`` on every rank as in one process. ``unscale_`` (or ``step``, if ``unscale_`` was not called) is a
+    collective call of all ranks, once per optimizer. All ranks need the same number of optimizers.
     """
 
-    over_stages = True  # by which a pipeline, which this module stands above, knows it
+    over_stages = True  # lets the pipeline, which must not import this module, recognize it
 
     def __init__(self, mesh: Mesh, **options: Any) -> None:
         super().__init__(mesh.device.type, **options)
         self._mesh = mesh
-        self.scale(torch.zeros((), device=mesh.device))  # makes the scale also where no loss is ever scaled
+        self.scale(
+            torch.zeros((), device=mesh.device)
+        )  # creates the scale, also on ranks that never scale a loss
 
     def _unscale_grads_(self, optimizer: Any, *args: Any) -> dict[torch.device, torch.Tensor]:
-        """Both ways on which torch looks for infinite gradients come through here.
+        """Unscale and look for non-finite gradients on all ranks; ``unscale_`` and ``step`` both call this.
 
-        It looks at all gradients of a dtype together, which cannot be where some are split over ranks and some are not;
-        this rank's parts can.
+        torch checks all gradients of a dtype together, which fails for a mix of DTensors and plain tensors. So this
+        passes this rank's local parts.
         """
         with self._mesh.collective("GradScaler.unscale_()"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -41,7 +43,7 @@ class GradScaler(torch.amp.GradScaler):
             device = self._mesh.device
             found.setdefault(
                 device, torch.zeros(1, device=device)
-            )  # torch asks for one, also if all is frozen here
+            )  # torch needs one even if all is frozen here
             (anywhere,) = self._mesh.control.sum([max(float(tensor) for tensor in found.values())])
         for tensor in found.values():
             tensor.fill_(anywhere > 0)
@@ -49,7 +51,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _part_with_grad(parameter: torch.Tensor) -> torch.Tensor:
-    """``parameter``, or a tensor whose ``grad`` is this rank's part of that of ``parameter``, as real numbers."""
+    """Return ``parameter``, or a tensor whose ``grad`` is this rank's part of its gradient as real numbers."""
     grad = parameter.grad
     if grad is None or not (isinstance(grad, DTensor) or grad.is_complex()):
         return parameter
@@ -58,6 +60,6 @@ def _part_with_grad(parameter: torch.Tensor) -> torch.Tensor:
     part = grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
     if part.is_complex():
         part = torch.view_as_real(part)
-    fake_module = part.detach()
-    fake_module.grad = part
-    return fake_module
+    holder = part.detach()
+    holder.grad = part
+    return holder

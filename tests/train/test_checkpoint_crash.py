@@ -160,7 +160,7 @@ def test_ranks_of_a_stage_that_see_different_folders(pool: RankPool, tmp_path: P
     for kind, text in pool.run(folders_apart, tmp_path):
         assert kind in ("CheckpointError", "StorageError")
         assert "rank-0.1/" in text
-        assert "all ranks of stage 1 must be given one folder, which each of them sees" in text
+        assert "all ranks of stage 1 must be given the same folder, and all must see it" in text
     assert not list(tmp_path.glob("*/*"))
 
 

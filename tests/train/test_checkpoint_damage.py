@@ -118,7 +118,7 @@ def test_the_only_save_is_damaged(pool: RankPool, tmp_path: Path) -> None:
 def test_an_older_save_is_named_whatever_is_damaged(pool: RankPool, tmp_path: Path) -> None:
     answers = pool.run(outcomes, tmp_path, [(damage.__name__, file, True) for damage, file, _ in CASES[7::2]])
     for text in (text for answer in answers for _, text in answer):
-        assert "step-1 is there but cannot be used, and complete are [0]: " in text
+        assert "step-1 exists but cannot be used, and the complete steps are [0]: " in text
         assert text.endswith("Repair it, move it away, or load another one, as with step=0"), text
 
 
@@ -172,7 +172,7 @@ def sees_another_disk(path: Path) -> list[str]:
 
 def test_one_rank_sees_the_damage(pool: RankPool, tmp_path: Path) -> None:
     answers = pool.run(sees_another_disk, tmp_path)
-    assert all("step-1 is there but cannot be used" in text for (text,) in answers), answers
+    assert all("step-1 exists but cannot be used" in text for (text,) in answers), answers
     assert all("stage-2/stage.json is damaged" in text for (text,) in answers), answers
 
 
@@ -199,7 +199,7 @@ def test_a_step_that_is_asked_for_and_damaged(job: Job, tmp_path: Path) -> None:
     cut(tmp_path / "step-2" / "stage-0" / "stage.json")
     for step in (2, None):
         with pytest.raises(
-            ldt.CheckpointError, match=r"step-2 is there but cannot be used, and complete are \[1\]"
+            ldt.CheckpointError, match=r"step-2 exists but cannot be used, and the complete steps are \[1\]"
         ):
             job.load(tmp_path, step=step)
     assert job.load(tmp_path, step=1) == ldt.LoadedCheckpoint(1)

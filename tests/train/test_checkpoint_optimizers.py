@@ -276,7 +276,7 @@ def test_an_optimizer_whose_state_is_on_other_ranks_is_refused(mesh: ldt.Mesh, t
 
     pipeline, optimizer = built(mesh, Elsewhere)
     with pytest.raises(
-        ldt.CheckpointError, match="Elsewhere does not give its state: RuntimeError: has not been"
+        ldt.CheckpointError, match="Elsewhere cannot return its state: RuntimeError: has not been"
     ):
         ldt.load_checkpoint(tmp_path, pipeline, optimizer)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ldt
 from ldt.testing import RankPool
 from ldt.topology import Topology
-from ldt.train.checkpoint.stage_parts import part_of
+from ldt.train.checkpoint.stage_parts import tensors_of_rank
 
 WORLD_SIZE = 5
 SHAPE: dict[str, Any] = {"tp": [1, 2], "dp": 2, "edge_dp": 1}
@@ -85,7 +85,7 @@ def keys_of_part() -> set[str]:
                 "of one element": distribute_tensor(torch.zeros(1), mesh.tp_mesh, [Shard(0)]),
                 "of no element": distribute_tensor(torch.zeros(0), mesh.tp_mesh, [Shard(0)]),
             }
-        keys = set(part_of(mesh, tensors))
+        keys = set(tensors_of_rank(mesh, tensors))
         mesh.control.all_gather(None)
         return keys
 

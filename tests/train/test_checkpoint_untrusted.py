@@ -64,8 +64,8 @@ def test_metadata_that_run_code(job: Job, tmp_path: Path) -> None:
 
     folder = tampered(job, tmp_path, change)
     assert (
-        f"{folder / '.metadata'} is not read: it asks for posix.mkdir, which has no place in the metadata of tensors. "
-        "Do not use a checkpoint that you do not know"
+        f"{folder / '.metadata'} is refused: it refers to posix.mkdir, which is not allowed in the metadata of "
+        "tensors. Do not load a checkpoint from an untrusted source"
     ) in refusal(job, tmp_path)
     assert not (tmp_path / "evil").exists()
 
@@ -91,7 +91,7 @@ def test_other_names_of_the_modules_that_are_needed(job: Job, tmp_path: Path, na
     module, _, attribute = name.rpartition(".")
     folder = tampered(job, tmp_path, lambda metadata: None)
     (folder / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
-    assert f"it asks for {name}, which has no place" in refusal(job, tmp_path)
+    assert f"it refers to {name}, which is not allowed" in refusal(job, tmp_path)
 
 
 def test_a_tensor_that_is_a_pickle(job: Job, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_tensor_that_is_a_pickle(job: Job, tmp_path: Path) -> None:
     folder = tampered(job, tmp_path, change)
     with next(folder.glob("*.distcp")).open("r+b") as stream:
         torch.save(Evil(tmp_path / "evil"), stream)
-    assert "is no tensor there" in refusal(job, tmp_path)
+    assert "is not a tensor" in refusal(job, tmp_path)
     assert not (tmp_path / "evil").exists()
 
 
@@ -156,7 +156,7 @@ def enormous(metadata: Metadata) -> None:
     [
         (no_key, "expected a name as a key, got a tuple"),
         (no_name, "expected the name of a file, got a tuple"),
-        (pieces, "has 3000 pieces, expected one of a rank at most"),
+        (pieces, "has 3000 pieces, expected at most one per rank"),
         (enormous, "it is cut short"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_tensor_that_is_damaged(job: Job, tmp_path: Path) -> None:
     with next(folder.glob("*.distcp")).open("r+b") as stream:
         stream.write(bytes(64))
     with pytest.raises(
-        ldt.LdtError, match=r"stage-0 is damaged: a tensor .* Weights of rank 0 may now be .* in part"
+        ldt.LdtError, match=r"stage-0 is damaged: a tensor .* Some weights of rank 0 may already be changed"
     ):
         job.load(tmp_path)
 
@@ -217,7 +217,9 @@ def test_a_damaged_record(job: Job, tmp_path: Path, content: str) -> None:
     job.save(tmp_path, 1)
     job.save(tmp_path, 2)
     (tmp_path / "step-2" / "stage-0" / "stage.json").write_text(content)
-    with pytest.raises(ldt.LdtError, match=r"step-2 is there but cannot be used, and complete are \[1\]"):
+    with pytest.raises(
+        ldt.LdtError, match=r"step-2 exists but cannot be used, and the complete steps are \[1\]"
+    ):
         job.load(tmp_path)
     assert job.load(tmp_path, step=1) == ldt.LoadedCheckpoint(1)
 
@@ -230,5 +232,5 @@ def test_random_states_that_are_damaged(job: Job, tmp_path: Path, change: dict[s
     as_of_an_earlier_version(tmp_path)
     file = tmp_path / "step-1" / "stage-0" / "rank-0.0" / "random_states.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ldt.LdtError, match=r"random_states\.json is damaged: its random states are none"):
+    with pytest.raises(ldt.LdtError, match=r"random_states\.json is damaged: its random states are invalid"):
         job.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Checkpoints of all stages over torch.distributed.checkpoint: written stage by stage, read by any topology.
+"""Saves and loads checkpoints of all stages. Each stage writes its own; any topology can read them.
 
     <path>/step-<n>/stage-<s>/      complete once it has this name
         stage.json                  step, topology, optimizer's hyperparameters, on the edge the data position
@@ -7,7 +7,7 @@
             random_states.json
             checksums.json          of each piece of these files
 
-Nothing but tensors crosses from one stage to another, and that only where a stage reads a folder that another wrote.
+Only tensors pass from one stage to another, and only where a stage reads a folder that another stage wrote.
 """
 
 from ldt.train.checkpoint.load import LoadedCheckpoint, load_checkpoint

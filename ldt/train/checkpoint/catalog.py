@@ -1,4 +1,4 @@
-"""Which saves there are, and which of them are complete: found by ranks that may see different disks."""
+"""Lists the saves and finds the complete ones. Ranks may see different disks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ldt.errors import CheckpointError, LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.common.untrusted import plain
 from ldt.train.checkpoint.layout import Save, StorageError, file_errors, is_gone, saves_in, stages_in
-from ldt.train.checkpoint.stage_manifest import FILE, StageRecord
+from ldt.train.checkpoint.stage_manifest import FILE, StageManifest
 
 __all__ = [
     "Paths",
@@ -29,31 +29,31 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-# [step, again, [[stage, number of stages, save_id], ...]] for each save, and then what is damaged: it travels as JSON
+# For each save [step, again, [[stage, number of stages, save_id], ...]], then its damage if any. Sent as JSON.
 Catalog = list[Any]
-_MOST_STAGES = 1_000_000  # as in the text of a topology
-Stages = dict[int, tuple[int, str]]  # by number: how many its topology has, save_id
+_MAX_STAGES = 1_000_000  # as in the text of a topology
+Stages = dict[int, tuple[int, str]]  # by stage: the number of stages in its topology, save_id
 
 
 class _Seen(NamedTuple):
-    """Of one save: its stages, and what is there but cannot be read."""
+    """The stages of one save, and what of it cannot be read."""
 
     stages: Stages
     damage: list[str]
 
 
 def paths_of(given: Paths) -> list[Path]:
-    """One path or several. Raises ldt's TypeError for anything else."""
+    """Return one path or several as a list. Raises TypeError for anything else."""
     several = [given] if isinstance(given, (str, os.PathLike)) else given
     if not isinstance(several, Sequence) or not several:
         raise InputTypeError(
-            f"expected the path of a checkpoint, or a list of such, got {type(given).__name__}"
+            f"expected the path of a checkpoint or a list of paths, got {type(given).__name__}"
         )
     return list(map(folder_of, several))
 
 
 def folder_of(given: str | os.PathLike[str]) -> Path:
-    """Raises ldt's ValueError for what can be no folder."""
+    """Return ``given`` as a path. Raises ValueError if it cannot be a folder."""
     path = Path(given)
     if not os.fspath(given) or path.is_file():
         what = "a file" if os.fspath(given) else "nothing"
@@ -61,10 +61,10 @@ def folder_of(given: str | os.PathLike[str]) -> Path:
     return path
 
 
-def catalog(paths: Iterable[Path], tell: Callable[[Exception], str] = str) -> Catalog:
-    """The saves that are seen under ``paths``; of what is there but cannot be read, what ``tell`` says of the error.
+def catalog(paths: Iterable[Path], describe: Callable[[Exception], str] = str) -> Catalog:
+    """List the saves under ``paths``. Damage is the text that ``describe`` returns for the error.
 
-    Raises OSError if one of ``paths`` is there but cannot be read.
+    Raises OSError if one of ``paths`` exists but cannot be read.
     """
     found: dict[Save, _Seen] = {}
     for path in paths:
@@ -74,7 +74,7 @@ def catalog(paths: Iterable[Path], tell: Callable[[Exception], str] = str) -> Ca
                 _look(path, save, seen.stages)
             except CheckpointError as error:
                 logger.warning("a checkpoint cannot be used: %s", error)
-                seen.damage.append(tell(error))
+                seen.damage.append(describe(error))
     return [
         [*save, [[stage, *rest] for stage, rest in sorted(seen.stages.items())], *seen.damage[:1]]
         for save, seen in sorted(found.items())
@@ -88,10 +88,10 @@ def _look(path: Path, save: Save, stages: Stages) -> None:
     for stage, folder in folders.items():
         try:
             with file_errors(f"{save.folder}/{folder.name}/{FILE} cannot be read"):
-                record = StageRecord.read(folder)
+                record = StageManifest.read(folder)
         except CheckpointError:
             with file_errors(f"{save.folder}/{folder.name} cannot be read"):
-                if not is_gone(folder):  # as it is if another rank has just removed it
+                if not is_gone(folder):  # another rank may just have removed it
                     raise
             continue
         if (record.stage, record.step) != (stage, save.step):
@@ -103,26 +103,26 @@ def _look(path: Path, save: Save, stages: Stages) -> None:
 
 
 def complete_saves(catalogs: Iterable[Catalog]) -> list[Save]:
-    """Those of which all stages are seen, be it by different ranks, and none is damaged; oldest first."""
+    """The undamaged saves of which the ranks together see all stages, oldest first."""
     return sorted(save for save, seen in _united(catalogs).items() if _is_complete(seen))
 
 
 def damaged_saves(catalogs: Iterable[Catalog]) -> dict[Save, str]:
-    """Those of which something is there but cannot be read, and what a rank says of it."""
+    """The saves of which something cannot be read, with one rank's error."""
     return {save: seen.damage[0] for save, seen in _united(catalogs).items() if seen.damage}
 
 
 def next_save(catalogs: Iterable[Catalog], step: int) -> Save:
-    """One of ``step`` that nobody has begun."""
+    """The next unused save of ``step``."""
     again = [save.again for save in _united(catalogs) if save.step == step]
     return Save(step, max(again, default=-1) + 1)
 
 
 def kept_saves(catalogs: Iterable[Catalog], current: Save, keep: int) -> list[Save]:
-    """Those older than ``current``, which is complete, that are among the last ``keep``.
+    """The saves older than ``current``, which is complete, that are among the last ``keep``.
 
-    They are complete, or damaged: such a one goes when as many newer ones are complete, not before. What was never
-    complete is not among them.
+    They are complete or damaged. A damaged save is only removed once ``keep`` newer ones are complete. Saves that were
+    never complete are not kept.
     """
     united = _united(catalogs)
     complete = [save for save, seen in united.items() if _is_complete(seen) and save < current]
@@ -136,7 +136,7 @@ def kept_saves(catalogs: Iterable[Catalog], current: Save, keep: int) -> list[Sa
 
 
 def describe_incomplete(catalogs: Iterable[Catalog]) -> str:
-    """The newest save that has stages but not all; empty if there is none."""
+    """Describe the newest incomplete save; empty if there is none."""
     united = _united(catalogs).items()
     parts = [(save, seen.stages) for save, seen in united if seen.stages and not _is_complete(seen)]
     if not parts:
@@ -147,7 +147,7 @@ def describe_incomplete(catalogs: Iterable[Catalog]) -> str:
 
 
 def folders_of(paths: Iterable[Path], save: Save) -> dict[int, Path]:
-    """The folders of its stages that are seen under ``paths``; of two, the first."""
+    """The folders of its stages under ``paths``, by stage. The first path that has a stage counts."""
     found: dict[int, Path] = {}
     for path in paths:
         found = stages_in(path, save) | found
@@ -155,34 +155,37 @@ def folders_of(paths: Iterable[Path], save: Save) -> dict[int, Path]:
 
 
 def _united(catalogs: Iterable[Catalog]) -> dict[Save, _Seen]:
-    """Raises LdtError for what ``catalog`` does not give: others' come from other ranks, and steps become paths."""
+    """Merge the catalogs of all ranks.
+
+    Raises LdtError for an entry that ``catalog`` cannot return: other ranks are not trusted, and steps become paths.
+    """
     found: dict[Save, _Seen] = {}
     for step, again, stages, *damage in (entry for seen in catalogs for entry in seen):
         if not all(type(number) is int for number in (step, again)):
-            raise LdtError(f"a rank tells of a step {str(step)[:40]!r}.{str(again)[:40]!r}, expected numbers")
+            raise LdtError(f"a rank reports step {str(step)[:40]!r}.{str(again)[:40]!r}, expected numbers")
         of_save = found.setdefault(Save(step, again), _Seen({}, []))
         of_save.damage.extend(plain(str(text)) for text in damage)
         for stage, count, save_id in stages:
-            if not (type(stage) is type(count) is int and 0 <= stage < count <= _MOST_STAGES):
+            if not (type(stage) is type(count) is int and 0 <= stage < count <= _MAX_STAGES):
                 raise LdtError(
-                    f"a rank tells of stage {str(stage)[:40]} of {str(count)[:40]}, expected numbers"
+                    f"a rank reports stage {str(stage)[:40]} of {str(count)[:40]}, expected numbers"
                 )
-            told = count, str(save_id)
-            if any(other != told for other in of_save.stages.values()):
+            reported = count, str(save_id)
+            if any(other != reported for other in of_save.stages.values()):
                 of_save.damage.append(_mixed(Save(step, again), stage))
-            of_save.stages.setdefault(stage, told)
+            of_save.stages.setdefault(stage, reported)
     return found
 
 
 def _mixed(save: Save, stage: int) -> str:
     return (
-        f"{save.folder}/stage-{stage} is not of the same save as other stages of that step: a folder of another job, "
-        "or of a run that did not see all of them, is among the paths"
+        f"{save.folder}/stage-{stage} is not of the same save as other stages of that step: one of the paths is a "
+        "folder of another job, or of a run that did not see all paths"
     )
 
 
 def _is_complete(seen: _Seen) -> bool:
-    """All that its topology has, and nothing damaged."""
+    """Whether all stages of its topology are present and nothing is damaged."""
     stages = seen.stages
     wanted = {count for count, _ in stages.values()}
     return not seen.damage and any(stages.keys() == set(range(count)) for count in wanted)

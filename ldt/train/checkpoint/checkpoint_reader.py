@@ -1,4 +1,4 @@
-"""The stages of one save that a rank sees, and what it wants to read from each."""
+"""Reads the stages of one save that a rank sees."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ldt.train.checkpoint.stage_manifest import OptimizerRecord
 from ldt.train.checkpoint.stage_reader import StageReader
 from ldt.train.checkpoint.tensor_names import model_key
 
-__all__ = ["Shelf", "some"]
+__all__ = ["CheckpointReader", "some"]
 
 
-class Shelf:
-    """``folders`` are those of complete stages, by number. That of ``own_stage`` is looked into first.
+class CheckpointReader:
+    """Finds tensors in the ``folders`` of complete stages, by number, and reads them.
 
-    Others are opened only for what it lacks. First want the model, then check, want the rest, and read: until then no
-    tensor is changed.
+    Looks into the folder of ``own_stage`` first, and opens others only for what it lacks. First request the model, then
+    check the files, request the rest, and read. No tensor is changed before ``read``.
     """
 
     def __init__(self, folders: Mapping[int, Path], own_stage: int = 0) -> None:
@@ -31,23 +31,23 @@ class Shelf:
         self._stored: dict[str, tuple[StageReader, str]] = {}
         self._wanted: dict[StageReader, list[dict[str, torch.Tensor]]] = {}
 
-    def readers(self) -> Iterator[StageReader]:
-        """Of all stages, each opened when it is asked for."""
+    def stage_readers(self) -> Iterator[StageReader]:
+        """The readers of all stages. Each is opened when the iteration reaches it."""
         for stage, folder in self._folders.items():
             if stage not in self._opened:
                 self._opened[stage] = StageReader(folder)
             yield self._opened[stage]
 
-    def reader(self, stage: int) -> StageReader | None:
-        """None where the stage is not seen."""
+    def stage_reader(self, stage: int) -> StageReader | None:
+        """The reader of ``stage``; None if this rank does not see the stage."""
         if stage not in self._folders:
             return None
-        return next(reader for reader in self.readers() if reader.folder == self._folders[stage])
+        return next(reader for reader in self.stage_readers() if reader.folder == self._folders[stage])
 
     # -- the model -------------------------------------------------------------------------------------------
 
     def want_model(self, tensors: Mapping[Sequence[str], torch.Tensor]) -> None:
-        """To be read into ``tensors``, by the names that each has. Raises CheckpointError naming what is not there."""
+        """Request the model's ``tensors``, keyed by the names of each. Raises CheckpointError naming missing ones."""
         missing, other = [], []
         for names, tensor in tensors.items():
             found = next(filter(None, map(self._find, names)), None)
@@ -68,42 +68,42 @@ class Shelf:
             raise CheckpointError(f"the checkpoint is of another model: {some(other)}")
 
     def stored_name(self, name: str) -> str:
-        """What ``name``, the first name of a wanted tensor, is stored as."""
+        """The stored name of a wanted tensor, given its first name."""
         return self._stored[name][1]
 
     def _find(self, name: str) -> tuple[StageReader, str] | None:
-        for reader in self.readers():
+        for reader in self.stage_readers():
             stored = reader.record.aliases.get(name, name)
             if model_key(stored) in reader.tensors:
                 return reader, stored
         return None
 
     def _advice(self, missing: Sequence[str]) -> str:
-        topology = next(reader.record.topology for reader in self.readers())
+        topology = next(reader.record.topology for reader in self.stage_readers())
         absent = sorted(set(range(topology.num_stages)) - self._folders.keys())
         if absent:
             return (
-                f"These paths have stages {sorted(self._folders)} of {topology.to_text()}, and not {absent}: give the "
+                f"These paths have stages {sorted(self._folders)} of {topology.to_text()}, but not {absent}: give the "
                 "paths of those, too"
             )
         if all(name.startswith("chunk.") for name in missing):
             return (
-                f"It is of {topology.to_text()}, and these names are those of chunks, which fit no other cut of the "
-                "model: save and load with names=, which gives names of the whole model"
+                f"It is of {topology.to_text()}, and these names are those of chunks, which fit no other split of the "
+                "model: save and load with names=, which gives names in the whole model"
             )
         return f"It is of {topology.to_text()}, of which all stages are here: is it of this model, named the same way?"
 
-    # -- the optimizer, and whatever else there is ------------------------------------------------------------
+    # -- optimizer and extra states ---------------------------------------------------------------------------
 
     def optimizer_of(self, stored: str) -> OptimizerRecord | None:
-        """What the optimizer of ``stored``, a parameter's stored name, left beside its tensors; None if it had none."""
+        """The record of the optimizer of the parameter stored as ``stored``; None if it was in no optimizer."""
         record = self._reader_of(stored).record.optimizer
         if record is None or not any(stored in group.params for group in record.groups):
             return None
         return record
 
     def shape(self, stored: str, state: str | None) -> tuple[torch.Size, torch.dtype]:
-        """Of a tensor in the state of a parameter; None: of the parameter."""
+        """Shape and dtype of a tensor in the state of a parameter; of the parameter itself if ``state`` is None."""
         reader = self._reader_of(stored)
         key = model_key(stored) if state is None else tensor_key(stored, state)
         if key not in reader.tensors:
@@ -114,8 +114,8 @@ class Shelf:
         self._want(self._reader_of(stored), tensor_key(stored, state), tensor)
 
     def extra(self, name: str) -> Any:
-        """The state that was saved under ``name`` in ``extra``. Raises CheckpointError if none was."""
-        for reader in self.readers():
+        """The state that was saved under ``name`` in ``extra``. Raises CheckpointError if there is none."""
+        for reader in self.stage_readers():
             if name in reader.record.extra:
                 return reader.record.extra[name]
         raise CheckpointError(
@@ -125,12 +125,12 @@ class Shelf:
     # -- reading ---------------------------------------------------------------------------------------------
 
     def check_files(self) -> None:
-        """Raise CheckpointError if a file that is to be read cannot be."""
+        """Raise CheckpointError if a requested file cannot be read."""
         for reader in self._wanted:
             reader.check_files()
 
     def read(self) -> None:
-        """Fill all tensors that are wanted."""
+        """Fill all requested tensors."""
         for reader, rounds in self._wanted.items():
             for tensors in rounds:
                 reader.read(tensors)
@@ -139,7 +139,7 @@ class Shelf:
         return next(reader for reader, name in self._stored.values() if name == stored)
 
     def _want(self, reader: StageReader, key: str, tensor: torch.Tensor) -> None:
-        """One tensor may be wanted twice, where weights were tied and are not any more: in two rounds."""
+        """Request one tensor. Weights that are no longer tied request the same one twice: in two rounds."""
         rounds = self._wanted.setdefault(reader, [])
         free = next((tensors for tensors in rounds if key not in tensors), None)
         if free is None:
@@ -149,5 +149,5 @@ class Shelf:
 
 
 def some(names: Sequence[str]) -> str:
-    """The first three and the number of the others."""
+    """The first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

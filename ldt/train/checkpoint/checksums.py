@@ -1,6 +1,6 @@
-"""Sums of what a rank wrote, piece by piece, so that whoever reads a piece can tell whether it is what was written.
+"""Checksums of the files that a rank wrote, piece by piece, so that a reader can verify the pieces it reads.
 
-A sum is a CRC-32: any damage within 32 bits is found, other damage but for one in four billion.
+A checksum is a CRC-32. It detects all damage within 32 bits, and misses other damage once in four billion cases.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any, BinaryIO, Literal
 from ldt.train.checkpoint.files import damaged, read_json
 from ldt.train.checkpoint.layout import write_synced
 
-__all__ = ["Checksums", "sealed", "unsealed"]
+__all__ = ["Checksums", "verify_checksum", "with_checksum"]
 
 FILE = "checksums.json"  # in the folder of a rank
-_SEAL = b',\n "crc32": "'
-_AT_ONCE = 16 << 20  # bytes
-Places = dict[str, list[tuple[int, int]]]  # offset and length of each piece, by the name of its file
+_KEY = b',\n "crc32": "'
+_READ_BYTES = 16 << 20
+Pieces = dict[str, list[tuple[int, int]]]  # offset and length of each piece, by file name
 
 
-def sealed(content: dict[str, Any]) -> bytes:
-    """An object of JSON that ends with a sum of all before it."""
+def with_checksum(content: dict[str, Any]) -> bytes:
+    """Return a JSON object that ends with a checksum of all bytes before it."""
     body = json.dumps(content, indent=1).encode().removesuffix(b"\n}")
-    return body + _SEAL + _tail(body)
+    return body + _KEY + _tail(body)
 
 
-def unsealed(data: bytes, file: Path, *, always: bool) -> None:
-    """Raise CheckpointError unless the sum at the end of ``data`` is right, or it has none and need not ``always``."""
-    body, seal, tail = data.rpartition(_SEAL)
-    if (seal or always) and tail != _tail(body):
+def verify_checksum(data: bytes, file: Path, *, required: bool) -> None:
+    """Raise CheckpointError if the checksum at the end of ``data`` is wrong, or missing and ``required``."""
+    body, key, tail = data.rpartition(_KEY)
+    if (key or required) and tail != _tail(body):
         raise damaged(file, "it is not what was written")
 
 
@@ -43,7 +43,7 @@ def _tail(body: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Of files in the folder of a rank, from their beginning to their end: offset, length and sum of each piece."""
+    """Offset, length and checksum of each piece of the files in a rank's folder. Pieces cover whole files."""
 
     format: Literal[1]
     save_id: str
@@ -51,41 +51,41 @@ class Checksums:
     crc32: str = ""
 
     @classmethod
-    def write(cls, folder: Path, save_id: str, places: Places) -> None:
-        """For the files of ``places``, and as one piece the others in ``folder``. Raises OSError."""
+    def write(cls, folder: Path, save_id: str, pieces_of: Pieces) -> None:
+        """Write the checksums of the files in ``folder``. A file not in ``pieces_of`` is one piece. Raises OSError."""
         whole = {file.name: [(0, file.stat().st_size)] for file in folder.iterdir()}
         files = {}
-        for name, pieces in {**whole, **places}.items():
+        for name, pieces in {**whole, **pieces_of}.items():
             assert sum(length for _, length in pieces) == whole[name][0][1], (
-                f"bytes of {name} are of no piece"
+                f"the pieces of {name} do not cover it"
             )
             files[name] = list(_sums(folder / name, sorted(pieces)))
         content = asdict(cls(1, save_id, files))
         del content["crc32"]
-        write_synced(folder / FILE, sealed(content))
+        write_synced(folder / FILE, with_checksum(content))
 
     @classmethod
     def read(cls, folder: Path, save_id: str) -> Checksums:
-        """Raises CheckpointError if they are damaged, or of another save; OSError."""
+        """Read the checksums. Raises OSError, or CheckpointError if they are damaged or of another save."""
         file = folder / FILE
         data, found = read_json(file, cls)
-        unsealed(data, file, always=True)
+        verify_checksum(data, file, required=True)
         if found.save_id != save_id:
             raise damaged(file, "it is of another save than its stage")
         return found
 
     def check_size(self, file: Path) -> None:
-        """Raises CheckpointError that names ``file`` if it is shorter or longer than it was; OSError."""
+        """Raises OSError, or CheckpointError naming ``file`` if its size differs from the written one."""
         expected, size = sum(length for length, _ in self._pieces(file).values()), file.stat().st_size
         if size != expected:
             raise damaged(file, f"expected {expected} bytes, got {size}")
 
     def check(self, file: Path, offset: int, data: bytes) -> None:
-        """Raises CheckpointError that names ``file`` unless ``data`` is the piece at ``offset``."""
+        """Raises CheckpointError naming ``file`` unless ``data`` is the piece at ``offset``."""
         self._compare(file, offset, len(data), zlib.crc32(data))
 
     def check_file(self, file: Path, known: Collection[int] = ()) -> None:
-        """Read the pieces of ``file`` but for those whose offsets are ``known``. Raises as ``check`` does; OSError."""
+        """Read and check the pieces of ``file`` but those at the offsets ``known``. Raises OSError, or as ``check``."""
         self.check_size(file)
         pieces = [(at, length) for at, (length, _) in self._pieces(file).items() if at not in known]
         for piece in _sums(file, pieces):
@@ -93,11 +93,11 @@ class Checksums:
 
     def _compare(self, file: Path, offset: int, length: int, crc32: int) -> None:
         if self._pieces(file).get(offset) != (length, crc32):
-            raise damaged(file, f"the {length} bytes from byte {offset} on are not those that were written")
+            raise damaged(file, f"the checksum of {length} bytes from byte {offset} on does not match")
 
     def _pieces(self, file: Path) -> dict[int, tuple[int, int]]:
         if file.name not in self._by_offset:
-            raise damaged(file.parent / FILE, f"it has nothing of {file.name}")
+            raise damaged(file.parent / FILE, f"it has no checksums of {file.name}")
         return self._by_offset[file.name]
 
     @cached_property
@@ -116,7 +116,7 @@ def _sums(file: Path, pieces: Iterable[tuple[int, int]]) -> Iterator[tuple[int, 
 
 def _sum(stream: BinaryIO, length: int) -> int:
     total = 0
-    while length > 0 and (data := stream.read(min(length, _AT_ONCE))):
+    while length > 0 and (data := stream.read(min(length, _READ_BYTES))):
         total = zlib.crc32(data, total)
         length -= len(data)
     return total

@@ -1,4 +1,4 @@
-"""Which save is loaded, and what to do where it turns out to be damaged."""
+"""Chooses the save to load and words the error if it turns out to be damaged."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A save, and the complete ones that there are; all ranks make the same."""
+    """The chosen save and all complete ones. The same on all ranks."""
 
     save: Save
     complete: list[Save]
 
     @contextmanager
-    def naming_others(self) -> Iterator[None]:
-        """A StorageError that is raised while the save is read says what else could be loaded."""
+    def naming_alternatives(self) -> Iterator[None]:
+        """Add to a StorageError raised in the context which other saves could be loaded."""
         try:
             yield
         except StorageError as error:
             raise error.reworded(self.unusable) from error
 
     def unusable(self, problem: str) -> str:
-        """What to say if the save has a ``problem``."""
+        """The error text for a save with a ``problem``."""
         steps = sorted({save.step for save in self.complete if save != self.save})
-        others = f"complete are {steps}" if steps else "no other"
-        advice = "or move it away to do without it"
+        others = f"the complete steps are {steps}" if steps else "no other step is complete"
+        advice = "or move it away to continue without it"
         for step in steps:
             if step != self.save.step:
-                advice = f"move it away, or load another one, as with step={step}"
-        return f"{self.save.folder} is there but cannot be used, and {others}: {problem}. Repair it, {advice}"
+                advice = f"move it away, or load another step, such as step={step}"
+        return f"{self.save.folder} exists but cannot be used, and {others}: {problem}. Repair it, {advice}"
 
 
 def choose(catalogs: Sequence[Catalog], step: int | None) -> Choice | None:
-    """The newest complete save, of ``step`` if one is asked for; None if there is none.
+    """Return the newest complete save, of ``step`` if given; None if there is none.
 
-    Raises CheckpointError if there is none that is asked for, or the newest of these is one that cannot be read.
+    Raises CheckpointError if ``step`` is given and has none, or if the newest candidate cannot be read.
     """
     complete, damaged = complete_saves(catalogs), damaged_saves(catalogs)
     wanted = [save for save in (*complete, *damaged) if step is None or save.step == step]
@@ -55,8 +55,10 @@ def choose(catalogs: Sequence[Catalog], step: int | None) -> Choice | None:
         return choice
     if step is not None:
         steps = sorted({save.step for save in complete})
-        raise CheckpointError(f"step {step} is not there, or is not complete: complete are {steps or 'none'}")
+        raise CheckpointError(
+            f"step {step} is missing or incomplete: the complete steps are {steps or 'none'}"
+        )
     partly = describe_incomplete(catalogs)
     if partly:
-        logger.warning("no checkpoint is complete: of the newest that was begun, %s", partly)
+        logger.warning("no checkpoint is complete: of the newest, %s", partly)
     return None

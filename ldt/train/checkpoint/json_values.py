@@ -1,4 +1,4 @@
-"""Plain values as JSON and back: with tuples, dicts whose keys are no strings, and tensors that are elsewhere."""
+"""Converts plain values to JSON and back, including tuples, dicts with non-string keys, and tensors kept elsewhere."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ldt.runtime.common.redact import QuotingError
 __all__ = ["ValueTypeError", "from_json", "to_json"]
 
 _TUPLE, _PAIRS, _TENSOR = "$tuple", "$pairs", "$tensor"
-Keep = Callable[[torch.Tensor], str]  # puts a tensor elsewhere, and gives the name that it has there
+Keep = Callable[[torch.Tensor], str]  # stores a tensor elsewhere and returns its name there
 
 
 class DamagedValueError(CheckpointError, QuotingError):
-    """For what ``to_json`` does not write; it may be of the edge's data."""
+    """A value that ``to_json`` does not write. It may contain the edge's data."""
 
 
 class ValueTypeError(QuotingError, TypeError):
-    """For a value of another type. Keys, which may be those of the edge's data, are not told to other ranks."""
+    """A value of an unsupported type. Other ranks do not see keys, which may be the edge's data."""
 
     def __init__(self, what: str, value: object) -> None:
         rest = (
@@ -32,11 +32,10 @@ class ValueTypeError(QuotingError, TypeError):
 
 
 def to_json(value: Any, what: str, keep: Keep | None = None) -> Any:
-    """``value`` in types of JSON; ``what`` is its name in errors.
+    """Convert ``value`` to JSON types; ``what`` names it in errors.
 
-    Takes None, bool, int, float, str, lists, tuples and dicts of these, and tensors: with ``keep`` any, else those of
-    one real element as their number.
-    Raises ValueTypeError that names the part which is something else.
+    Supports None, bool, int, float, str, lists, tuples and dicts of these, and tensors: all with ``keep``, otherwise
+    those of one real element, as a number. Raises ValueTypeError naming the part of another type.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -48,7 +47,7 @@ def to_json(value: Any, what: str, keep: Keep | None = None) -> Any:
         return _mapping(value, what, keep)
     if isinstance(value, (list, tuple)) and not hasattr(
         value, "_fields"
-    ):  # a named tuple would come back as none
+    ):  # a named tuple would lose its type
         items = [to_json(item, f"{what}[{index}]", keep) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {_TUPLE: items}
     raise ValueTypeError(what, value)
@@ -62,9 +61,9 @@ def _mapping(value: Mapping[Any, Any], what: str, keep: Keep | None) -> Any:
 
 
 def from_json(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
-    """What ``to_json`` was given, where ``tensor`` gives what it kept.
+    """Invert ``to_json``; ``tensor`` returns a tensor by the name under which it was kept.
 
-    Raises CheckpointError for what it does not write.
+    Raises CheckpointError for anything that ``to_json`` does not write.
     """
     if isinstance(value, list):
         return [from_json(item, tensor) for item in value]
@@ -83,7 +82,7 @@ def from_json(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -
 def _from_pairs(pairs: list[Any], tensor: Callable[[str], torch.Tensor] | None) -> dict[Any, Any]:
     try:
         return dict(_pair(pair, tensor) for pair in pairs)
-    except TypeError as error:  # a tuple of lists is no key
+    except TypeError as error:  # an unhashable key, such as a tuple of lists
         text = "a file of this checkpoint is damaged: expected keys"
         raise DamagedValueError(f"{text}, got {str(pairs)[:80]}", text) from error
 

@@ -1,4 +1,4 @@
-"""The folders of a checkpoint and their names, which change in one step of the file system."""
+"""The folders of a checkpoint, which are published and removed by an atomic rename."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _REMOVED = ".removed-"
 
 
 class Save(NamedTuple):
-    """One save: the step after which it was made, and how many of the same step there were before."""
+    """One save: the step after which it was made, and the number of earlier saves of that step."""
 
     step: int
     again: int = 0
 
     @property
     def folder(self) -> str:
-        """Its name. A save never goes into a folder that was there: what is complete stays so."""
+        """Its name. A save never writes to an existing folder, so a complete save stays complete."""
         return f"step-{self.step}.{self.again}" if self.again else f"step-{self.step}"
 
 
 def saves_in(path: Path) -> list[Save]:
-    """All that were begun in ``path``, oldest first; none where there is no such folder.
+    """All saves in ``path``, complete or not, oldest first. Empty if the folder does not exist.
 
-    Raises OSError for one that is there and cannot be read.
+    Raises OSError if it exists but cannot be read.
     """
     found = filter(None, map(_SAVE.fullmatch, _names_in(path)))
     return sorted(Save(int(match[1]), int(match[2] or 0)) for match in found)
@@ -71,7 +71,7 @@ def stages_in(path: Path, save: Save) -> dict[int, Path]:
 
 
 def is_gone(path: Path) -> bool:
-    """Whether nothing has this name, not even a link to nowhere. Raises OSError where that cannot be known."""
+    """Whether ``path`` does not exist, not even as a dangling link. Raises OSError if that cannot be determined."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -89,47 +89,47 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def stage_folder(path: Path, save: Save, stage: int) -> Path:
-    """Where a stage is, once it is complete."""
+    """The folder of a complete stage."""
     return path / save.folder / f"stage-{stage}"
 
 
 def unfinished_folder(path: Path, save: Save, stage: int) -> Path:
-    """Where a stage writes, until it is complete."""
+    """The folder that a stage writes to until it is complete."""
     return path / save.folder / f".stage-{stage}"
 
 
 def rank_folder(replica: int, tp_rank: int) -> str:
-    """Where one rank of a stage writes, in the folder of the stage."""
+    """The name of a rank's folder in the folder of its stage."""
     return f"rank-{replica}.{tp_rank}"
 
 
 def publish(path: Path, save: Save, stage: int) -> None:
-    """Give what a stage wrote its final name, when all of it is on the disk."""
+    """Sync a stage's folder to disk and give it its final name."""
     unfinished = unfinished_folder(path, save, stage)
     sync(unfinished)
     unfinished.rename(stage_folder(path, save, stage))
     for folder in (path / save.folder, path):
         sync(folder)
-    with suppress(PermissionError):  # it may have been there, and be another's
+    with suppress(PermissionError):  # the parent may belong to another user
         sync(path.parent)
 
 
 def discard(path: Path, save: Save, stage: int, *, published: bool) -> None:
-    """Remove what a stage wrote for a save that failed; with ``published`` also if it has its final name."""
+    """Remove the folder of a stage whose save failed; with ``published`` also one that has its final name."""
     if published:
         with suppress(OSError):
             stage_folder(path, save, stage).rename(unfinished_folder(path, save, stage))
     shutil.rmtree(unfinished_folder(path, save, stage), ignore_errors=True)
-    with suppress(OSError):  # other stages' may be there
+    with suppress(OSError):  # folders of other stages may remain
         (path / save.folder).rmdir()
 
 
 def clear(path: Path, current: Save, kept: Collection[Save]) -> None:
-    """Remove saves older than ``current`` but for those ``kept``. Several ranks may do so at once.
+    """Remove saves older than ``current`` that are not in ``kept``. Several ranks may do so at once.
 
-    Each is renamed first, so that no part of one that is half removed is taken for complete.
+    Renames each save first, so that a partly removed one never looks complete.
     """
-    _remove_renamed(path)  # those of a call that was killed
+    _remove_renamed(path)  # left over from a killed call
     for save in saves_in(path):
         if save < current and save not in kept:
             with suppress(FileNotFoundError):  # another rank was first
@@ -143,7 +143,7 @@ def _remove_renamed(path: Path) -> None:
 
 
 def write_synced(file: Path, data: bytes) -> None:
-    """Write ``file`` and wait until it is on the disk."""
+    """Write ``file`` and sync it to disk."""
     with file.open("wb") as stream:
         stream.write(data)
         stream.flush()
@@ -151,7 +151,7 @@ def write_synced(file: Path, data: bytes) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Names, too, must be on the disk. Some file systems look after that themselves and refuse to be asked."""
+    """Sync the names in ``folder`` to disk. Some file systems do that themselves and refuse the call."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -163,18 +163,18 @@ def sync(folder: Path) -> None:
 
 
 class StorageError(CheckpointError, QuotingError):
-    """What the file system refused, or what a file has that should not be there.
+    """An error of the file system, or invalid contents of a file.
 
-    Of the edge's, other ranks do not learn the path.
+    Other ranks do not see the edge's paths.
     """
 
     @classmethod
     def of(cls, path: Path, problem: str) -> StorageError:
-        """Of the file or folder at ``path``, which for other ranks begins with that of the save."""
+        """The error for a file or folder. Other ranks see its path only from the save's folder on."""
         return cls(f"{path} {problem}", f"{_in_save(path) or path.name} {problem}")
 
     def reworded(self, change: Callable[[str], str]) -> StorageError:
-        """The same with ``change`` made to both of its texts."""
+        """The same error with ``change`` applied to both of its texts."""
         return type(self)(change(str(self)), change(self.plain))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -182,14 +182,14 @@ class StorageError(CheckpointError, QuotingError):
 
 
 def _in_save(path: Path) -> str:
-    """The end of ``path``, from the folder of a save on; empty if it is in none."""
+    """The end of ``path`` from the folder of a save on; empty if there is none."""
     starts = [index for index, part in enumerate(path.parts) if _SAVE.fullmatch(part)]
     return "/".join(path.parts[starts[-1] :]) if starts else ""
 
 
 @contextmanager
 def file_errors(what: str) -> Iterator[None]:
-    """Turns an OSError into an LdtError that says what could not be done."""
+    """Turn an OSError into an LdtError that says what failed."""
     try:
         yield
     except OSError as error:

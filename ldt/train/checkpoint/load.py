@@ -1,4 +1,4 @@
-"""Loading: each rank reads what its chunks need, from whichever stages wrote it."""
+"""Loads a checkpoint: each rank reads the tensors of its chunks, whichever stages wrote them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ldt.runtime.pipeline import Pipeline
 from ldt.runtime.step.call import all_agree
 from ldt.train.checkpoint import layout, optimizer_state, random_states
 from ldt.train.checkpoint.catalog import Catalog, Paths, catalog, folders_of, paths_of
-from ldt.train.checkpoint.checkpoint_reader import Shelf
+from ldt.train.checkpoint.checkpoint_reader import CheckpointReader
 from ldt.train.checkpoint.choice import choose
 from ldt.train.checkpoint.files import parse_json
 from ldt.train.checkpoint.json_values import from_json
 from ldt.train.checkpoint.layout import Save
-from ldt.train.checkpoint.run_on_all_ranks import together
+from ldt.train.checkpoint.run_on_all_ranks import run_on_all_ranks
 from ldt.train.checkpoint.save import HasState, check_savable
 from ldt.train.checkpoint.tensor_names import Names, named_tensors
 from ldt.train.checkpoint.tensor_parallel import as_shard
@@ -37,7 +37,7 @@ _CALL = "load_checkpoint()"
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What was loaded: the step after which it was saved and, on the edge, the position in the data at that time."""
+    """The step after which the checkpoint was saved and, on the edge, the position in the data at that time."""
 
     step: int
     position: Any = None
@@ -52,19 +52,19 @@ def load_checkpoint(
     extra: Mapping[str, HasState] | None = None,
     names: Names | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load what ``save_checkpoint`` saved: the newest step that is complete, or ``step``. None if there is none.
+    """Load the newest complete step that ``save_checkpoint`` saved, or ``step``. Returns None if there is none.
 
-    A collective call of all ranks. The topology may be another one than when it was saved: other stages, laps,
-    replicas, and tensor-parallel sizes where parameters are DTensors. ``path`` is one folder or a list of folders,
-    which together have the stages that this rank's chunks come from; each rank may give its own. Dtypes are converted.
-    Gradients are dropped. Random states are restored where the topology is the same, else left alone. Give
-    ``optimizer`` and ``extra`` only if they were saved; an optimizer that had not stepped is as new afterwards.
+    A collective call of all ranks. The topology may differ from that of the save: other stages, laps, replicas, and
+    tensor-parallel sizes if parameters are DTensors. ``path`` is one folder or a list of folders that together have
+    the stages that this rank's chunks come from; each rank may give its own. Dtypes are converted. Gradients are
+    dropped. Random states are restored if the topology is the same, otherwise left alone. Give ``optimizer`` and
+    ``extra`` only if they were saved; an optimizer that had not stepped is as new afterwards.
 
-    What ``save_checkpoint`` could not save is refused here, before training, also when there is nothing to load yet.
-    Raises on all ranks if one cannot load. CheckpointError says what is missing or damaged, or has another shape: then
-    nothing has been changed. Where a file cannot be read, or is not what was written, its text names the file and the
-    steps of other saves that are complete: no older one is taken in its place, as ``step`` or moving the damaged one
-    away asks for it. If a file cannot be read to its end, weights have been changed in part, as the error says.
+    Anything that ``save_checkpoint`` could not save is refused here already, before training, even if there is nothing
+    to load yet. Raises on all ranks if one cannot load. CheckpointError says what is missing or damaged, or has another
+    shape; then nothing has been changed. If a file is unreadable or damaged, the text names the file and the other
+    complete steps. No older save is loaded instead: pass ``step`` or move the damaged save away. If a file cannot be
+    read to its end, some weights have already been changed, as the error says.
     """
     mesh = pipeline.mesh
     mesh.check_usable()
@@ -85,12 +85,12 @@ def load_checkpoint(
         return None
     loading = _Loading(pipeline, optimizer, extra or {}, names, paths, chosen.save)
     for work in (loading.prepare, loading.finish):
-        together(mesh, _CALL, chosen.naming_others()(work))
+        run_on_all_ranks(mesh, _CALL, chosen.naming_alternatives()(work))
     return LoadedCheckpoint(chosen.save.step, loading.position)
 
 
 class _Loading:
-    """One load on one rank: first all is looked up and checked, then read."""
+    """One load on one rank: ``prepare`` finds and checks everything, ``finish`` reads it."""
 
     def __init__(
         self,
@@ -109,46 +109,49 @@ class _Loading:
         self._names = names
         self._paths = paths
         self._save = save
-        self._shelf = Shelf({})
+        self._checkpoint = CheckpointReader({})
         self._new_optimizer_state: dict[str, Any] = {}
         self._extra_states: dict[str, Any] = {}
         self._restore_random_states: Callable[[], None] = lambda: None
 
     def prepare(self) -> None:
-        """Changes nothing of the job's. Raises CheckpointError for what is missing, of another shape or damaged."""
+        """Find and check everything without changing the job's state.
+
+        Raises CheckpointError for tensors that are missing, damaged or of another shape.
+        """
         with layout.file_errors("the folder of the checkpoint cannot be read"):
             folders = folders_of(self._paths, self._save)
-        shelf = self._shelf = Shelf(folders, self._mesh.stage)
+        checkpoint = self._checkpoint = CheckpointReader(folders, self._mesh.stage)
         named = named_tensors(self._pipeline, self._names)
-        shelf.want_model(
+        checkpoint.want_model(
             {
                 tuple(named.names_of(name)): as_shard(tensor, tensor, self._mesh, name)
                 for name, tensor in named.tensors.items()
             }
         )
-        shelf.check_files()  # before memory is taken for what they say they have
+        checkpoint.check_files()  # before allocating memory for the tensors they declare
         if self._optimizer is not None:
             wanted, self._new_optimizer_state = optimizer_state.restored(
                 self._optimizer,
-                {id(tensor): shelf.stored_name(name) for name, tensor in named.tensors.items()},
-                shelf.optimizer_of,
-                shelf.shape,
+                {id(tensor): checkpoint.stored_name(name) for name, tensor in named.tensors.items()},
+                checkpoint.optimizer_of,
+                checkpoint.shape,
                 lambda tensor, parameter, name: as_shard(tensor, parameter, self._mesh, name),
             )
             for parameter, state, tensor in wanted:
-                shelf.want_optimizer(parameter, state, tensor)
-        self._extra_states = {name: from_json(shelf.extra(name)) for name in self._extra}
-        of_edge = shelf.reader(0) if self._mesh.is_edge else None
-        self.position = None if of_edge is None else from_json(of_edge.record.position)
-        self._look_for_random_states()
+                checkpoint.want_optimizer(parameter, state, tensor)
+        self._extra_states = {name: from_json(checkpoint.extra(name)) for name in self._extra}
+        edge_reader = checkpoint.stage_reader(0) if self._mesh.is_edge else None
+        self.position = None if edge_reader is None else from_json(edge_reader.record.position)
+        self._find_random_states()
 
     def finish(self) -> None:
-        """Reads it all."""
+        """Read everything."""
         try:
-            self._shelf.read()
+            self._checkpoint.read()
         except layout.StorageError as error:
             rank = self._mesh.ranks[self._mesh.rank]
-            rest = f"Weights of rank {rank} may now be of the checkpoint in part: load before you use them"
+            rest = f"Some weights of rank {rank} may already be changed: load again before you use them"
             raise error.reworded(lambda text: f"{text}. {rest}") from error
         if self._optimizer is not None:
             load = partial(optimizer_state.load, self._optimizer)
@@ -157,12 +160,12 @@ class _Loading:
             _load_state(thing.load_state_dict, self._extra_states[name], name)
         self._restore_random_states()
         for parameter in self._pipeline.parameters():
-            parameter.grad = None  # of a step that failed, perhaps
+            parameter.grad = None  # it may be that of a failed step
 
-    def _look_for_random_states(self) -> None:
-        reader = self._shelf.reader(self._mesh.stage)
+    def _find_random_states(self) -> None:
+        reader = self._checkpoint.stage_reader(self._mesh.stage)
         if reader is None or reader.record.topology != self._mesh.topology:
-            logger.info("random states are left alone: the checkpoint is of another topology")
+            logger.info("random states are not restored: the checkpoint is of another topology")
             return
         part = layout.rank_folder(self._mesh.replica, self._mesh.tp_rank)
         file = reader.folder / part / layout.RANDOM_STATES
@@ -171,7 +174,7 @@ class _Loading:
 
 
 class UnusableStateError(CheckpointError, QuotingError):
-    """What a scheduler or an optimizer raised when it was given its state."""
+    """A scheduler or an optimizer raised an error when its state was loaded."""
 
 
 def _load_state(load: Callable[[dict[str, Any]], object], state: dict[str, Any], what: str) -> None:
@@ -180,5 +183,5 @@ def _load_state(load: Callable[[dict[str, Any]], object], state: dict[str, Any],
     except CheckpointError:
         raise
     except Exception as error:
-        text = f"{what} does not take the state that is in the checkpoint: {type(error).__name__}"
+        text = f"{what} cannot load its state from the checkpoint: {type(error).__name__}"
         raise UnusableStateError(f"{text}: {error}", text) from error

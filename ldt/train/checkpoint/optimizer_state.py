@@ -1,8 +1,8 @@
-"""An optimizer's state by the names of parameters, and back into an optimizer of another topology.
+"""Captures an optimizer's state by parameter names and restores it into an optimizer of another topology.
 
-``torch.distributed.checkpoint.state_dict`` would do but for two things: to ask it for the state of an optimizer that
-has not stepped makes a step, and it expects all parameters to have state or none, where a chunk's may have had no
-gradient so far.
+``torch.distributed.checkpoint.state_dict`` does not fit for two reasons: it makes a step to get the state of an
+optimizer that has not stepped, and it expects state for all parameters or none, but some parameters of a chunk may not
+have had a gradient so far.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from ldt.train.checkpoint.stage_manifest import GroupRecord, OptimizerRecord
 
 __all__ = ["capture", "load", "restored", "tensor_key"]
 
-Wanted = tuple[str, str, torch.Tensor]  # parameter, what of its state, the tensor to be read
-AsShard = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]  # a parameter's, or of its state
+Wanted = tuple[str, str, torch.Tensor]  # parameter, key of its state, the tensor to read into
+AsShard = Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]  # tensor, parameter, name -> tensor
 Stored = Callable[[str, str | None], tuple[torch.Size, torch.dtype]]
 
 
 class UnknownStateError(CheckpointError, QuotingError):
-    """What an optimizer raised when it was asked for its state."""
+    """An optimizer raised an error when asked for its state."""
 
 
 _NOT_VALUES = {"params", "param_names"}
 
 
 def tensor_key(parameter: str, state: str) -> str:
-    """What the state of a parameter is called among a stage's tensors."""
+    """The key of a tensor in a parameter's state among a stage's tensors."""
     return f"optimizer.{parameter}.{state}"
 
 
 def capture(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], as_shard: AsShard
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
-    """Its tensors by key, and the rest in types of JSON. ``names`` are those of parameters, by ``id``.
+    """Return its tensors by key, and the rest in JSON types. ``names`` are the parameters' names by ``id``.
 
-    ``as_shard(tensor, parameter, name)`` gives the whole that a tensor of a parameter's shape is a part of.
+    ``as_shard(tensor, parameter, name)`` returns the whole tensor that a tensor of a parameter's shape is a shard of.
     """
     tensors: dict[str, torch.Tensor] = {}
     state: dict[str, dict[str, list[Any] | None]] = {}
@@ -73,7 +73,7 @@ def capture(
 
 
 class _Keeping:
-    """Puts the tensors inside of one value of a parameter's state among a stage's tensors, numbered as they come."""
+    """Moves the tensors inside one value of a parameter's state to the stage's tensors, numbered in order."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ def restored(
     stored: Stored,
     as_shard: AsShard,
 ) -> tuple[list[Wanted], dict[str, Any]]:
-    """Empty tensors to be read, and a state dict with them, which the optimizer can then load.
+    """Return empty tensors to read into, and a state dict with them for the optimizer to load.
 
-    ``record_of(parameter)`` is what ``capture`` gave where that parameter was saved; ``stored(parameter, state)`` the
-    shape and dtype of a tensor of its, and ``stored(parameter, None)`` its own. Raises CheckpointError if a trainable
-    parameter was not in the optimizer, or state is of a group that is another now.
+    ``record_of(parameter)`` is the record of ``capture`` from where that parameter was saved. ``stored(parameter,
+    state)`` is the shape and dtype of a tensor in its state, ``stored(parameter, None)`` its own. Raises
+    CheckpointError if a trainable parameter was not in the optimizer, or if state belongs to a group that has changed.
     """
     wanted: list[Wanted] = []
     state: dict[int, dict[str, Any]] = {}
@@ -139,18 +139,18 @@ def restored(
 def _states(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> Iterable[tuple[torch.Tensor, str, Mapping[str, Any]]]:
-    """As ``optimizer.state_dict()`` gives them, which an optimizer may have hooks on."""
+    """The states by ``optimizer.state_dict()``, which may have hooks."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     try:
         states = optimizer.state_dict()["state"]
-    except Exception as error:  # as that of one whose state is on other ranks
-        text = f"{type(optimizer).__name__} does not give its state: {type(error).__name__}"
+    except Exception as error:  # for example from an optimizer with state on other ranks
+        text = f"{type(optimizer).__name__} cannot return its state: {type(error).__name__}"
         raise UnknownStateError(f"{text}: {error}", text) from error
     for index, values in states.items():
         if not isinstance(index, int) or not isinstance(values, Mapping):
             raise CheckpointError(
-                f"the optimizer keeps state under a {type(index).__name__} that is of no parameter: a checkpoint does "
-                "not take it"
+                f"the optimizer keeps state under a {type(index).__name__} that belongs to no parameter: a checkpoint "
+                "cannot save it"
             )
         yield parameters[index], _name(parameters[index], names), values
 
@@ -158,18 +158,18 @@ def _states(
 def _name(parameter: torch.Tensor, names: Mapping[int, str]) -> str:
     if id(parameter) not in names:
         raise InputValueError(
-            f"the optimizer has a parameter of shape {list(parameter.shape)} that no chunk of this rank has: make it "
-            "of pipeline.parameters()"
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that no chunk of this rank has: construct "
+            "it with pipeline.parameters()"
         )
     return names[id(parameter)]
 
 
 def _check_shape(value: torch.Tensor, whole: torch.Tensor, parameter: torch.Tensor, what: str) -> None:
-    """A part of a tensor must be one of a whole that another topology can make from its parameter."""
+    """Raise CheckpointError for a sharded state tensor that another topology could not reshard."""
     if isinstance(whole, DTensor) and value.shape != parameter.shape and value.dim() > 0:
         raise CheckpointError(
-            f"{what} in the optimizer has shape {list(value.shape)}, its sharded parameter {list(parameter.shape)}: a "
-            "checkpoint takes of a sharded parameter what has its shape, or is one number"
+            f"{what} in the optimizer has shape {list(value.shape)}, its sharded parameter {list(parameter.shape)}: "
+            "a checkpoint can only save state of a sharded parameter that has its shape or is a single number"
         )
 
 
@@ -184,10 +184,10 @@ def _restored_state(
     def made(key: str) -> torch.Tensor:
         shape, dtype = stored(name, key)
         if dtype == stored(name, None)[1] and math.prod(shape) > 1:
-            dtype = parameter.dtype  # it follows that of its parameter; others are as they were
+            dtype = parameter.dtype  # follow the parameter's dtype; other dtypes stay
         if shape == as_shard(parameter, parameter, name).shape and key != "step":
             tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        else:  # load_state_dict brings it to the device that it is to be on
+        else:  # load_state_dict moves it to its device
             tensor = torch.empty(shape, dtype=dtype, device="cpu")
         wanted.append((name, key, as_shard(tensor, parameter, name)))
         return tensor
@@ -199,10 +199,10 @@ def _restored_state(
 
 
 def load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Give the optimizer its ``state``, whose tensors keep their types, and texts their letters.
+    """Load ``state`` into the optimizer and keep its dtypes and texts.
 
-    torch casts all tensors to the type of their parameter, such as the bytes of an optimizer in eight bits. An
-    optimizer that has its own way to load, or hooks there, is left to it.
+    torch casts all tensors to the dtype of their parameter, even the bytes of an 8-bit optimizer. An optimizer with its
+    own ``load_state_dict``, or with hooks on it, does its own loading.
     """
     optimizer.load_state_dict(state)
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict or any(
@@ -226,7 +226,7 @@ def _as_saved(loaded: Any, saved: Any) -> Any:
 
 
 def _refuse_other_groups(found: Sequence[tuple[str, OptimizerRecord]], stored: Stored) -> None:
-    """What is larger than its parameter is of its whole group, as in LBFGS: that must be the one that was saved."""
+    """Raise CheckpointError if a group has changed that has group-wide state, larger than a parameter, as in LBFGS."""
     names = [name for name, _ in found]
     for name, record in found:
         group = next(group.params for group in record.groups if name in group.params)
@@ -237,24 +237,24 @@ def _refuse_other_groups(found: Sequence[tuple[str, OptimizerRecord]], stored: S
             keys = [key] if value is None else _names_in(value)
             if any(math.prod(stored(name, one)[0]) > size for one in keys):
                 raise CheckpointError(
-                    f"{key} of {name} in the optimizer is larger than the parameter, and so may be of its whole group: "
-                    "load it with the same parameters in that group, which is with the same split of the model"
+                    f"{key} of {name} in the optimizer is larger than the parameter, so it may belong to the whole "
+                    "group: load it with the same parameters in that group, that is, with the same split of the model"
                 )
 
 
 def _names_in(value: Any) -> list[str]:
     found: list[str] = []
 
-    def note(name: str) -> torch.Tensor:
+    def collect(name: str) -> torch.Tensor:
         found.append(name)
         return torch.empty(0)
 
-    from_json(value, note)
+    from_json(value, collect)
     return found
 
 
 def _common_values(found: Iterable[tuple[str, OptimizerRecord]]) -> dict[str, Any]:
-    """The hyperparameters of these parameters when they were saved; empty if there are none."""
+    """The saved hyperparameters of these parameters; empty if there are none."""
     first, common = "", None
     for name, record in found:
         values = next(group.values for group in record.groups if name in group.params)
@@ -264,13 +264,13 @@ def _common_values(found: Iterable[tuple[str, OptimizerRecord]]) -> dict[str, An
             text = (
                 f"{first} and {name} are in one group of the optimizer, but were saved with different values"
             )
-            advice = "make groups as they were"
+            advice = "use the same groups as before"
             raise QuotingError(f"{text}, {common} and {values}: {advice}", f"{text}: {advice}")
     return {key: from_json(value) for key, value in (common or {}).items()}
 
 
 def _as_in(group: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that the optimizer keeps in tensors, as a learning rate may be, in tensors again."""
+    """Put values back into tensors where the optimizer keeps them so, as a learning rate may be."""
     return {
         key: torch.full_like(group[key], value) if isinstance(group.get(key), torch.Tensor) else value
         for key, value in values.items()

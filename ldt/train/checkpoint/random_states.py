@@ -1,4 +1,4 @@
-"""The random states of a rank: of Python, of numpy if it is in use, of torch on the CPU and on the mesh's device."""
+"""Captures and restores a rank's random states: Python, numpy if imported, torch on the CPU and the mesh's device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["capture", "restorer"]
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """All of them, in types of JSON."""
+    """Return all of them in JSON types."""
     version, words, gauss = random.getstate()
     states: dict[str, Any] = {
         "python": [version, list(words), gauss],
@@ -35,9 +35,9 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restorer(states: dict[str, Any], device: torch.device, file: Path) -> Callable[[], None]:
-    """A function that sets those that ``states``, read from ``file``, has and this process uses.
+    """Return a function that sets the states in ``states``, read from ``file``, that this process uses.
 
-    Raises CheckpointError that names the file if one is damaged.
+    Raises CheckpointError naming the file if one is damaged.
     """
     numpy: Any = sys.modules.get("numpy")
     generator = _generator(device)
@@ -51,8 +51,8 @@ def restorer(states: dict[str, Any], device: torch.device, file: Path) -> Callab
         steps.append(lambda: torch.set_rng_state(of_torch))
         if numpy is not None and "numpy" in states:
             of_numpy = fit(states["numpy"], tuple[str, list[int], int, int, float])
-            if of_numpy[2] > len(of_numpy[1]):  # numpy reads on behind the end
-                raise ValueError("the place in numpy's state is behind its end")
+            if of_numpy[2] > len(of_numpy[1]):  # numpy would read past the end
+                raise ValueError("the position in numpy's state is past its end")
             numpy.random.RandomState().set_state(of_numpy)
             steps.append(lambda: numpy.random.set_state(of_numpy))
         if generator is not None and device.type in states:
@@ -60,7 +60,7 @@ def restorer(states: dict[str, Any], device: torch.device, file: Path) -> Callab
             steps.append(lambda: generator.set_rng_state(of_device, device))
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise damaged(
-            file, f"its random states are none: {type(error).__name__}: {str(error)[:200]}"
+            file, f"its random states are invalid: {type(error).__name__}: {str(error)[:200]}"
         ) from error
 
     def restore() -> None:
@@ -71,7 +71,7 @@ def restorer(states: dict[str, Any], device: torch.device, file: Path) -> Callab
 
 
 def _generator(device: torch.device) -> Any:
-    """The module that has the device's generator; None for the CPU, and for a device that has none."""
+    """The module with the device's generator; None for the CPU and for a device without one."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)

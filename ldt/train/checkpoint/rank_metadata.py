@@ -1,4 +1,4 @@
-"""Reads what a rank noted of its tensors. Files of a cloud's disk are not trusted: nothing in them runs code."""
+"""Reads the metadata of a rank's tensors. Files on a cloud's disk are untrusted: nothing in them can run code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ldt.errors import CheckpointError
 from ldt.train.checkpoint.files import damaged
 from ldt.train.checkpoint.layout import StorageError
 
-__all__ = ["FILE", "parse_metadata", "places_in"]
+__all__ = ["FILE", "parse_metadata", "pieces_in"]
 
 FILE = ".metadata"
 _OF_METADATA = "torch.distributed.checkpoint.metadata"
@@ -43,27 +43,27 @@ _ALLOWED = {
 }
 
 
-_Unpickler: Any = pickle._Unpickler  # the one in Python, of which each instruction can be looked at
+_Unpickler: Any = pickle._Unpickler  # the one in Python, which lets us check each instruction
 
 
 class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
-    """Knows the classes that the metadata of tensors is made of, and no other. Changes nothing but objects of them."""
+    """Allows only the classes that the metadata of tensors consists of, and changes only objects of them."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
 
     def load_build(self) -> None:
-        """Give an object its state. With a class, or one of an enum's, that would change the whole process."""
+        """Set the state of an object. For a class or an enum member that would change the whole process."""
         target = self.stack[-2]
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
             raise CheckpointError(
-                f"it would change a {type(target).__name__}, which is no object of the metadata of tensors"
+                f"it would change a {type(target).__name__}, which is not an object of the metadata of tensors"
             )
         super().load_build()
 
     dispatch[pickle.BUILD[0]] = load_build
 
     def load_setitem(self) -> None:
-        """Put something in a dict. The hash of a key, unlike one of these, may be the work of years."""
+        """Set an item of a dict. Hashing a key of another type could take for ever."""
         _check_key(self.stack[-2])
         super().load_setitem()
 
@@ -90,30 +90,31 @@ class _MetadataUnpickler(_Unpickler):  # type: ignore[misc]
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"it asks for {module}.{name}, which has no place in the metadata of tensors")
+        raise CheckpointError(
+            f"it refers to {module}.{name}, which is not allowed in the metadata of tensors"
+        )
 
 
 def parse_metadata(file: Path, data: bytes) -> Metadata:
-    """The metadata of torch.distributed.checkpoint in ``file``: of tensors alone, each piece in a file of its folder.
+    """Parse the metadata of torch.distributed.checkpoint in ``file``: only tensors, with all pieces in its folder.
 
-    Raises CheckpointError that names the file where it is damaged, or holds what a checkpoint of tensors has no use
-    for.
+    Raises CheckpointError naming the file if it is damaged or contains anything else.
     """
     try:
         return _checked(_MetadataUnpickler(io.BytesIO(data)).load())
     except CheckpointError as error:
-        advice = "Do not use a checkpoint that you do not know"
-        raise StorageError.of(file, f"is not read: {error}. {advice}") from None
-    except Exception as error:  # what a damaged pickle raises can be anything
+        advice = "Do not load a checkpoint from an untrusted source"
+        raise StorageError.of(file, f"is refused: {error}. {advice}") from None
+    except Exception as error:  # a damaged pickle can raise anything
         raise damaged(file, f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
-def places_in(folder: Path) -> dict[str, list[tuple[int, int]]]:
-    """Offset and length of the pieces of tensors that this rank has just written there, by the name of their file."""
+def pieces_in(folder: Path) -> dict[str, list[tuple[int, int]]]:
+    """Offset and length of the pieces of tensors that this rank has just written to ``folder``, by file name."""
     file = folder / FILE
     found: dict[str, list[tuple[int, int]]] = {}
-    for place in parse_metadata(file, file.read_bytes()).storage_data.values():
-        found.setdefault(place.relative_path, []).append((place.offset, place.length))
+    for piece in parse_metadata(file, file.read_bytes()).storage_data.values():
+        found.setdefault(piece.relative_path, []).append((piece.offset, piece.length))
     return found
 
 
@@ -124,20 +125,20 @@ def _check_key(key: object) -> None:
 
 
 def _checked(metadata: Any) -> Metadata:
-    """Raise CheckpointError for what should not be there, anything else for what is damaged."""
+    """Raise CheckpointError for forbidden contents, any other exception for damaged ones."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise TypeError(f"expected the metadata of tensors, got {type(metadata).__name__}")
     for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle it without a question
-            raise CheckpointError(f"{str(key)[:200]} is no tensor there")
+        if not isinstance(entry, TensorStorageMetadata):  # torch would unpickle it without any check
+            raise CheckpointError(f"{str(key)[:200]} is not a tensor")
         _check_entry(key, entry)
         for piece in entry.chunks:
-            place = metadata.storage_data[MetadataIndex(key, piece.offsets)]
-            _check_place(place)
-            if math.prod(piece.sizes) * entry.properties.dtype.itemsize > place.length:
-                raise ValueError(f"{key[:200]} has more elements than its file has room for")
-    for place in metadata.storage_data.values():
-        _check_place(place)
+            storage = metadata.storage_data[MetadataIndex(key, piece.offsets)]
+            _check_storage(storage)
+            if math.prod(piece.sizes) * entry.properties.dtype.itemsize > storage.length:
+                raise ValueError(f"{key[:200]} has more elements than fit in its file")
+    for storage in metadata.storage_data.values():
+        _check_storage(storage)
     return metadata
 
 
@@ -158,11 +159,13 @@ def _check_entry(key: object, entry: TensorStorageMetadata) -> None:
         raise TypeError(f"expected the sizes of {str(key)[:200]} and of its pieces")
 
 
-def _check_place(place: Any) -> None:
-    name = place.relative_path
+def _check_storage(storage: Any) -> None:
+    name = storage.relative_path
     if not isinstance(name, str):
         raise TypeError(f"expected the name of a file, got a {type(name).__name__}")
-    if name in ("", "..") or Path(name).name != name or place.transform_descriptors:
-        raise CheckpointError(f"it names the file {name[:200]!r}, expected one in its own folder, as it is")
-    if not (type(place.offset) is type(place.length) is int and min(place.offset, place.length) >= 0):
-        raise TypeError(f"expected the place of a tensor in {name}")
+    if name in ("", "..") or Path(name).name != name or storage.transform_descriptors:
+        raise CheckpointError(
+            f"it names the file {name[:200]!r}, expected one in its own folder, untransformed"
+        )
+    if not (type(storage.offset) is type(storage.length) is int and min(storage.offset, storage.length) >= 0):
+        raise TypeError(f"expected the offset and length of a tensor in {name}")

@@ -1,4 +1,4 @@
-"""The folder of one rank in a stage, each of whose files is read against the sum that was written with it."""
+"""Reads the folder of one rank in a stage and verifies the checksums of its files."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from pathlib import Path
 from ldt.train.checkpoint.checksums import Checksums
 from ldt.train.checkpoint.files import damaged, read_bytes
 from ldt.train.checkpoint.layout import file_errors
-from ldt.train.checkpoint.stage_manifest import StageRecord
+from ldt.train.checkpoint.stage_manifest import StageManifest
 
-__all__ = ["Part"]
+__all__ = ["RankPart"]
 
 _CANNOT = "a file of the checkpoint cannot be read"
 
 
-class Part:
-    """Its sums are None where an earlier version wrote it. Raises CheckpointError that names a file that is damaged."""
+class RankPart:
+    """The folder of one rank. Raises CheckpointError naming a damaged file. Earlier versions wrote no checksums."""
 
-    def __init__(self, folder: Path, record: StageRecord) -> None:
+    def __init__(self, folder: Path, record: StageManifest) -> None:
         self._folder = folder
         self._sums: Checksums | None = None
-        self._known: dict[str, set[int]] = {}  # offsets of pieces that were looked at
+        self._known: dict[str, set[int]] = {}  # offsets of the pieces already checked
         if record.has_checksums:
             with file_errors(_CANNOT):
                 self._sums = Checksums.read(folder, record.save_id)
 
     def content(self, name: str) -> bytes:
-        """All that is in a small file."""
+        """Read a small file as a whole."""
         file = self._folder / name
         with file_errors(_CANNOT):
             data = read_bytes(file)
@@ -36,7 +36,7 @@ class Part:
         return data
 
     def check_size(self, name: str, end: int) -> None:
-        """Where its last piece ends at ``end``."""
+        """Check the size of a file whose last piece ends at ``end``."""
         file = self._folder / name
         with file_errors(_CANNOT):
             size = file.stat().st_size
@@ -46,13 +46,13 @@ class Part:
                 self._sums.check_size(file)
 
     def check(self, name: str, offset: int, data: bytes) -> None:
-        """Of a piece of a file."""
+        """Check a piece of a file."""
         if self._sums is not None:
             self._sums.check(self._folder / name, offset, data)
             self._known.setdefault(name, set()).add(offset)
 
     def check_rest(self) -> None:
-        """Read what has not been looked at of any of its files."""
+        """Read and check all pieces of its files that were not checked yet."""
         if self._sums is None:
             return
         for name in self._sums.files:

@@ -1,4 +1,4 @@
-"""Work that each rank does for itself and that all must have done: long, and without hanging for a rank that fails."""
+"""Runs long local work on every rank and raises on all if it fails on one."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ldt.runtime.common.redact import unredacted
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.call import all_agree
 
-__all__ = ["together"]
+__all__ = ["run_on_all_ranks"]
 
-_LONGEST_PAUSE = 2.0  # seconds
-_SHARE_OF_TIME = 0.1  # that ranks may wait longer than the slowest one works
+_MAX_PAUSE = 2.0  # seconds
+_PAUSE_SHARE = 0.1  # of the time so far, by which ranks may wait longer than the slowest one works
 
 
-def together(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
-    """Do ``work`` on every rank; if it raises on one, all raise. A collective call.
+def run_on_all_ranks(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
+    """Run ``work`` on every rank; if it raises on one, all raise. A collective call.
 
-    ``work`` runs in a thread, on the device's default stream, behind what was launched on the current one. Meanwhile
-    ranks ask each other whether they are done, so no transfer lasts as long as a disk may take. ``work`` must not wait
-    for another rank: whatever ends this call, a failure elsewhere or Ctrl-C, ends it once ``work`` has ended here, so
-    that nothing goes on reading or writing behind what comes next.
+    ``work`` runs in a thread on the device's default stream, behind the launches on the current one. Meanwhile the
+    ranks poll each other, so that no transfer lasts as long as a slow disk. ``work`` must not wait for another rank:
+    a failure elsewhere or Ctrl-C ends this call only after ``work`` has ended here, so that no reading or writing
+    continues in the background.
     """
     worker = _Worker(work, mesh.device)
     start = time.monotonic()
     done = False
     try:
         while not done:
-            pause = min(_LONGEST_PAUSE, 0.01 + _SHARE_OF_TIME * (time.monotonic() - start))
+            pause = min(_MAX_PAUSE, 0.01 + _PAUSE_SHARE * (time.monotonic() - start))
             with mesh.collective(call):
                 done = all(mesh.control.all_gather(worker.ended(pause)))
     finally:
@@ -42,7 +42,7 @@ def together(mesh: Mesh, call: str, work: Callable[[], None]) -> None:
 
 
 class _Worker:
-    """A thread that does ``work``; ``error`` is what it raised."""
+    """A thread that runs ``work``; ``error`` is the exception that it raised."""
 
     def __init__(self, work: Callable[[], None], device: torch.device) -> None:
         self.error: Exception | None = None
@@ -65,5 +65,5 @@ class _Worker:
             synchronize_current_stream(self._device)
         except Exception as error:
             self.error = error
-        except BaseException as error:  # nobody would see it in a thread
+        except BaseException as error:  # would be lost in a thread
             self.error = LdtError(unredacted(error)[0])

@@ -1,4 +1,4 @@
-"""Saving: every stage writes a checkpoint of its own, and names it complete when all stages have written theirs."""
+"""Saves a checkpoint: every stage writes its own and publishes it once all stages have written theirs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ldt.train.checkpoint.catalog import catalog, complete_saves, folder_of, kep
 from ldt.train.checkpoint.checksums import Checksums
 from ldt.train.checkpoint.json_values import to_json
 from ldt.train.checkpoint.layout import Save
-from ldt.train.checkpoint.rank_metadata import places_in
-from ldt.train.checkpoint.run_on_all_ranks import together
-from ldt.train.checkpoint.stage_manifest import OptimizerRecord, StageRecord
-from ldt.train.checkpoint.stage_parts import part_of, write_tensors
+from ldt.train.checkpoint.rank_metadata import pieces_in
+from ldt.train.checkpoint.run_on_all_ranks import run_on_all_ranks
+from ldt.train.checkpoint.stage_manifest import OptimizerRecord, StageManifest
+from ldt.train.checkpoint.stage_parts import tensors_of_rank, write_tensors
 from ldt.train.checkpoint.stage_reader import StageReader
 from ldt.train.checkpoint.tensor_names import NamedTensors, Names, model_key, named_tensors
 from ldt.train.checkpoint.tensor_parallel import as_shard
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 _CALL = "save_checkpoint()"
 _SAVE_ID = 16  # characters
-_LIMIT = 10**18  # of numbers in names of folders
+_LIMIT = 10**18  # of numbers in folder names
 
 
 class HasState(Protocol):
-    """A scheduler, a scaler of the loss: its state has no tensors of more than one element."""
+    """A scheduler or grad scaler. Its state must have no tensors of more than one element."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -62,27 +62,27 @@ def save_checkpoint(
 ) -> None:
     """Save the weights of all stages, their optimizers and random states as ``step`` in the folder ``path``.
 
-    A collective call of all ranks. ``path`` may be another one on each stage, so that the edge's weights stay on a
-    disk of the edge; the ranks of one stage share theirs. Each stage writes ``step-<step>/stage-<its number>``.
-    ``optimizer`` is this rank's, None where all is frozen. ``position``, the place in the data, is kept as the first
-    rank of the edge gives it, in the edge's folder alone. ``extra`` are further things with a state, by name, such as
-    a scheduler. ``names(chunk index, name in the chunk)`` gives a tensor's name in the whole model, by which another
-    split finds it; chunks of ``ldt.integrations.hf`` know theirs. Buffers, which replicas may have changed each for
-    itself, are those of the first, with which all begin the next call.
+    A collective call of all ranks. ``path`` may differ by stage, so that the edge's weights stay on a disk of the edge;
+    the ranks of one stage share a folder. Each stage writes ``step-<step>/stage-<its number>``.
+    ``optimizer`` is this rank's, None if everything is frozen. ``position``, the position in the data, is saved from
+    the first rank of the edge, only in the edge's folder. ``extra`` are other objects with a state, by name, such as a
+    scheduler. ``names(chunk index, name in the chunk)`` returns a tensor's name in the whole model, by which another
+    split finds it; chunks of ``ldt.integrations.hf`` know theirs. Buffers, which may differ between replicas, are saved
+    from the first replica, as ``sync_buffers`` does before the next call.
 
-    A kill at any moment leaves the last save that was complete: one is complete when all its stages are. Then those
-    before the last ``keep`` are removed, also what earlier kills have left. One that is damaged counts as another does.
-    Raises on all ranks if one fails, such as CheckpointError for a full disk; the last save is then still there,
-    nothing is left of this one, and the mesh stays usable.
+    A save is complete when all its stages are. A kill at any moment leaves the last complete save intact. After a save,
+    those before the last ``keep`` are removed, and so are the remains of killed ones. A damaged save counts like any
+    other. Raises on all ranks if one fails, for example CheckpointError for a full disk; the previous save then still
+    exists, nothing is left of this one, and the mesh stays usable.
     """
     mesh = pipeline.mesh
     mesh.check_usable()
-    draft: _Draft | None = None
+    draft: _PendingSave | None = None
     error: Exception | None = None
     own: list[Any] = []
     try:
         _check_numbers(step, keep)
-        draft = _Draft(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
+        draft = _PendingSave(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
             own = [secrets.token_hex(_SAVE_ID // 2), catalog([draft.path], mesh.shareable_text), draft.names]
     except Exception as caught:
@@ -103,13 +103,13 @@ def save_checkpoint(
         )
 
 
-def _write(mesh: Mesh, draft: _Draft, save: Save, save_id: str) -> None:
+def _write(mesh: Mesh, draft: _PendingSave, save: Save, save_id: str) -> None:
     try:
-        together(mesh, _CALL, functools.partial(draft.write, save, save_id))
-        together(mesh, _CALL, functools.partial(draft.publish, save))
+        run_on_all_ranks(mesh, _CALL, functools.partial(draft.write, save, save_id))
+        run_on_all_ranks(mesh, _CALL, functools.partial(draft.publish, save))
     except BaseException:
-        # After a failure of the mesh a stage may still be about to name its folder, which must then be whole; the next
-        # save removes what is left.
+        # After a failure of the mesh a stage may still publish its folder, which must then be whole. The next save
+        # removes the remains.
         if not mesh.failed:
             layout.discard(draft.path, save, mesh.stage, published=draft.is_first)
         raise
@@ -131,7 +131,7 @@ def _check_numbers(step: int, keep: int) -> None:
 
 
 def _check_names(mesh: Mesh, digests: list[str]) -> None:
-    """Raise LdtError on all ranks alike: a plain tensor that the first rank of a stage has not would be lost."""
+    """Raise LdtError on all ranks if names differ: a plain tensor missing on a stage's first rank would be lost."""
     for stage in range(mesh.topology.num_stages):
         first, *others = mesh.topology.ranks_of_stage(stage)
         other = next((rank for rank in others if digests[rank] != digests[first]), None)
@@ -148,18 +148,18 @@ def check_savable(
     extra: Mapping[str, HasState],
     names: Names | None,
 ) -> None:
-    """Raise, as ``save_checkpoint`` would, for tensors, an optimizer or further things that cannot be saved.
+    """Raise, as ``save_checkpoint`` would, for tensors, an optimizer or extra objects that cannot be saved.
 
-    This rank alone. What an optimizer will make in its first step cannot be known before.
+    Checks only this rank. State that an optimizer creates in its first step is not known yet.
     """
     named = named_tensors(pipeline, names)
     if optimizer is not None:
-        _of_optimizer(optimizer, named, pipeline.mesh)
+        _capture_optimizer(optimizer, named, pipeline.mesh)
     for name, thing in extra.items():
         to_json(thing.state_dict(), name)
 
 
-def _of_optimizer(
+def _capture_optimizer(
     optimizer: torch.optim.Optimizer, named: NamedTensors, mesh: Mesh
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
     return optimizer_state.capture(
@@ -169,8 +169,8 @@ def _of_optimizer(
     )
 
 
-class _Draft:
-    """What this rank is to write, taken when the call began. Only its stage's first rank names folders."""
+class _PendingSave:
+    """The data that this rank will write, captured when the call began. Only its stage's first rank publishes."""
 
     def __init__(
         self,
@@ -192,27 +192,27 @@ class _Draft:
             model_key(name): as_shard(tensor.detach(), tensor, self.mesh, name)
             for name, tensor in named.tensors.items()
         }
-        of_optimizer: OptimizerRecord | None = None
+        optimizer_record: OptimizerRecord | None = None
         if given is not None:
-            tensors, of_optimizer = _of_optimizer(given, named, self.mesh)
+            tensors, optimizer_record = _capture_optimizer(given, named, self.mesh)
             stored |= tensors
-        self._tensors = part_of(self.mesh.rank_info, stored)
-        others = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
-        place = to_json(position, "position") if self.mesh.is_edge else None
-        self._record = StageRecord(
+        self._tensors = tensors_of_rank(self.mesh.rank_info, stored)
+        extra_states = {name: to_json(thing.state_dict(), name) for name, thing in extra.items()}
+        data_position = to_json(position, "position") if self.mesh.is_edge else None
+        self._record = StageManifest(
             self.mesh.topology,
             self.mesh.stage,
             step,
             save_id="0" * _SAVE_ID,
             aliases=named.aliases,
-            optimizer=of_optimizer,
-            extra=others,
-            position=place,
+            optimizer=optimizer_record,
+            extra=extra_states,
+            position=data_position,
         )
-        self._record.to_bytes()  # now, as nothing may be wrong later
+        self._record.to_bytes()  # raise errors now, before any rank writes
 
     def write(self, save: Save, save_id: str) -> None:
-        """This rank's part of its stage. The other ranks do theirs, and none waits for another."""
+        """Write this rank's part of its stage, without waiting for another rank."""
         mesh, folder = self.mesh, layout.unfinished_folder(self.path, save, self.mesh.stage)
         part = folder / layout.rank_folder(mesh.replica, mesh.tp_rank)
         with layout.file_errors(
@@ -223,17 +223,19 @@ class _Draft:
                 replace(self._record, save_id=save_id).write(folder)
             layout.write_synced(part / layout.RANDOM_STATES, json.dumps(self._random_states).encode())
             write_tensors(part, self._tensors)
-            Checksums.write(part, save_id, places_in(part))
+            Checksums.write(part, save_id, pieces_in(part))
             layout.sync(part)
 
     def publish(self, save: Save) -> None:
-        """On the first rank of the stage, when all stages have written."""
+        """Publish the stage on its first rank, once all stages have written."""
         if not self.is_first:
             return
         try:
             StageReader(layout.unfinished_folder(self.path, save, self.mesh.stage)).check_files()
         except layout.StorageError as error:
-            advice = f"all ranks of stage {self.mesh.stage} must be given one folder, which each of them sees"
+            advice = (
+                f"all ranks of stage {self.mesh.stage} must be given the same folder, and all must see it"
+            )
             raise error.reworded(lambda text: f"{text}: {advice}") from error
         with layout.file_errors(
             f"stage {self.mesh.stage} of the checkpoint of step {save.step} cannot be finished"

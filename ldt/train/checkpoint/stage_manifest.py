@@ -1,4 +1,4 @@
-"""What a stage writes beside its tensors, as one JSON file: stage.json."""
+"""The manifest of a stage, stage.json: everything that a stage writes besides its tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 import ldt
 from ldt.errors import CheckpointError, TopologyError
 from ldt.topology import Topology
-from ldt.train.checkpoint.checksums import sealed, unsealed
-from ldt.train.checkpoint.files import MOST_BYTES, damaged, parse_json, read_json
+from ldt.train.checkpoint.checksums import verify_checksum, with_checksum
+from ldt.train.checkpoint.files import MAX_BYTES, damaged, parse_json, read_json
 from ldt.train.checkpoint.layout import StorageError, write_synced
 
-__all__ = ["GroupRecord", "OptimizerRecord", "StageRecord"]
+__all__ = ["GroupRecord", "OptimizerRecord", "StageManifest"]
 
 FILE = "stage.json"
-FORMAT = 3  # 2 had no checksums
+FORMAT = 3  # format 2 had no checksums
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A group of an optimizer: names of its parameters, and its hyperparameters."""
+    """A parameter group of an optimizer: the names of its parameters, and its hyperparameters."""
 
     params: list[str]
     values: dict[str, Any]
@@ -31,19 +31,19 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """What an optimizer has beside its tensors: ``state`` by name of the parameter, where a tensor's value is None."""
+    """An optimizer's groups and its ``state`` by parameter name. Tensors are stored elsewhere: their value is None."""
 
     groups: list[GroupRecord]
     state: dict[str, dict[str, list[Any] | None]]
 
 
 @dataclass(frozen=True)
-class StageRecord:
-    """Of one stage in one save, whose stages all have its ``save_id``.
+class StageManifest:
+    """The manifest of one stage. All stages of a save have the same ``save_id``.
 
-    ``aliases`` are further names of tensors, by which they are not stored again. ``optimizer`` is what ``capture``
-    gives, None without one. ``position`` is the edge's place in its data. Values are types of JSON. ``has_checksums``
-    is False for what an earlier version wrote.
+    ``aliases`` are other names of stored tensors. ``optimizer`` is the record that ``capture`` returns, None without
+    an optimizer. ``position`` is the edge's position in its data. Values are JSON types. ``has_checksums`` is False if
+    an earlier version wrote it.
     """
 
     topology: Topology
@@ -57,13 +57,13 @@ class StageRecord:
     has_checksums: bool = True
 
     def to_bytes(self) -> bytes:
-        """Raises CheckpointError for what could not be read again, as it is nested too deeply or too large."""
+        """Raises CheckpointError if it could not be read back because it is nested too deeply or too large."""
         content = {"format": FORMAT, "ldt": ldt.__version__, "torch": torch.__version__, **asdict(self)}
         del content["has_checksums"]
-        data = sealed({**content, "topology": self.topology.to_text()})
-        if len(data) > MOST_BYTES:
+        data = with_checksum({**content, "topology": self.topology.to_text()})
+        if len(data) > MAX_BYTES:
             raise CheckpointError(
-                f"a stage's {FILE} would have {len(data)} bytes: at most {MOST_BYTES} are kept there"
+                f"a stage's {FILE} would have {len(data)} bytes: at most {MAX_BYTES} are kept there"
             )
         parse_json(Path(FILE), data, _File)
         return data
@@ -72,8 +72,8 @@ class StageRecord:
         write_synced(folder / FILE, self.to_bytes())
 
     @classmethod
-    def read(cls, folder: Path) -> StageRecord:
-        """Raises CheckpointError naming the file if it is none of these, or of a later version; OSError."""
+    def read(cls, folder: Path) -> StageManifest:
+        """Read a manifest. Raises OSError, or CheckpointError naming a file that is invalid or of a later version."""
         file = folder / FILE
         data, anything = read_json(file, dict[str, Any])
         if anything.get("format") not in (2, FORMAT):
@@ -83,7 +83,7 @@ class StageRecord:
                 f"was written by ldt {str(anything.get('ldt'))[:20]!r}, use that one",
             )
         found = parse_json(file, data, _File)
-        unsealed(data, file, always=found.format == FORMAT)
+        verify_checksum(data, file, required=found.format == FORMAT)
         try:
             topology = Topology.from_text(found.topology)
         except TopologyError as error:

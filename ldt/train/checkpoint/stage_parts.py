@@ -1,6 +1,6 @@
-"""The parts of a stage: what each of its ranks writes, by itself, and whether those of all make whole tensors.
+"""Divides a stage's tensors among its ranks, writes each rank's part, and merges the parts' metadata.
 
-Ranks could also write one checkpoint together, but torch.distributed.checkpoint then sends pickles from rank to rank.
+Ranks do not write one checkpoint together, because torch.distributed.checkpoint would send pickles between them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from ldt.runtime.common.rank_info import RankInfo
 from ldt.topology import Node
 from ldt.train.checkpoint.files import damaged
 
-__all__ = ["joined", "part_of", "write_tensors"]
+__all__ = ["merge_metadata", "tensors_of_rank", "write_tensors"]
 
-_SEVERAL = [SavePlan([])] * 2  # for torch only looks for gaps where several ranks have planned
+_SEVERAL = [SavePlan([])] * 2  # torch only checks for gaps if there are several plans
 
 
-def part_of(rank_info: RankInfo, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Those of a stage's ``tensors`` that the rank at ``place`` writes, so that each element is written once.
+def tensors_of_rank(rank_info: RankInfo, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The ``tensors`` of a stage that this rank writes, so that each element is written once.
 
-    A plain tensor is written by the first rank of the stage. A DTensor is written by the ranks of the device mesh that
-    has that first rank: by all that hold another shard of it, of those with the same by the one that comes first.
+    The first rank of the stage writes plain tensors. A DTensor is written by the ranks of the device mesh that contains
+    that first rank: each shard by the first rank that holds it.
     """
     return {key: tensor for key, tensor in tensors.items() if _writes(rank_info, tensor)}
 
@@ -47,15 +47,15 @@ def _writes(rank_info: RankInfo, tensor: torch.Tensor) -> bool:
         return False
     if tensor.numel() == 0:
         return not any(coordinate)
-    # A strided shard says that it is no shard.
+    # is_shard() is False for a strided shard.
     repeated = [placement.is_replicate() or placement.is_partial() for placement in tensor.placements]
     is_first = not any(index for index, same in zip(coordinate, repeated, strict=True) if same)
     return is_first and tensor.to_local().numel() > 0
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write ``tensors``, of a DTensor its local shard, to ``folder``. Talks to no other rank. Raises OSError."""
-    # Copied tensor by tensor, not ahead: that would be on whichever accelerator there is, not the mesh's device.
+    """Write ``tensors`` (of a DTensor its local shard) to ``folder``, without communication. Raises OSError."""
+    # No copy-ahead: it would use the current accelerator, not the mesh's device.
     writer = FileSystemWriter(folder, overwrite=False, per_thread_copy_ahead=0)
     try:
         with warnings.catch_warnings():
@@ -65,11 +65,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         raise next((cause for cause, _ in error.failures.values()), error) from None
 
 
-def joined(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
-    """The metadata of all tensors of the stage in ``folder``, of those in its subfolders.
+def merge_metadata(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
+    """Merge the metadata of the subfolders of ``folder`` into that of the whole stage.
 
-    Raises CheckpointError that names a tensor of which ranks have written other sizes or types, or not each element
-    once.
+    Raises CheckpointError naming a tensor if sizes or dtypes differ between ranks, or if its elements are not all
+    written exactly once.
     """
     tensors: dict[str, TensorStorageMetadata] = {}
     files: dict[Any, Any] = {}
@@ -86,8 +86,8 @@ def joined(folder: Path, parts: Mapping[str, Metadata]) -> Metadata:
         for index, info in part.storage_data.items():
             files[index] = dataclasses.replace(info, relative_path=f"{name}/{info.relative_path}")
     for key, entry in tensors.items():
-        if len(entry.chunks) > len(parts):  # torch compares each with each
-            raise damaged(folder, f"{key} has {len(entry.chunks)} pieces, expected one of a rank at most")
+        if len(entry.chunks) > len(parts):  # torch compares all pairs of pieces
+            raise damaged(folder, f"{key} has {len(entry.chunks)} pieces, expected at most one per rank")
         _check_whole(folder, key, entry)
     entries: dict[str, STORAGE_TYPES] = {**tensors}
     return Metadata(entries, storage_data=files)
@@ -99,7 +99,7 @@ def _kind(entry: TensorStorageMetadata) -> tuple[list[int], torch.dtype, torch.l
 
 def _check_whole(folder: Path, key: str, entry: TensorStorageMetadata) -> None:
     errors = validate_global_plan(_SEVERAL, Metadata({key: entry}))
-    if not entry.size and len(entry.chunks) != 1:  # torch does not look at a tensor without dimensions
+    if not entry.size and len(entry.chunks) != 1:  # torch does not check tensors without dimensions
         errors.append(f"it has no dimensions, and {len(entry.chunks)} pieces")
     if errors:
         raise damaged(folder, f"the parts of its ranks do not have each element of {key} once: {errors[0]}")

@@ -20,9 +20,9 @@ from ldt.errors import CheckpointError
 from ldt.train.checkpoint.files import damaged
 from ldt.train.checkpoint.layout import file_errors, rank_folder
 from ldt.train.checkpoint.rank_metadata import FILE, parse_metadata
-from ldt.train.checkpoint.rank_part import Part
-from ldt.train.checkpoint.stage_manifest import StageRecord
-from ldt.train.checkpoint.stage_parts import joined
+from ldt.train.checkpoint.rank_part import RankPart
+from ldt.train.checkpoint.stage_manifest import StageManifest
+from ldt.train.checkpoint.stage_parts import merge_metadata
 
 __all__ = ["StageReader"]
 
@@ -30,16 +30,15 @@ logger = logging.getLogger(__name__)
 
 
 class StageReader:
-    """The tensors in the complete ``folder`` of a stage, by key, and its ``record``.
+    """Reads the complete ``folder`` of a stage: its manifest, ``record``, and its tensors by key.
 
-    Raises CheckpointError that names the file where it is damaged, or holds what a checkpoint of tensors has no use
-    for.
+    Raises CheckpointError naming the file if it is damaged or contains anything but tensors.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         with file_errors("a stage of the checkpoint cannot be read"):
-            self.record = StageRecord.read(folder)
+            self.record = StageManifest.read(folder)
         if not self.record.has_checksums:
             logger.info("%s has no checksums: it is of an earlier version", folder)
 
@@ -48,10 +47,10 @@ class StageReader:
         """Sizes, dtypes and pieces of the tensors, by key."""
         return cast("dict[str, TensorStorageMetadata]", self._metadata.state_dict_metadata)
 
-    def part(self, name: str) -> Part:
-        """What the rank whose folder has this ``name`` wrote."""
+    def part(self, name: str) -> RankPart:
+        """The part written by the rank whose folder has this ``name``."""
         if name not in self._parts:
-            self._parts[name] = Part(self.folder / name, self.record)
+            self._parts[name] = RankPart(self.folder / name, self.record)
         return self._parts[name]
 
     def check_files(self) -> None:
@@ -65,12 +64,12 @@ class StageReader:
             self.part(part).check_size(name, end)
 
     def check_rest(self) -> None:
-        """Read what has not been read of any part. Raises CheckpointError if it is not what was written."""
+        """Read and check whatever has not been read of any part. Raises CheckpointError if it is damaged."""
         for part in self._parts.values():
             part.check_rest()
 
     def read(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill ``tensors``, of a DTensor its local part. Sizes must be those of the files, dtypes are converted."""
+        """Fill ``tensors`` (of a DTensor its local part). Sizes must be those of the files; dtypes are converted."""
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -82,11 +81,11 @@ class StageReader:
             with file_errors("a tensor of the checkpoint cannot be read"):
                 if isinstance(cause, OSError):
                     raise cause from None
-            # Not with the text of torch.load, which suggests to trust the file.
+            # Not the text of torch.load, which suggests trusting the file.
             raise damaged(self.folder, "a tensor in it cannot be read") from cause
 
     @cached_property
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, RankPart]:
         return {}
 
     @cached_property
@@ -100,11 +99,11 @@ class StageReader:
         found = {
             name: parse_metadata(self.folder / name / FILE, self.part(name).content(FILE)) for name in names
         }
-        return joined(self.folder, found)
+        return merge_metadata(self.folder, found)
 
 
 class _Reader(FileSystemReader):
-    """Reads with metadata that were looked at before, and looks at each piece before it is used."""
+    """Reads with metadata that were checked before, and checks each piece before it is used."""
 
     def __init__(self, stage: StageReader, metadata: Metadata) -> None:
         super().__init__(stage.folder)
@@ -115,7 +114,7 @@ class _Reader(FileSystemReader):
         return self._known
 
     def _slice_file(self, file: Any, sinfo: Any) -> io.BytesIO:
-        """The piece of an opened file that torch.load is given, in memory, so that it is read once."""
+        """The piece of an opened file for torch.load, in memory so that it is read only once."""
         part, _, name = sinfo.relative_path.partition("/")
         file.seek(sinfo.offset)
         data = file.read(sinfo.length)

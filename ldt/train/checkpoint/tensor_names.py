@@ -1,4 +1,4 @@
-"""The tensors of a pipeline's chunks by the names they have in the whole model, so that another split finds them."""
+"""Maps the tensors of a pipeline's chunks to names in the whole model, by which another split finds them."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Names = Callable[[int, str], str]
 
 
 def model_key(name: str) -> str:
-    """What a parameter or buffer is called among a stage's tensors."""
+    """The key of a parameter or buffer among a stage's tensors."""
     return f"model.{name}"
 
 
 class NamedTensors(NamedTuple):
-    """``tensors`` has each once, by the first of its names in model order; ``aliases`` the others' first names."""
+    """``tensors`` has each tensor once, by its first name in model order; ``aliases`` maps other names to the first."""
 
     tensors: dict[str, torch.Tensor]
     aliases: dict[str, str]
 
     def by_identity(self) -> dict[int, str]:
-        """The name of a tensor by its ``id``."""
+        """The names of the tensors by their ``id``."""
         return {id(tensor): name for name, tensor in self.tensors.items()}
 
     def names_of(self, name: str) -> list[str]:
-        """``name``, which has a tensor, and its aliases."""
+        """The first ``name`` of a tensor and its aliases."""
         return [name, *(alias for alias, first in self.aliases.items() if first == name)]
 
 
 def named_tensors(pipeline: Pipeline, names: Names | None = None) -> NamedTensors:
     """The parameters and persistent buffers of this rank's chunks.
 
-    Called as ``names(chunk index, name in the chunk)`` says, or else the chunk itself, or else "chunk.<index>.<name>".
-    Those of the loss function are "loss.<name>".
-    Raises LdtError for two tensors of one name, for a tensor without memory, and for state that is no tensor.
+    Their names come from ``names(chunk index, name in the chunk)``, else from the chunk itself, else they are
+    "chunk.<index>.<name>". Those of the loss function are "loss.<name>".
+    Raises LdtError for two tensors with one name, for a tensor without memory, and for state that is not a tensor.
     """
     found = NamedTensors({}, {})
     firsts: dict[int, str] = {}
@@ -82,8 +82,8 @@ def _check(whole: object, value: object, index: int, name: str) -> None:
         raise InputTypeError(f"names({index}, {name!r}) must give a str, got {type(whole).__name__}")
     if not isinstance(value, torch.Tensor):
         raise LdtError(
-            f"{name} of chunk {index} is extra state of a module, a {type(value).__name__}: a checkpoint has tensors, "
-            "so keep it in a buffer"
+            f"{name} of chunk {index} is extra state of a module, a {type(value).__name__}: a checkpoint saves only "
+            "tensors, so keep it in a buffer"
         )
     if value.is_meta:
         raise InputValueError(

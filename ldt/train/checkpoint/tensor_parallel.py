@@ -1,4 +1,4 @@
-"""Weights that Megatron-style layers cut by themselves, plain tensors on each rank, as shards of the whole."""
+"""Wraps the plain local weights of Megatron-style layers as shards of whole tensors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["as_shard"]
 
 
 def as_shard(tensor: torch.Tensor, parameter: torch.Tensor, mesh: Mesh, name: str) -> torch.Tensor:
-    """``tensor`` as the DTensor that it is this rank's part of, in the same memory; itself if it is whole.
+    """Return the DTensor that ``tensor`` is this rank's part of, in the same memory; ``tensor`` itself if it is whole.
 
-    It is a part where ``parameter``, whose value or optimizer state it is, is marked ``tensor_model_parallel``: then
-    ranks of the node have equal parts of dimension ``partition_dim``, in their order. Raises CheckpointError, with its
-    ``name``, for parts that are cut otherwise.
+    It is a part if ``parameter``, whose value or optimizer state it is, is marked ``tensor_model_parallel``. The ranks
+    of the node then hold equal parts of dimension ``partition_dim``, in rank order. Raises CheckpointError with its
+    ``name`` for any other partition.
     """
     parts = mesh.topology.tp[mesh.stage]
     if parts == 1 or not is_tensor_parallel(parameter) or tensor.shape != parameter.shape:
@@ -26,7 +26,7 @@ def as_shard(tensor: torch.Tensor, parameter: torch.Tensor, mesh: Mesh, name: st
     if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim() or stride != 1:
         raise CheckpointError(
             f"{name} is marked tensor_model_parallel with partition_dim {dim} and partition_stride {stride}: a "
-            f"checkpoint takes parts of one of its {tensor.dim()} dimensions, and a stride of 1; make it a DTensor"
+            f"checkpoint supports parts of one of its {tensor.dim()} dimensions with stride 1; make it a DTensor"
         )
     shape = list(tensor.shape)
     shape[dim] *= parts
