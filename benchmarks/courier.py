@@ -34,7 +34,7 @@ class Path:
     send: Callable[[torch.Tensor], Wait] | None
     receive: Callable[[torch.Tensor], Wait] | None
     empty: Callable[[int], torch.Tensor]
-    hears: Sequence[Lane] = ()
+    receiving_lanes: Sequence[Lane] = ()
 
 
 class Courier:
@@ -48,7 +48,7 @@ class Courier:
         self._wrong = 0
         self._source = self._target = torch.empty(0)
         self._waits: list[Wait] = []
-        self._bounces = Bounces(path.hears)
+        self._bounces = Bounces(path.receiving_lanes)
 
     # -- one message, step by step -------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def rows_of(
     sides = [[Courier(way, size, device) for _ in range(arguments.batch)] for way in path]
     batch(sides, device)  # does not count
     times: dict[str, list[float]] = {call: [] for call in CALLS}
-    bounces = Bounces([lane for way in path for lane in way.hears])
+    bounces = Bounces([lane for way in path for lane in way.receiving_lanes])
     bounces.start()
     for _ in range(-(-arguments.count // arguments.batch)):
         for call, found in batch(sides, device).items():

@@ -93,7 +93,7 @@ class P2pPaths:
                 (lambda source: lane.send([source], peer).wait) if end.sends else None,
                 None if end.sends else (lambda target: lane.recv([target], peer).wait),
                 lambda number: lane.empty([number], torch.int32),
-                hears=[] if end.sends else [lane],
+                receiving_lanes=[] if end.sends else [lane],
             )
 
         return BothWays(path("F"), path("B"))

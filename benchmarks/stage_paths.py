@@ -1,7 +1,7 @@
 """Paths from rank 0 to all ranks of a stage that rank 1 leads: by hand, and fused in a lane over each transport.
 
 The stage is ranks 1 to n. NCCL takes one rank for each GPU, so on two GPUs it is ranks 0 and 1: rank 0 is the source
-and also the member that hears the broadcast.
+and also the member that receives the broadcast.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def _pairs(arguments: argparse.Namespace, device: torch.device) -> Iterator[tupl
 
 
 def _of_pair(name: str, pair: FusedPair) -> Path:
-    sends, hears = pair.sends, pair.hears
+    sender, receiver = pair.sender, pair.receiver
     return Path(
         name,
-        None if sends is None else (lambda source: sends.send([source], LEADER).wait),
-        lambda target: hears.recv([target], SENDER).wait,
-        lambda number: hears.empty([number], torch.int32),
-        hears=[hears],
+        None if sender is None else (lambda source: sender.send([source], LEADER).wait),
+        lambda target: receiver.recv([target], SENDER).wait,
+        lambda number: receiver.empty([number], torch.int32),
+        receiving_lanes=[receiver],
     )
 
 
@@ -89,7 +89,7 @@ def _of_mesh(name: str, mesh: ldt.Mesh) -> Path:
         send if end.sends else None,
         None if end.sends else (lambda target: lane.recv([target], peer).wait),
         lambda number: lane.empty([number], torch.int32),
-        hears=[] if end.sends else [lane],
+        receiving_lanes=[] if end.sends else [lane],
     )
 
 

@@ -1,4 +1,4 @@
-"""``LDT_LOG=debug`` (or info, warning, error): what ldt logs, to standard error, with the rank before each line."""
+"""Logs to standard error with the rank before each line if ``LDT_LOG`` is debug, info, warning or error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARN
 
 
 def configure() -> None:
-    """Do what the environment asks for. Raises ValueError for a level that there is none of."""
+    """Configure logging from ``LDT_LOG``. Raises ValueError for an unknown level."""
     wanted = os.environ.get("LDT_LOG", "")
     if not wanted:
         return
@@ -25,11 +25,11 @@ def configure() -> None:
     logger = logging.getLogger("ldt")
     logger.addHandler(handler)
     logger.setLevel(level)
-    logger.propagate = False  # a handler of the root's would say it all again
+    logger.propagate = False  # a handler of the root logger would print everything again
 
 
 def _add_rank(record: logging.LogRecord) -> bool:
-    """The global rank, once there is one: torch may not even have been imported yet."""
+    """Add the global rank if it is known; torch may not have been imported yet."""
     distributed = sys.modules.get("torch.distributed")
     known = distributed is not None and distributed.is_available() and distributed.is_initialized()
     record.rank = distributed.get_rank() if distributed is not None and known else os.environ.get("RANK", "?")

@@ -1,7 +1,7 @@
-"""The bond between the compiled module and one minor version of torch, and the errors when it is broken.
+"""Checks that the compiled module was built against the installed minor version of torch.
 
-torch's C++ interface changes with every minor version: a module built against another one fails with a
-missing symbol, or worse, with none. So the versions are compared before ldt._C is loaded.
+torch's C++ interface changes with every minor version: a module built against another one fails with a missing
+symbol or, worse, silently. So the versions are compared before ldt._C is loaded.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ REBUILD = "`pip install --no-deps --force-reinstall .` in ldt's source folder"
 
 
 def built_against() -> str | None:
-    """Version of the torch that ldt._C was built against (``2.13.0+cpu``), or None if ldt was never built."""
+    """Return the torch version that ldt._C was built against (``2.13.0+cpu``), or None if ldt was never built."""
     try:
         info = importlib.import_module("ldt._build_info")
     except ImportError:
@@ -29,7 +29,7 @@ def minor_of(version: str) -> str:
 
 
 def mismatch(built: str, installed: str) -> str | None:
-    """What to do, in one sentence, if a module built against one torch cannot run under another; else None."""
+    """Return what to do if a module built against one torch cannot run under another; None if it can."""
     if minor_of(built) == minor_of(installed):
         return None
     return (
@@ -39,11 +39,11 @@ def mismatch(built: str, installed: str) -> str | None:
 
 
 def require_torch() -> None:
-    """Makes sure that ldt._C can be loaded here.
+    """Check that ldt._C can be loaded.
 
     Raises:
-        ImportError: torch is missing, ldt was not built, or it was built against another minor version of
-            torch. One sentence that says what to do.
+        ImportError: if torch is missing, ldt was not built, or it was built against another minor version of
+            torch. The text says what to do.
     """
     built = built_against()
     if built is None:
@@ -67,19 +67,19 @@ def require_torch() -> None:
 
 
 class Guard:
-    """Stands before the import of ldt._C, whoever asks for it, and lets it pass only if it can work.
+    """An import hook that checks the torch version before any import of ldt._C.
 
-    Without it an import that does not go by a name of ``ldt`` (``import ldt.runtime``) ends in a missing symbol.
+    Without it, an import that bypasses the names of ``ldt`` (``import ldt.runtime``) fails with a missing symbol.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Finds nothing itself. Raises ImportError, see require_torch."""
+        """Find nothing. Raises ImportError, see require_torch."""
         if name == "ldt._C":
             require_torch()
         return None
 
 
 def guard_core() -> None:
-    """Puts the guard in place, once."""
+    """Install the guard, once."""
     if not any(isinstance(finder, Guard) for finder in sys.meta_path):
         sys.meta_path.insert(0, Guard())

@@ -1,4 +1,4 @@
-"""The command line, ``python -m ldt COMMAND``: a table of commands, each a module of its own.
+"""The command line, ``python -m ldt COMMAND``: a table of commands, one module each.
 
 A command module has ``configure(parser)``, which adds its arguments, and ``run(arguments) -> int``, which
 returns the exit status. Modules are imported to build the parser, so they keep heavy imports (torch, matplotlib)
@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every command of the table; the chosen command's ``run`` is the parsed ``run``."""
+    """Return the parser of all commands. The chosen command's ``run`` is the parsed ``run``."""
     parser = argparse.ArgumentParser(prog="python -m ldt", description="Layerwise disaggregated training.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (module_name, summary) in COMMANDS.items():
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0 fine, 1 the command found a problem, 2 wrong usage."""
+    """Run one command and return its exit status: 0 success, 1 the command found a problem, 2 wrong usage."""
     arguments = build_parser().parse_args(argv)
     status: int = arguments.run(arguments)
     return status

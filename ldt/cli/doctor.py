@@ -41,11 +41,11 @@ class Finding(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """No arguments so far."""
+    """This command has no arguments."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 if something is broken, else 0."""
+    """Print the report. Returns 1 if something is broken, otherwise 0."""
     findings = examine()
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def examine() -> list[Finding]:
-    """All findings, in the order of the report."""
+    """Return all findings in the order of the report."""
     findings = [*_interpreter(), *_build()]
     torch, finding = _import_torch()
     findings.append(finding)
@@ -94,7 +94,7 @@ def _build() -> Iterator[Finding]:
 
 
 def _how_to_build() -> str:
-    """The remedy for a package without its compiled module; usually it is only hidden by the source folder."""
+    """The remedy for a missing compiled module. Usually the source folder just hides the installed package."""
     here = Path(ldt.__file__).parent.resolve()
     for distribution in importlib.metadata.distributions(name="ldt-torch"):
         installed = Path(str(distribution.locate_file("ldt"))).resolve()
@@ -106,7 +106,7 @@ def _how_to_build() -> str:
 
 
 def _import_torch() -> tuple[Any, Finding]:
-    """torch, or None and why it cannot be used."""
+    """Import torch. Returns None and a finding with the problem if that fails."""
     try:
         torch = importlib.import_module("torch")
     except ModuleNotFoundError as error:
@@ -114,7 +114,7 @@ def _import_torch() -> tuple[Any, Finding]:
             wanted = _torch_abi.minor_of(_torch_abi.built_against() or "2.13")
             return None, Finding("torch", "missing", "torch is not installed.", f"install torch=={wanted}.*.")
         return None, _failed_torch(error)
-    except Exception as error:  # whatever a broken installation raises, the report goes on
+    except Exception as error:  # the report continues, whatever a broken installation raises
         return None, _failed_torch(error)
     return torch, Finding("torch", f"{torch.__version__} in {Path(str(torch.__file__)).parent}")
 
@@ -127,7 +127,7 @@ def _failed_torch(error: Exception) -> Finding:
 
 
 def _module(torch: Any) -> Finding:
-    """ldt._C: there, for this Python, for this torch. Whether it can be loaded, its lanes show."""
+    """Check that ldt._C exists and was built for this Python and this torch. The lanes show whether it loads."""
     folder = Path(ldt.__file__).parent
     files = sorted(path.name for path in folder.glob("_C.*.so"))
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -147,17 +147,17 @@ def _module(torch: Any) -> Finding:
 
 
 def _backends(torch: Any) -> Iterator[Finding]:
-    """Which process group backends this torch has, and whether gloo, which every job needs, works."""
+    """List the process group backends of this torch and check that gloo works, which every job needs."""
     distributed = torch.distributed
     if not distributed.is_available():
         remedy = "install a torch that is built with torch.distributed."
         yield Finding("backends", "none", "This torch has no torch.distributed.", remedy)
         return
-    having = [name for name in BACKENDS if distributed.is_backend_available(name)]
-    lacking = [name for name in BACKENDS if name not in having]
-    listed = ", ".join(having) or "none"
-    yield Finding("backends", f"{listed} (not in this torch: {', '.join(lacking) or 'none'})")
-    if "gloo" not in having:
+    available = [name for name in BACKENDS if distributed.is_backend_available(name)]
+    missing = [name for name in BACKENDS if name not in available]
+    listed = ", ".join(available) or "none"
+    yield Finding("backends", f"{listed} (not in this torch: {', '.join(missing) or 'none'})")
+    if "gloo" not in available:
         remedy = "install a torch that has gloo: ldt's control messages need it."
         yield Finding("gloo", "missing", "This torch has no gloo.", remedy)
         return
@@ -177,7 +177,7 @@ def _devices(torch: Any) -> Iterator[Finding]:
 
 
 def _lanes(torch: Any) -> Iterator[Finding]:
-    """What becomes of bytes in each kind of lane, with time for a small message and speed of a big one."""
+    """Try each kind of lane: latency of a small message, bandwidth of a large one, or what is broken."""
     from ldt.cli.lane_check import HOST, lane_kinds, try_lane
 
     for kind in lane_kinds(torch):
@@ -195,5 +195,5 @@ def _lanes(torch: Any) -> Iterator[Finding]:
 
 def _optional() -> Iterator[Finding]:
     for name, purpose in OPTIONAL.items():
-        there = importlib.util.find_spec(name) is not None
-        yield Finding(name, "installed" if there else f"not installed; for {purpose}")
+        installed = importlib.util.find_spec(name) is not None
+        yield Finding(name, "installed" if installed else f"not installed; for {purpose}")

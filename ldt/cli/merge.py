@@ -1,4 +1,4 @@
-"""Writes the weights of all stages of a checkpoint to one safetensors file, as other tools read it."""
+"""Writes the weights of all stages of a checkpoint to one safetensors file that other tools can read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the file and say which step it is of; 2 with a sentence for what cannot be."""
+    """Write the file and print its step. Returns 2 and prints the error if that fails."""
     from ldt import merge_checkpoint
 
     try:

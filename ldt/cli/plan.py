@@ -1,4 +1,4 @@
-"""Plan for the link there is: compare the fixed order with plans fitted to your costs, draw them, write the best."""
+"""Compares the fixed schedule with plans optimized for your link and costs, draws them and writes the fastest."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _add_files(files: argparse._ArgumentGroup) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison and write the files; 2 with a sentence for what cannot be."""
+    """Print the comparison and write the files. Returns 2 and prints the error if that fails."""
     try:
         _check_files(arguments)
         topology = Topology(arguments.stages, dp=arguments.dp, edge_dp=arguments.edge_dp, laps=arguments.laps)
@@ -132,14 +132,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Before any work: what is given can be read, and what comes of it written."""
+    """Check before any work that inputs can be read and outputs can be written."""
     if arguments.picture.suffix not in (".png", ".svg"):
         raise LdtError(f"--picture needs a name that ends in .png or .svg, got {arguments.picture}")
     named = [arguments.plan, arguments.picture, arguments.to_csv, arguments.costs, arguments.from_csv]
     paths = [path.absolute() for path in named if path is not None]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        raise LdtError(f"{twice} is named twice: every file needs a name of its own")
+        raise LdtError(f"{twice} is named twice: every file needs a different name")
     for path in filter(None, (arguments.plan, arguments.picture, arguments.to_csv)):
         if not path.absolute().parent.is_dir():
             raise LdtError(f"there is no folder {path.parent} to write {path.name} to")
@@ -151,7 +151,7 @@ def _check_files(arguments: argparse.Namespace) -> None:
 
 
 def _costs(arguments: argparse.Namespace) -> Costs:
-    """From the file, the options, or both: an option overrides the file's figure."""
+    """Costs from the file, the options, or both. An option overrides the file's figure."""
     names = ("forward", "backward", "latency", "bandwidth", "bytes", "activation_bytes")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.costs is not None:
@@ -161,7 +161,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     given.setdefault("backward", _twice(given["forward"]))
     if ("bandwidth" in given) != ("bytes" in given):
         raise LdtError(
-            "--bandwidth and --bytes go together: messages take their bytes over the bandwidth of the link"
+            "--bandwidth and --bytes go together: a message takes its bytes divided by the link's bandwidth"
         )
     return Costs(**given)
 
@@ -181,8 +181,8 @@ def _compare(
                 f"{arguments.from_csv} has {read.num_microbatches} microbatches, expected {number} to train"
             )
         plans[f"from {arguments.from_csv}"] = read
-    ways = (False,) if arguments.no_split else (False, True)
-    for name, split in zip(_NAMES[1:], ways):  # noqa: B905 (the last may be left out)
+    splits = (False,) if arguments.no_split else (False, True)
+    for name, split in zip(_NAMES[1:], splits):  # noqa: B905 (the last may be left out)
         plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)
     return {name: simulate(plan, costs) for name, plan in plans.items()}, plans
 
@@ -216,14 +216,14 @@ def _splits(plan: Plan) -> bool:
 
 
 def _kept(timeline: Timeline, costs: Costs) -> str:
-    """The most that a node keeps: microbatches, and bytes where the costs know them."""
+    """The maximum that a node keeps: microbatches, and bytes if the costs have them."""
     text = str(max(timeline.peak_live.values()))
     peak = max(timeline.peak_bytes(costs).values())
     return f"{text} ({peak / 2**20:.0f} MiB)" if peak else text
 
 
 def _write(arguments: argparse.Namespace, best: Plan, timelines: dict[str, Timeline]) -> list[Path]:
-    """Returns the files that were written."""
+    """Write the files and return their paths."""
     arguments.plan.write_text(best.to_text(), encoding="utf-8")
     written = [arguments.plan]
     if arguments.to_csv is not None:

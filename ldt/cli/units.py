@@ -1,4 +1,4 @@
-"""Quantities as people write them: 20ms, 1Gbit, 64MiB. Each function is an ``argparse`` type."""
+"""Parses quantities such as 20ms, 1Gbit and 64MiB. Each function is an ``argparse`` type."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)((?:e[+-]?[0-9]+)?)\s*([^
 
 
 def seconds(text: str) -> float:
-    """Seconds from "20ms", "1.5 s", "300us"; a number needs a unit unless it is 0."""
+    """Parse "20ms", "1.5 s" or "300us" into seconds. A number other than 0 needs a unit."""
     return _quantity(text, _SECONDS, "a time", "20ms")
 
 
 def bandwidth(text: str) -> float:
-    """Bytes per second from "1Gbit", "10Gb/s", "125MB/s", "100MiB/s": bits with "bit" or "b", bytes with "B"."""
+    """Parse "1Gbit", "10Gb/s" or "100MiB/s" into bytes per second: "bit" or "b" means bits, "B" bytes."""
     rate = _quantity(re.sub("(/s|ps)$", "", text.strip()), _RATES, "a bandwidth", "1Gbit or 125MB/s", text)
     if rate == 0:
         raise argparse.ArgumentTypeError(f"a bandwidth must be above 0, got {text!r}")
@@ -32,12 +32,12 @@ def bandwidth(text: str) -> float:
 
 
 def nbytes(text: str) -> int:
-    """Bytes from "64MiB", "16 kB", "4096"."""
+    """Parse "64MiB", "16 kB" or "4096" into bytes."""
     return round(_quantity(text, {"": 1.0, **_BYTES}, "a size", "64MiB"))
 
 
 def one_or_more(parse: Callable[[str], float]) -> Callable[[str], float | list[float]]:
-    """A type for "12ms" and for "3ms,12ms,12ms": one value for all, or a list of them."""
+    """Return a type for one value ("12ms") or a list of values ("3ms,12ms,12ms")."""
 
     def parse_list(text: str) -> float | list[float]:
         values = [parse(part) for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""For tests of code that runs on several ranks: a pool of processes, toy models, the unsplit model to compare with."""
+"""Helpers for tests with several ranks: a pool of processes, toy models, and the unsplit model as a reference."""
 
 from ldt.testing.models import (
     SleepingChunk,

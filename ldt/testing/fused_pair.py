@@ -1,7 +1,7 @@
-"""A fused lane on two ranks: for machines with two GPUs, of which each takes one rank of a backend.
+"""A fused lane on two ranks, for machines with two GPUs and backends that allow one rank per GPU.
 
-A fused receive has a sender, a leader and a member. Here rank 0 of the world is the sender and also the member, so
-rank 1, the leader, gets each message from it and passes it on to it.
+A fused receive has a sender, a leader and a member. Here rank 0 is both the sender and the member: rank 1, the leader,
+receives each message from it and broadcasts it back.
 """
 
 from __future__ import annotations
@@ -31,37 +31,37 @@ Made = TypeVar("Made")
 
 
 class FusedPair:
-    """This rank's ends: ``sends`` on rank 0, and ``hears``, which is the leader's on rank 1 and the member's on 0."""
+    """This rank's lanes: ``sender`` on rank 0, and ``receiver``: the leader's on rank 1, the member's on rank 0."""
 
     def __init__(
         self, device: torch.device, transport: str = "c10d", *, backend: str = "nccl", **options: Any
     ) -> None:
         self.rank, self.device = dist.get_rank(), device
-        self.sends: Lane | None = None
+        self.sender: Lane | None = None
         groups = [dist.new_group([SENDER, LEADER], backend=backend) for _ in range(2)]
         to_leader, to_member = _TRANSPORTS[transport](device, *groups)
         self._groups = p2p, stage = groups
         options["device"] = device
         if self.rank == SENDER:
-            self.sends = Lane("sends", p2p=p2p, stage=None, transport=to_leader, **options)
-            self.hears = Lane(
-                "hears", p2p=None, stage=stage, stage_root=LEADER, transport=to_member, **options
+            self.sender = Lane("sender", p2p=p2p, stage=None, transport=to_leader, **options)
+            self.receiver = Lane(
+                "receiver", p2p=None, stage=stage, stage_root=LEADER, transport=to_member, **options
             )
         else:
-            self.hears = Lane(
-                "hears", p2p=p2p, stage=stage, stage_root=LEADER, transport=to_leader, **options
+            self.receiver = Lane(
+                "receiver", p2p=p2p, stage=stage, stage_root=LEADER, transport=to_leader, **options
             )
 
     def launch(self, message: Sequence[torch.Tensor]) -> tuple[list[dist.Work], list[torch.Tensor]]:
-        """Send ``message`` from rank 0. Returns the works of this rank and what arrives on both."""
-        works = [] if self.sends is None else [self.sends.send(message, LEADER)]
-        targets = self.hears.buffers(
+        """Send ``message`` from rank 0. Returns this rank's works and the received tensors."""
+        works = [] if self.sender is None else [self.sender.send(message, LEADER)]
+        targets = self.receiver.buffers(
             [tensor.shape for tensor in message], [tensor.dtype for tensor in message]
         )
-        return [*works, self.hears.recv(targets, SENDER)], targets
+        return [*works, self.receiver.recv(targets, SENDER)], targets
 
     def lanes(self) -> list[Lane]:
-        return [self.hears] if self.sends is None else [self.sends, self.hears]
+        return [self.receiver] if self.sender is None else [self.sender, self.receiver]
 
     def close(self) -> None:
         for lane in self.lanes():
@@ -70,9 +70,8 @@ class FusedPair:
             dist.destroy_process_group(group)
 
 
-Transports = tuple[
-    Any, Any
-]  # of the lane from sender to leader, and on rank 0 of the lane that hears the broadcast
+# Of the lane from sender to leader and, on rank 0, of the lane that receives the broadcast.
+Transports = tuple[Any, Any]
 
 
 def _of_groups(device: torch.device, p2p: dist.ProcessGroup, stage: dist.ProcessGroup) -> Transports:
@@ -118,7 +117,7 @@ def _receiving_end(device: torch.device) -> tuple[IpcPool, IpcReceiver, str]:
 
 
 def _all_or_none(group: dist.ProcessGroup, make: Callable[[], Made]) -> Made:
-    """What ``make`` returns. Raises LaneError on both ranks if it does on one, so that none waits for the other."""
+    """Return ``make()``. Raises LaneError on both ranks if it does on one, so that neither waits for the other."""
     made: Made | None = None
     texts: list[str] = [""] * 2
     refusal = ""

@@ -1,4 +1,4 @@
-"""A link on which what is sent is read as late as can be: when all that its rank can do before has run."""
+"""Delays sends as long as possible: until everything that the rank can run before them has run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Release = Callable[[str, Sequence[torch.Tensor]], object]
 
 
 def hold_sends(mesh: Mesh, on_release: Release = lambda label, tensors: None) -> None:
-    """For the next step, of ``each_kind_at_once``: to be called on all ranks before each.
+    """Hold the sends of the next step of ``each_kind_at_once``. Call it on all ranks before each step.
 
-    A send starts when its rank first waits for a kind of message that it had not waited for when it was given the
-    tensors, or for the send itself. ``on_release`` is called before with its label and the tensors.
+    A send starts when its rank waits for the send itself, or for the first time for a kind of message that it had not
+    waited for when the send was launched. ``on_release`` is called before that with the label and the tensors.
     """
-    held = _Held(on_release)
-    for channel, end in mesh.endpoints.items():
-        mesh.endpoints[channel] = _LateEnd(getattr(end, "end", end), held)
+    held = _HeldSends(on_release)
+    for channel, endpoint in mesh.endpoints.items():
+        mesh.endpoints[channel] = _LateEndpoint(getattr(endpoint, "endpoint", endpoint), held)
 
 
 def each_kind_at_once(topology: Topology, num_microbatches: int, split_backward: bool = False) -> Plan:
-    """All forwards of a chunk, then all its backwards; the last chunk's in turn. Weights of a split backward last."""
+    """A plan with all forwards of a chunk, then all its backwards; the last chunk alternates. W actions come last."""
     if topology.laps != 1 or topology.dp != 1:
         raise ValueError("expected one lap and one replica")
     middle = (Kind.I, Kind.W) if split_backward else (Kind.B,)
@@ -51,35 +51,35 @@ def each_kind_at_once(topology: Topology, num_microbatches: int, split_backward:
     return add_communication(Plan(topology, num_microbatches, rows), "dedicated", num_microbatches)
 
 
-class _Held:
+class _HeldSends:
     """The sends of a rank that have not started, and the kinds of messages that it has waited for."""
 
     def __init__(self, on_release: Release) -> None:
         self._on_release = on_release
         self._sends: list[_LateSend] = []
-        self._heard: set[str] = set()
+        self._waited_for: set[str] = set()
 
     def add(self, send: _LateSend) -> None:
         self._sends.append(send)
 
-    def hear(self, kind: str) -> None:
+    def begin_wait(self, kind: str) -> None:
         """A wait for a message of ``kind``, such as "F0", begins."""
-        if kind not in self._heard:
-            self._heard.add(kind)
+        if kind not in self._waited_for:
+            self._waited_for.add(kind)
             self.release()
 
     def release(self) -> None:
         sends, self._sends = self._sends, []
         for send in sends:
             self._on_release(send.label, send.tensors)
-            send.begin()
+            send.start()
 
 
-class _LateEnd(Endpoint):
-    def __init__(self, end: Endpoint, held: _Held) -> None:
-        super().__init__(**{field.name: getattr(end, field.name) for field in fields(Endpoint)})
-        self.__dict__.update(end=end, held=held)  # the class is frozen
-        self.held: _Held
+class _LateEndpoint(Endpoint):
+    def __init__(self, endpoint: Endpoint, held: _HeldSends) -> None:
+        super().__init__(**{field.name: getattr(endpoint, field.name) for field in fields(Endpoint)})
+        self.__dict__.update(endpoint=endpoint, held=held)  # the class is frozen
+        self.held: _HeldSends
 
     def send(self, tensors: Sequence[torch.Tensor], label: str, specs: Any = None) -> Any:
         start = super().send
@@ -92,34 +92,34 @@ class _LateEnd(Endpoint):
 
 
 class _LateSend:
-    """As a ``dist.Work``, as far as the runtime uses one."""
+    """The part of a ``dist.Work`` that the runtime uses."""
 
     def __init__(
-        self, held: _Held, label: str, tensors: Sequence[torch.Tensor], start: Callable[[], Any]
+        self, held: _HeldSends, label: str, tensors: Sequence[torch.Tensor], start: Callable[[], Any]
     ) -> None:
         self.label, self.tensors = label, tensors
-        self._held, self._start = held, start
-        self._begun = False
-        self._work: Any = None  # stays None where other ranks of the node send all of it
+        self._held, self._launch = held, start
+        self._started = False
+        self._work: Any = None  # stays None if other ranks of the node send the whole message
 
-    def begin(self) -> None:
-        self._begun, self._work = True, self._start()
+    def start(self) -> None:
+        self._started, self._work = True, self._launch()
 
     def wait(self) -> bool:
-        if not self._begun:
+        if not self._started:
             self._held.release()
         return self._work is None or bool(self._work.wait())
 
     def is_completed(self) -> bool:
-        return self._begun and (self._work is None or bool(self._work.is_completed()))
+        return self._started and (self._work is None or bool(self._work.is_completed()))
 
 
 class _Receive:
-    def __init__(self, held: _Held, kind: str, work: Any) -> None:
+    def __init__(self, held: _HeldSends, kind: str, work: Any) -> None:
         self._held, self._kind, self._work = held, kind, work
 
     def wait(self) -> bool:
-        self._held.hear(self._kind)
+        self._held.begin_wait(self._kind)
         return bool(self._work.wait())
 
     def is_completed(self) -> bool:

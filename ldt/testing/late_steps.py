@@ -1,4 +1,4 @@
-"""Steps whose gradients are known, of chunks that change what they have sent as soon as they can."""
+"""Runs steps with known gradients on chunks that overwrite tensors as soon as they have been handed to a send."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ldt.topology import Topology
 __all__ = ["late_steps"]
 
 _MICROBATCHES = 4
-_FACTORS = [10.0**m for m in range(_MICROBATCHES)]  # of the gradients; their mean is that of a parameter's
+_FACTORS = [10.0**m for m in range(_MICROBATCHES)]  # of the gradients; a parameter's gradient is their mean
 _MEAN = sum(_FACTORS) / _MICROBATCHES
 
 
@@ -29,7 +29,7 @@ class _Scale(nn.Module):
 
 
 class _Position(nn.Module):
-    """Keeps its output, which the next forward clears; its gradient has the memory of the one that leaves."""
+    """Keeps its output, which the next forward zeroes. Its gradient shares memory with the one that is sent."""
 
     def __init__(self, rows: int, width: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def late_steps(
 ) -> None:
     """Run ``steps`` with activations [1, rows, width]; assert losses, within a relative ``error``, and gradients.
 
-    With ``split`` backwards are in two parts; with ``held`` sends start as late as they can.
+    ``split`` splits the backwards; ``held`` delays sends as long as possible.
     """
     plan = each_kind_at_once(Topology([1, 1]), _MICROBATCHES, split)
     ones = torch.ones(1, rows, width)

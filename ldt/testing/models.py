@@ -1,4 +1,4 @@
-"""Toy models and batches, and the unsplit model to compare a pipeline with."""
+"""Toy models and batches, and the unsplit step to compare a pipeline with."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class _OnBackward(torch.autograd.Function):
 
 
 def on_backward(x: torch.Tensor, act: Callable[[], object]) -> torch.Tensor:
-    """``x``, whose backward first calls ``act``."""
+    """Return ``x`` with a backward that first calls ``act``."""
     same: torch.Tensor = _OnBackward.apply(x, act)  # type: ignore[no-untyped-call]
     return same
 
 
 class SleepingChunk(ToyChunk):
-    """A chunk whose forward takes so many seconds, and so many each half of its backward: input and weights.
+    """A chunk whose forward and whose half backwards (input, weights) take the given number of seconds.
 
-    It sleeps, as for the host compute on an accelerator is a sleep: any number of ranks can compute on one core.
+    It sleeps, like a host that waits for an accelerator, so any number of ranks can compute on one core.
     """
 
     def __init__(self, width: int, forward: float, half_backward: float) -> None:
@@ -69,16 +69,16 @@ class SleepingChunk(ToyChunk):
         self.pace = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if type(x) is torch.Tensor:  # not while shapes are inferred
+        if type(x) is torch.Tensor:  # not during shape inference
             time.sleep(self.seconds)
-        rest = partial(time.sleep, self.half_backward)
-        output = on_backward(super().forward(x), rest)
-        late = on_backward(self.pace, rest)
+        sleep = partial(time.sleep, self.half_backward)
+        output = on_backward(super().forward(x), sleep)
+        late = on_backward(self.pace, sleep)
         return output + late
 
 
 def toy_chunks(topology: Topology, width: int = 16, seed: int = 0) -> list[nn.Module]:
-    """All chunks of a toy model, the same on every rank that asks."""
+    """Return all chunks of a toy model, the same on every rank."""
     torch.manual_seed(seed)
     return [ToyChunk(width) for _ in range(topology.num_chunks)]
 
@@ -92,7 +92,7 @@ def toy_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def toy_microbatches(
     number: int, width: int = 16, batch: int = 4, seed: int = 1
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """``number`` pairs of [batch, width] tensors, the same on every rank that asks."""
+    """Return ``number`` pairs of [batch, width] tensors, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     shape = (number, 2, batch, width)
     return [(pair[0], pair[1]) for pair in torch.randn(shape, generator=generator)]
@@ -103,7 +103,7 @@ def unsplit_step(
     microbatches: Sequence[tuple[Any, Any]],
     loss_fn: Callable[[Any, Any], torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[nn.Module]]:
-    """What ``Pipeline.step`` must equal: the losses, and copies of ``chunks`` with their gradients."""
+    """Return the reference for ``Pipeline.step``: the losses, and copies of ``chunks`` with their gradients."""
     model = copy.deepcopy(nn.ModuleList(chunks))
     losses = []
     for inputs, target in microbatches:

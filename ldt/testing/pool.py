@@ -32,18 +32,18 @@ __all__ = ["RankError", "RankPool"]
 DEADLINE = 30.0
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
-_MEETING = timedelta(minutes=10)  # the pool itself ends those that are late
+_RENDEZVOUS = timedelta(minutes=10)  # long, because the pool itself kills late processes
 
 
 class RankError(AssertionError):
-    """A function failed on some rank of a pool, or did not end in time. The text has every rank's traceback."""
+    """A function failed on a rank of a pool or timed out. The text has every rank's traceback."""
 
 
 class RankPool:
-    """Processes that stay, form one gloo world, and run functions together.
+    """Persistent processes that form one gloo world and run functions together. A context manager.
 
-    They are started by a server that has imported torch once, at first use and again after a failure. A context
-    manager. Functions are sent by name: they must be importable, that is, stand at the top level of their module.
+    A server that has imported torch once starts them at first use and after a failure. Functions are sent by name: they
+    must be at the top level of an importable module.
     """
 
     def __init__(self, size: int) -> None:
@@ -64,15 +64,15 @@ class RankPool:
         """Call ``function(*args)`` on each of ``ranks`` (default: all) and return the results in that order.
 
         Raises RankError with the tracebacks of the ranks it failed on. If not all have ended after ``timeout``
-        seconds (of an idle machine), the pool is killed and the error shows where each of the late ones stands.
+        seconds (of an idle machine), the pool is killed and the error has the stack of each late rank.
         """
         if not self._processes:
             self._start()
         ranks = range(self.size) if ranks is None else ranks
         code = sys.modules[function.__module__].__file__
-        order = pickle.dumps((function.__module__, function.__qualname__, code, args))
+        request = pickle.dumps((function.__module__, function.__qualname__, code, args))
         for rank in ranks:
-            self._pipes[rank].send_bytes(order)
+            self._pipes[rank].send_bytes(request)
         answers = self._collect(list(ranks), timeout)
         failures = [text for good, text in answers.values() if not good]
         if failures:
@@ -81,7 +81,7 @@ class RankPool:
         return [answers[rank][1] for rank in ranks]
 
     def kill(self) -> None:
-        """End all processes; the next run starts new ones."""
+        """Kill all processes; the next run starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -91,7 +91,7 @@ class RankPool:
         self._processes, self._pipes, self._store = [], [], None
 
     def close(self) -> None:
-        """Let the processes end by themselves, and kill those that do not. The pool can be used again."""
+        """Ask the processes to end, and kill those that do not. The pool can be used again."""
         for pipe in self._pipes:
             with suppress(OSError):
                 pipe.send_bytes(b"")
@@ -101,7 +101,7 @@ class RankPool:
             raise RankError(f"ranks {late} did not end when they were asked to")
 
     def _join(self, seconds: float) -> list[int]:
-        """Wait for processes that are to end. The ranks of those that have not."""
+        """Wait for the processes to end. Returns the ranks of those that have not."""
         deadline = time.monotonic() + seconds
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -129,20 +129,20 @@ class RankPool:
         self._stacks = [Path(self._folder.name) / f"stack-{rank}" for rank in range(self.size)]
         with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"):  # before the server imports torch
             for rank in range(self.size):
-                mine, theirs = context.Pipe()
+                own_end, rank_end = context.Pipe()
                 process = context.Process(
                     target=_serve,
-                    args=(theirs, rank, self.size, self._store.port, str(self._stacks[rank])),
+                    args=(rank_end, rank, self.size, self._store.port, str(self._stacks[rank])),
                     daemon=True,
                 )
                 process.start()
-                theirs.close()
+                rank_end.close()
                 self._processes.append(process)
-                self._pipes.append(mine)
+                self._pipes.append(own_end)
         self._collect(list(range(self.size)), _START_SECONDS)
 
     def _collect(self, ranks: list[int], timeout: float) -> dict[int, tuple[bool, Any]]:
-        """Each rank's (succeeded, result or text)."""
+        """Return each rank's (succeeded, result or error text)."""
         answers: dict[int, tuple[bool, Any]] = {}
         waiting = {self._pipes[rank]: rank for rank in ranks}
         start, limit = time.monotonic(), timeout
@@ -173,14 +173,14 @@ class RankPool:
         time.sleep(0.5)
         lines = [f"ranks {late} were not done after {timeout:g} s"]
         lines += [text for good, text in answers.values() if not good]
-        lines += [f"rank {rank} stands at:\n{self._stacks[rank].read_text()}" for rank in late]
+        lines += [f"stack of rank {rank}:\n{self._stacks[rank].read_text()}" for rank in late]
         self.kill()
         return RankError("\n\n".join(lines))
 
 
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable that is not set, for a while."""
+    """Set an environment variable within the context, unless it is set already."""
     if name in os.environ:
         yield
         return
@@ -192,21 +192,21 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -> None:
-    """The life of one process of a pool."""
+    """The main function of a pool's processes."""
     faulthandler.register(signal.SIGUSR1, file=Path(stack_file).open("w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, None, False, timeout=_MEETING)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_MEETING)
+    store = TCPStore("127.0.0.1", port, None, False, timeout=_RENDEZVOUS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_RENDEZVOUS)
     pipe.send_bytes(pickle.dumps((True, None)))
     while True:
         try:
-            order = pipe.recv_bytes()
+            request = pipe.recv_bytes()
         except EOFError:
             break
-        if not order:
+        if not request:
             break
         try:
-            module, name, code, args = pickle.loads(order)
+            module, name, code, args = pickle.loads(request)
             answer = pickle.dumps((True, _find(module, name, code)(*args)))
         except BaseException:
             answer = pickle.dumps((False, f"rank {rank} failed:\n{traceback.format_exc()}"))
@@ -215,7 +215,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, stack_file: str) -
 
 
 def _find(module: str, name: str, code: str) -> Callable[..., Any]:
-    """The function ``name`` of a module that is imported by name or, failing that, from its file."""
+    """Return the function ``name`` of a module, imported by name or else from its file."""
     if module not in sys.modules:
         sys.path.insert(0, str(Path(code).parent))
         try:

@@ -1,7 +1,7 @@
-"""How slow this machine is, so that a test fails for what is wrong and not for what else computes.
+"""Measures how slow this machine is, so that tests do not fail because other processes use it.
 
-Limits in tests are those of an idle machine. They are multiplied by a factor of at least 1 that is measured: once for
-limits that are given to the code under test, as all ranks must give the same, and again when a result comes late.
+Time limits in tests are those of an idle machine. They are multiplied by a measured factor of at least 1: measured once
+for limits that the code under test gets, since all ranks must use the same, and again when a result is late.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from datetime import timedelta
 
 __all__ = ["allowed", "in_time", "paced", "slowness", "slowness_at_start"]
 
-_IDLE_SECONDS = 0.03  # that the known piece of work takes where nothing else computes
-_MOST = 10.0  # what is paced must end some time
+_IDLE_SECONDS = 0.03  # for the reference work on an idle machine
+_MAX_SLOWNESS = 10.0  # so that scaled limits stay finite
 _VARIABLE = "LDT_TEST_SLOWNESS"
 
 
 def slowness_at_start() -> float:
-    """How many times longer a known piece of work took than on an idle machine, when first asked for in this run.
+    """How many times longer the reference work took than on an idle machine, at the first call in this run.
 
-    Processes that are started later take it from the environment, so that it is equal in all of them.
+    Processes started later read it from the environment, so all use the same value.
     """
     if _VARIABLE not in os.environ:
-        os.environ[_VARIABLE] = f"{min(_measure(), _MOST):.1f}"
+        os.environ[_VARIABLE] = f"{min(_measure(), _MAX_SLOWNESS):.1f}"
     return float(os.environ[_VARIABLE])
 
 
 def slowness() -> float:
-    """The same as it is now, or as it was at the start, if that is more."""
+    """The larger of the current slowness and that at the start."""
     return max(slowness_at_start(), _measure())
 
 
 def paced(seconds: float) -> timedelta:
-    """A limit to give to the code under test: ``seconds`` of an idle machine. Equal on all ranks."""
+    """The limit to pass to the code under test for ``seconds`` on an idle machine. Equal on all ranks."""
     return timedelta(seconds=seconds * slowness_at_start())
 
 
 def allowed(seconds: float) -> float:
-    """What may take ``seconds`` on an idle machine may take this long here and now."""
+    """The time that something may take now if it may take ``seconds`` on an idle machine."""
     return seconds * slowness()
 
 
 def in_time(took: float, limit: float) -> bool:
-    """Whether what took ``took`` seconds has kept a limit that holds for an idle machine."""
+    """Whether ``took`` seconds are within a ``limit`` that holds for an idle machine."""
     return took < limit or took < allowed(limit)
 
 

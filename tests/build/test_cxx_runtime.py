@@ -98,7 +98,7 @@ def test_a_compiler_with_a_runtime_of_its_own(
     with pytest.raises(SystemExit) as refused:
         prove_module.prove(module.parent, tmp_path / "proven", find_torch())
     (sentence,) = str(refused.value).splitlines()
-    assert "contains a C++ runtime of its own (it defines __cxa_throw) beside that of torch" in sentence
+    assert "contains its own C++ runtime (it defines __cxa_throw) besides that of torch" in sentence
     assert "set CXX to the system's own" in sentence
     assert not module.exists()
     assert not (tmp_path / "proven").exists()

@@ -157,7 +157,7 @@ def test_lane_whose_process_is_killed_by_a_signal(overlay: Path, capsys: pytest.
     break_line(file, "    faulthandler.enable()\n", "    report(phase='recv'); os.kill(os.getpid(), 11)\n")
     status, text = report(capsys)
     assert status == 1
-    assert re.search(r"problem: host lane: rank [01], in 'recv', was ended by SIGSEGV", text), text
+    assert re.search(r"problem: host lane: rank [01], in 'recv', was killed by SIGSEGV", text), text
     assert "remedy: rebuild with `pip install" in text
 
 
@@ -168,7 +168,7 @@ def test_lane_that_hangs(overlay: Path) -> None:
     before = list_children()
     trial = try_lane(HOST, seconds=0.5)
     assert trial.problem is not None
-    assert re.fullmatch(r"rank [01], in 'recv', did not go on within 0.5 s", trial.problem)
+    assert re.fullmatch(r"rank [01], in 'recv', made no progress for 0.5 s", trial.problem)
     assert trial.remedy is not None
     assert "GLOO_SOCKET_IFNAME" in trial.remedy
     assert list_children() == before, "processes are left"

@@ -79,7 +79,7 @@ def _side_stream_rounds(transport: str, rounds: int) -> None:
             del target  # back to the pool while its last use is still queued
     side.synchronize()
     assert torch.stack(results).all()
-    assert pair.hears.stats()["pool_bytes"] <= 4 << 21
+    assert pair.receiver.stats()["pool_bytes"] <= 4 << 21
     pair.close()
 
 
@@ -144,11 +144,11 @@ def _mismatch(transport: str) -> list[str]:
     texts = []
     shape = [4, 8] if pair.rank == SENDER else [4, 6]
     calls = (
-        [lambda: pair.sends.send([torch.ones(4, 8, device=pair.device)], LEADER)]
+        [lambda: pair.sender.send([torch.ones(4, 8, device=pair.device)], LEADER)]
         if pair.rank == SENDER
         else []
     )
-    calls.append(lambda: pair.hears.recv([torch.ones(shape, device=pair.device)], SENDER))
+    calls.append(lambda: pair.receiver.recv([torch.ones(shape, device=pair.device)], SENDER))
     for call in calls:
         with pytest.raises(LaneError) as error:
             call()
@@ -174,12 +174,12 @@ def _abort_of_a_receive(transport: str) -> None:
     if pair.rank == SENDER:
         return
     target = torch.zeros(4, device=pair.device)
-    work = pair.hears.recv([target], SENDER)  # for a message that never comes
+    work = pair.receiver.recv([target], SENDER)  # for a message that never comes
     start = time.monotonic()
-    pair.hears.abort("stage 0 has failed")
+    pair.receiver.abort("stage 0 has failed")
     with pytest.raises(LaneError, match="stage 0 has failed"):
         work.wait()
-    pair.hears.close()
+    pair.receiver.close()
     torch.cuda.synchronize()
     assert time.monotonic() - start < 20
 
@@ -191,12 +191,12 @@ def test_an_abort_frees_the_device(pool: RankPool, transport: str) -> None:
 
 def _same_tensor_twice(transport: str) -> None:
     pair = make_pair(transport)
-    target = pair.hears.empty([1 << 18], torch.float32)
+    target = pair.receiver.empty([1 << 18], torch.float32)
     seen = []
     for value in range(50):
         source = torch.full((1 << 18,), float(value), device=pair.device)
-        works = [pair.sends.send([source], LEADER)] if pair.rank == SENDER else []
-        works.append(pair.hears.recv([target], SENDER))
+        works = [pair.sender.send([source], LEADER)] if pair.rank == SENDER else []
+        works.append(pair.receiver.recv([target], SENDER))
         for work in works:
             work.wait()
         torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
@@ -215,11 +215,11 @@ def _late_receiver(transport: str) -> None:
     pair = make_pair(transport)
     sizes = [1, 1000, 1 << 20, (5 << 20) + 3]
     messages = [torch.arange(size, device=pair.device).to(torch.uint8) for size in sizes]
-    works = [pair.sends.send([message], LEADER) for message in messages] if pair.sends else []
+    works = [pair.sender.send([message], LEADER) for message in messages] if pair.sender else []
     if pair.rank == LEADER:
         time.sleep(0.3)
     targets = [torch.zeros(size, device=pair.device, dtype=torch.uint8) for size in sizes]
-    works += [pair.hears.recv([target], SENDER) for target in targets]
+    works += [pair.receiver.recv([target], SENDER) for target in targets]
     for work in works:
         work.wait()
     assert all(map(torch.equal, targets, messages))
@@ -257,10 +257,10 @@ def _captured(transport: str) -> None:
     with torch.cuda.graph(graph, stream=side):
         doubled = message * 2
         with pytest.raises(LaneError, match="being captured into a graph"):
-            pair.hears.recv([target], SENDER)
-        if pair.sends is not None:
+            pair.receiver.recv([target], SENDER)
+        if pair.sender is not None:
             with pytest.raises(LaneError, match="being captured into a graph"):
-                pair.sends.send([doubled], LEADER)
+                pair.sender.send([doubled], LEADER)
     graph.replay()
     works, (target,) = pair.launch([doubled])  # the lanes remain usable
     for work in works:

@@ -106,7 +106,10 @@ def test_the_only_save_is_damaged(pool: RankPool, tmp_path: Path) -> None:
         kinds, texts = zip(*(answer[number] for answer in answers), strict=True)
         assert set(kinds) <= {"CheckpointError", "StorageError"}, texts
         assert all(sentence in text for text in texts), (sentence, texts)
-        assert all("and no other: " in text and "or move it away to do without" in text for text in texts)
+        assert all(
+            "and no other step is complete: " in text and "or move it away to continue without" in text
+            for text in texts
+        )
     for number, (damage, file, sentence) in enumerate(CASES):
         if "random_states" in file:
             continue  # of which the merged file has nothing

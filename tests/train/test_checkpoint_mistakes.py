@@ -116,7 +116,7 @@ def other_groups(job: Job, edge: Path, cloud: Path) -> Any:
         (no_folder, "expected the folder of a checkpoint, got a file"),
         (
             edge_alone,
-            "stages [0] of tp=1,1,1 dp=1 edge_dp=1 laps=1, and not [1, 2]: give the paths of those, too",
+            "stages [0] of tp=1,1,1 dp=1 edge_dp=1 laps=1, but not [1, 2]: give the paths of those, too",
         ),
         (absent_step, "step 3 is missing or incomplete: the complete steps are [1]"),
         (names_of_chunks, "these names are those of chunks, which fit no other split"),

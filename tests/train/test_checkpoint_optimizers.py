@@ -216,7 +216,7 @@ def test_state_of_a_whole_group_needs_that_group(mesh: ldt.Mesh, tmp_path: Path)
     ldt.save_checkpoint(tmp_path, pipeline, optimizer, step=1)
     again, other = built(mesh, lambda parameters: torch.optim.LBFGS(list(parameters)[:2]))
     with pytest.raises(
-        ldt.CheckpointError, match="may be of its whole group: load it with the same parameters"
+        ldt.CheckpointError, match="may belong to the whole group: load it with the same parameters"
     ):
         ldt.load_checkpoint(tmp_path, again, other)
 

@@ -1,7 +1,7 @@
-"""Makes each kind of lane that this machine has, moves bytes through it, and says how fast, or what is broken.
+"""Tests each kind of lane that this machine supports and reports its speed or what is broken.
 
-For `python -m ldt doctor` and for the build, which tries what it has linked. Each trial has two processes of its own:
-what ends them, a signal, too, is a finding.
+Used by `python -m ldt doctor` and by the build, which tests its result. Each trial runs in two new processes, so even
+a signal that ends them is a finding.
 """
 
 from ldt.cli.lane_check.kinds import HOST, LaneKind, lane_kinds

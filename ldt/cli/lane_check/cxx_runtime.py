@@ -1,7 +1,7 @@
-"""Which C++ runtime a process has loaded, and whether a compiled module brought one of its own.
+"""Finds the C++ runtimes that a process has loaded, and whether a compiled module contains another one.
 
-Two in one process do not mix: an exception, a locale or a stream of one crashes in the other. Run as a program, with
-the path of a library, it prints the files of the runtime that come with it: the build links those.
+Two runtimes in one process do not mix: an exception, a locale or a stream of one crashes in the other. Run as a program
+with the path of a library, it prints the runtime files that the library loads: the build links those.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 __all__ = ["loaded_runtimes", "runtime_problem"]
 
-# One function of libstdc++ for each of its parts that hold state: exceptions, locales, streams, strings' errors.
+# One function of each stateful part of libstdc++: exceptions, locales, streams, string errors.
 _MARKERS = ("__cxa_throw", "__cxa_get_globals", "_ZNSt6localeC1Ev", "_ZNSt8ios_base4InitC1Ev")
 _CXX_LIBRARY = re.compile(r"lib(stdc\+\+|c\+\+)\.so")
 _RUNTIME = re.compile(r"lib(stdc\+\+|gcc_s)\.so")
 
 
-class _Place(ctypes.Structure):
+class _DlInfo(ctypes.Structure):
     """Dl_info of dladdr()."""
 
     _fields_ = (
@@ -31,15 +31,15 @@ class _Place(ctypes.Structure):
 
 
 def loaded_runtimes() -> list[str]:
-    """Files of C++ libraries that this process has loaded; one, where all is well."""
+    """Return the C++ library files that this process has loaded; normally one."""
     return _mapped(_CXX_LIBRARY)
 
 
 def runtime_problem(module_file: str) -> str | None:
-    """What is wrong with the C++ runtime of this process, in which the compiled module is loaded; else None."""
+    """Return what is wrong with the C++ runtime of this process, which has loaded ldt._C; None if nothing is."""
     own = [name for name in _MARKERS if _defining_file(module_file, name) == Path(module_file).resolve()]
     if own:
-        return f"ldt._C contains a C++ runtime of its own (it defines {own[0]}) beside that of torch"
+        return f"ldt._C contains its own C++ runtime (it defines {own[0]}) besides that of torch"
     loaded = loaded_runtimes()
     return f"two C++ runtimes are loaded: {' and '.join(loaded)}" if len(loaded) > 1 else None
 
@@ -51,15 +51,15 @@ def _mapped(pattern: re.Pattern[str]) -> list[str]:
 
 
 def _defining_file(library: str, symbol: str) -> Path | None:
-    """The file whose definition of ``symbol`` a library finds among itself and what it needs."""
+    """The file that defines ``symbol`` for a library: itself or one of its dependencies."""
     try:
         address = ctypes.cast(getattr(ctypes.CDLL(library), symbol), ctypes.c_void_p)
     except AttributeError:
         return None
-    place = _Place()
-    if ctypes.CDLL(None).dladdr(address, ctypes.byref(place)) == 0 or place.file is None:
+    info = _DlInfo()
+    if ctypes.CDLL(None).dladdr(address, ctypes.byref(info)) == 0 or info.file is None:
         return None
-    return Path(place.file.decode(errors="surrogateescape")).resolve()
+    return Path(info.file.decode(errors="surrogateescape")).resolve()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The kinds of lanes that a machine has."""
+"""The kinds of lanes that a machine supports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["HOST", "LaneKind", "lane_kinds"]
 
 
 class LaneKind(NamedTuple):
-    """A transport on a device, and what to do if it is broken. ``environment`` is for each of two ranks."""
+    """A transport on a device, and the remedy if it is broken. ``environment`` is for each of two ranks."""
 
     name: str
     device: str
@@ -30,16 +30,16 @@ _ON_GPUS = (
     LaneKind("copy engine", "cuda", "copy_engine", "cpu:gloo,cuda:nccl", _COPY_ENGINE),
 )
 _ON_NPUS = (LaneKind("c10d", "npu", "c10d", "cpu:gloo,npu:hccl", _HCCL),)
-# NCCL refuses two ranks of one host on one GPU: they say that they are on two.
-_APART = ({"NCCL_HOSTID": "ldt-0"}, {"NCCL_HOSTID": "ldt-1"})
+# NCCL refuses two ranks of one host on one GPU, so they claim to be on two hosts.
+_TWO_HOSTS = ({"NCCL_HOSTID": "ldt-0"}, {"NCCL_HOSTID": "ldt-1"})
 
 
 def lane_kinds(torch: Any) -> list[LaneKind]:
-    """Those of this machine, the host's first. Two ranks share a GPU if there is only one."""
+    """Return the kinds of this machine, the host's first. Two ranks share a GPU if there is only one."""
     kinds = [HOST]
     gpus = torch.cuda.device_count()
     if gpus and torch.distributed.is_nccl_available():
-        kinds += [kind._replace(environment=_APART) if gpus == 1 else kind for kind in _ON_GPUS]
+        kinds += [kind._replace(environment=_TWO_HOSTS) if gpus == 1 else kind for kind in _ON_GPUS]
     npu = getattr(torch, "npu", None)
     if npu is not None and npu.device_count() > 1:
         kinds += _ON_NPUS

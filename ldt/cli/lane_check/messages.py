@@ -1,4 +1,4 @@
-"""What the two ranks of a trial do: connect, move bytes both ways, compare them, and time them."""
+"""Runs the two ranks of a trial: connects them, transfers, compares and times messages both ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UP, _DOWN = "F0:0.0->1.0", "F1:1.0->0.0"
 
 
 def exchange(order: dict[str, Any], report: Callable[..., None]) -> None:
-    """Both ranks call it. Raises what a broken lane raises, AssertionError for wrong bytes."""
+    """Called on both ranks. Raises the error of a broken lane, or AssertionError for wrong bytes."""
     report(phase="connect")
     device = _join(order)
     transport, backend = order["transport"], order["backend"].split(":")[-1]
@@ -60,7 +60,7 @@ def _join(order: dict[str, Any]) -> torch.device:
 
 
 def _connect(transport: Any, device: torch.device, report: Callable[..., None]) -> Mesh | None:
-    """An edge and a cloud stage; None, and a report, where this machine cannot have the transport."""
+    """Connect an edge and a cloud stage. Returns None and reports why if the machine lacks the transport."""
     try:
         return ldt.connect(
             ldt.Topology(tp=[1, 1]),
@@ -77,7 +77,7 @@ def _connect(transport: Any, device: torch.device, report: Callable[..., None]) 
 
 
 def _one_way_seconds(mesh: Mesh, nbytes: int, repeats: int) -> float:
-    """Half of a round trip: the median of ``repeats``, after one to warm up. All bytes are compared."""
+    """Half of the median round trip of ``repeats``, after one to warm up. Compares all bytes."""
     seconds = []
     for turn in range(repeats + 1):
         message = _random_bytes(nbytes, seed=turn).to(mesh.device)
@@ -90,9 +90,9 @@ def _one_way_seconds(mesh: Mesh, nbytes: int, repeats: int) -> float:
 
 
 def _round_trip(mesh: Mesh, message: torch.Tensor) -> torch.Tensor:
-    """The edge sends ``message``, the cloud sends back what came. Returns what arrived on this rank."""
-    ends = {channel.name: end for channel, end in mesh.endpoints.items()}
-    up, down = ends[_UP], ends[_DOWN]
+    """The edge sends ``message`` and the cloud sends it back. Returns the tensor received on this rank."""
+    endpoints = {channel.name: endpoint for channel, endpoint in mesh.endpoints.items()}
+    up, down = endpoints[_UP], endpoints[_DOWN]
     arrived = (down if mesh.is_edge else up).lane.empty(message.shape, message.dtype)
     if mesh.is_edge:
         works = [up.send([message], "there"), down.receive([arrived], "back")]
@@ -107,17 +107,17 @@ def _round_trip(mesh: Mesh, message: torch.Tensor) -> torch.Tensor:
 
 
 def _expect_error(mesh: Mesh) -> None:
-    """The exception crosses from C++ to Python."""
-    end = next(end for end in mesh.endpoints.values() if end.sends)
+    """Check that an exception crosses from C++ to Python."""
+    endpoint = next(endpoint for endpoint in mesh.endpoints.values() if endpoint.sends)
     try:
-        end.send([torch.ones(2, device=mesh.device).to_sparse()], "sparse")
+        endpoint.send([torch.ones(2, device=mesh.device).to_sparse()], "sparse")
     except ldt.LaneError:
         return
-    raise AssertionError("a lane took a sparse tensor, which cannot travel")
+    raise AssertionError("a lane accepted a sparse tensor, which it cannot send")
 
 
 def _broadcast(device: torch.device, transport: str, backend: str) -> None:
-    """From rank 0 to the leader of a stage, rank 1, and on to its member, which is rank 0 again."""
+    """Send from rank 0 to the leader of a stage, rank 1, which broadcasts to its member, again rank 0."""
     pair = FusedPair(device, transport, backend=backend, timeout=_TIMEOUT)
     plain = _random_bytes(3 << 20, seed=7)
     message = [plain.to(device), plain[:4000].view(torch.float32).view(10, 100).t().to(device)]
@@ -136,7 +136,7 @@ def _random_bytes(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def _compare(sent: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> None:
-    """Bit by bit: a float that is no number does not equal itself."""
+    """Compare bytes, because a NaN does not equal itself."""
     for index, pair in enumerate(zip(sent, arrived, strict=True)):
         left, right = (tensor.contiguous().view(torch.uint8) for tensor in pair)
         wrong = int((left != right).sum())

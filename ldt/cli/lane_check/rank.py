@@ -1,4 +1,4 @@
-"""One of the two processes of a trial. It reports in lines of JSON: the phase that begins, and what it found."""
+"""One of the two processes of a trial. It reports phases and results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMPORT = "import ldt._C"
 
 
 def serve(order: dict[str, Any]) -> None:
-    """Try the lane that ``order`` describes, by the fields of a LaneKind, ``rank`` and ``port``."""
+    """Try the lane described by ``order``: the fields of a LaneKind, ``rank`` and ``port``."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     faulthandler.enable()
     try:
@@ -33,11 +33,11 @@ def serve(order: dict[str, Any]) -> None:
 
 
 def report(**fields: object) -> None:
-    """Tell the parent."""
+    """Send ``fields`` to the parent."""
     print(json.dumps(fields), flush=True)
 
 
 def _end_with_parent() -> None:
-    """Standard input ends when the parent does, however that comes about."""
+    """Exit with the parent: standard input closes when the parent ends, for whatever reason."""
     os.read(sys.stdin.fileno(), 1)
     os._exit(1)

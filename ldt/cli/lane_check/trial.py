@@ -1,4 +1,4 @@
-"""A trial of one kind of lane: starts its two processes, waits for them, and says what came out."""
+"""Tries one kind of lane: starts two processes, waits for them, and diagnoses the result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ from ldt.cli.lane_check.rank import IMPORT, START
 __all__ = ["Trial", "try_lane"]
 
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 5.0  # for the other rank to say its own, once one has failed
+_GRACE_SECONDS = 5.0  # for the other rank to report, once one has failed
 _START_SECONDS = 300.0  # importing torch may read a gigabyte from a slow disk
-_CONSEQUENCES = (
-    "RemoteStageError",
-    "LaneError",
-    "DistNetworkError",
-)  # of what may have befallen the other rank
-# The rank imports what this process would, whatever its own folder is.
+# Errors that may only be a consequence of the other rank's failure.
+_CONSEQUENCES = ("RemoteStageError", "LaneError", "DistNetworkError")
+# The rank imports the same package as this process, whatever its working directory is.
 _PROGRAM = """
 import json, sys
 order = json.loads(sys.argv[1])
@@ -44,23 +41,23 @@ OTHER_RUNTIME = (
 
 
 class Trial:
-    """What a trial showed: ``figures`` in words or, if the lane is broken, ``problem`` and ``remedy``."""
+    """The result of a trial: ``figures`` as text or, if the lane is broken, ``problem`` and ``remedy``."""
 
     def __init__(self, kind: LaneKind, ranks: list[_Rank], seconds: float) -> None:
-        told = ranks[0].reports
+        reports = ranks[0].reports
         self.kind = kind
         self.loads = all(rank.phase not in (START, IMPORT) for rank in ranks)
-        self.runtimes: list[str] = told.get("runtimes", [])
-        self.figures = told.get("refused", "")
-        if "microseconds" in told:
-            self.figures = f"{told['microseconds']:.0f} µs, {told['gigabytes_per_second']:.2g} GB/s"
+        self.runtimes: list[str] = reports.get("runtimes", [])
+        self.figures = reports.get("refused", "")
+        if "microseconds" in reports:
+            self.figures = f"{reports['microseconds']:.0f} µs, {reports['gigabytes_per_second']:.2g} GB/s"
         self.problem, self.remedy = _diagnose(kind, ranks, seconds)
 
 
 def try_lane(kind: LaneKind, seconds: float = 60.0) -> Trial:
     """Let two processes of this machine exchange messages over ``kind``.
 
-    They are ended when neither has come to a new phase for ``seconds``; for the first, imports, they have longer.
+    They are killed when neither has entered a new phase for ``seconds``; imports, the first phase, may take longer.
     """
     from ldt._torch_private import TCPStore
 
@@ -72,7 +69,7 @@ def try_lane(kind: LaneKind, seconds: float = 60.0) -> Trial:
 
 
 class _Rank:
-    """A process of a trial. A context manager that ends it."""
+    """A process of a trial. The context manager kills it."""
 
     def __init__(self, kind: LaneKind, rank: int, port: int) -> None:
         self.rank = rank
@@ -87,7 +84,7 @@ class _Rank:
         self._files = [tempfile.TemporaryFile("a+") for _ in range(2)]  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, json.dumps(order)],
-            stdin=subprocess.PIPE,  # which it reads: so it ends when this process does
+            stdin=subprocess.PIPE,  # read by the rank, which ends when this process does
             stdout=self._files[0],
             stderr=self._files[1],
             env={"OMP_NUM_THREADS": "1", **os.environ, **kind.environment[rank]},
@@ -109,12 +106,12 @@ class _Rank:
 
     @property
     def phase(self) -> str:
-        """What it began last."""
+        """The phase that it entered last."""
         return str(self.reports.get("phase", START))
 
     @property
     def reports(self) -> dict[str, Any]:
-        """All that it has reported; of what was reported twice, the last."""
+        """Everything it has reported, merged; later values win."""
         self._files[0].seek(0)
         merged: dict[str, Any] = {}
         for line in self._files[0].read().splitlines():
@@ -130,7 +127,7 @@ class _Rank:
 
 
 def _wait(ranks: list[_Rank], seconds: float) -> None:
-    """Until both have ended, or none gets on, or one has failed and the other has had time to."""
+    """Wait until both have ended, neither makes progress, or one has failed and the other had time to report."""
     phases = ["", ""]
     failed = False
     deadline = 0.0
@@ -150,7 +147,7 @@ def _wait(ranks: list[_Rank], seconds: float) -> None:
 
 
 def _diagnose(kind: LaneKind, ranks: list[_Rank], seconds: float) -> tuple[str | None, str | None]:
-    """Problem and remedy, of the rank whose failure explains the other's; None for both where all is well."""
+    """Problem and remedy of the rank whose failure explains the other's; both None if nothing failed."""
     for rank in ranks:
         problem = rank.reports.get("runtime_problem")
         if problem:
@@ -159,27 +156,26 @@ def _diagnose(kind: LaneKind, ranks: list[_Rank], seconds: float) -> tuple[str |
     if not failures:
         return None, None
     cause = min(failures, key=_likelihood)
-    place = f"rank {cause.rank}, in {cause.phase!r},"
+    subject = f"rank {cause.rank}, in {cause.phase!r},"
     if cause.late:
-        return f"{place} did not go on within {seconds:g} s", kind.remedy
+        return f"{subject} made no progress for {seconds:g} s", kind.remedy
     if cause.status is not None and cause.status < 0:
         name = signal.Signals(-cause.status).name
-        return f"{place} was ended by {name}", f"rebuild with {REBUILD}; if it remains, {kind.remedy}"
+        return f"{subject} was killed by {name}", f"rebuild with {REBUILD}; if it remains, {kind.remedy}"
     error = cause.reports.get("error") or cause.last_words()
     if cause.phase == IMPORT:
-        return f"`{IMPORT}` fails: {error}", OTHER_RUNTIME if _of_linking(
-            error
-        ) else f"rebuild with {REBUILD}"
-    return f"{place} failed: {error}", kind.remedy
+        remedy = OTHER_RUNTIME if _is_link_error(error) else f"rebuild with {REBUILD}"
+        return f"`{IMPORT}` fails: {error}", remedy
+    return f"{subject} failed: {error}", kind.remedy
 
 
 def _likelihood(rank: _Rank) -> tuple[bool, bool, bool]:
-    """Sorts first who is the cause: ended by a signal, or with an error that is not about the other rank."""
+    """Sort the likely cause first: a rank killed by a signal, or with an error that is not about the other rank."""
     signalled = rank.status is not None and rank.status < 0
     error = rank.reports.get("error", "")
     return rank.late, not signalled, error.startswith(_CONSEQUENCES)
 
 
-def _of_linking(error: str) -> bool:
-    """Whether the loader missed what another C++ library has."""
+def _is_link_error(error: str) -> bool:
+    """Whether the loader missed a symbol of another C++ library."""
     return any(word in error for word in ("GLIBCXX_", "CXXABI_", "_ZNSt", "_ZSt", "libc++", "GCC_"))
