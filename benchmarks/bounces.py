@@ -12,9 +12,9 @@ __all__ = ["Bounces"]
 
 
 class Bounces:
-    """Counts between ``start`` and ``stop``, as often as that is, on the ``lanes`` that this rank hears on.
+    """Counts bounces between each ``start`` and ``stop`` on the ``lanes`` that this rank receives on.
 
-    Members of a stage are left out, as lanes count messages on leaders.
+    Members of a stage are not counted, because lanes count messages on leaders.
     """
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
@@ -28,7 +28,7 @@ class Bounces:
         self._count(1)
 
     def share(self) -> float | None:
-        """Of all messages, over all ranks, which all ask; None if no lane has received any."""
+        """The share of bounced messages over all ranks. A collective call; None if no lane has received any."""
         received, bounced = total(self._received), total(self._bounced)
         return bounced / received if received else None
 

@@ -23,11 +23,11 @@ Wait = Callable[[], object]
 
 @dataclass(frozen=True)
 class Path:
-    """One way for a message to get from a rank to others, and this rank's part in it.
+    """A path of messages from one rank to others, and this rank's part in it.
 
-    ``send(source)`` and ``receive(target)`` launch one and return what waits for it. ``send`` is None where this rank
-    does not send, ``receive`` where nothing arrives. ``empty(n)`` is memory for n int32 elements that arrive. ``hears``
-    are the lanes by which they do.
+    ``send(source)`` and ``receive(target)`` launch a transfer and return a function that waits for it. ``send`` is None
+    if this rank does not send, ``receive`` if it does not receive. ``empty(n)`` allocates n int32 elements to receive
+    into. ``receiving_lanes`` are the lanes that this rank receives on.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Path:
 
 
 class Courier:
-    """Carries messages of one size over one path and counts what arrives wrong on this rank."""
+    """Sends messages of one size over one path and counts wrong elements received on this rank."""
 
     def __init__(self, path: Path, nbytes: int, device: torch.device) -> None:
         self.path = path

@@ -1,1 +1,1 @@
-"""Models of other libraries, split into chunks: one subpackage per library, each behind an extra of its own."""
+"""Splits models of other libraries into chunks: one subpackage per library, each with its own extra."""

@@ -74,7 +74,7 @@ def test_layers_beyond_the_config_are_named(indices: tuple[int, ...], tmp_path: 
     deeper = text_config("llama", num_hidden_layers=7)
     model_class(deeper, 1)(deeper).save_pretrained(tmp_path)
     with pytest.raises(
-        ldt.LdtError, match=r"layers that the config has not: model\.layers\.[56]\..* and 15 more"
+        ldt.LdtError, match=r"layers that the config does not have: model\.layers\.[56]\..* and 15 more"
     ):
         load(tmp_path, indices)
 
@@ -84,7 +84,9 @@ def test_blocks_beyond_the_config_are_named(tmp_path: Path) -> None:
     deeper.vision_config.depth = 5
     model_class(deeper, 2)(deeper).save_pretrained(tmp_path)
     chunks = hf.split(config, [2, 2, 1, 3, 1], laps=2).build([3])
-    with pytest.raises(ldt.LdtError, match=r"layers that the config has not: model\.visual\.blocks\.4\."):
+    with pytest.raises(
+        ldt.LdtError, match=r"layers that the config does not have: model\.visual\.blocks\.4\."
+    ):
         hf.load_weights(chunks, tmp_path)
 
 

@@ -97,7 +97,7 @@ def refuse_wrong_specs(chunks: Sequence[hf.Chunk], inputs: Inputs) -> None:
 def test_a_patch_without_a_grid_is_refused() -> None:
     config = vision_config()
     chunks = hf.split(config, LAYERS, laps=2).build([0, 3])
-    with pytest.raises(ValueError, match="16 patches need the image_grid_thw that they are of, got None"):
+    with pytest.raises(ValueError, match="16 patches need their image_grid_thw, got None"):
         chunks[0](pixel_values=torch.randn(16, PATCH))
 
 

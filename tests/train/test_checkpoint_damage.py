@@ -122,7 +122,7 @@ def test_an_older_save_is_named_whatever_is_damaged(pool: RankPool, tmp_path: Pa
     answers = pool.run(outcomes, tmp_path, [(damage.__name__, file, True) for damage, file, _ in CASES[7::2]])
     for text in (text for answer in answers for _, text in answer):
         assert "step-1 exists but cannot be used, and the complete steps are [0]: " in text
-        assert text.endswith("Repair it, move it away, or load another one, as with step=0"), text
+        assert text.endswith("Repair it, move it away, or load another step, such as step=0"), text
 
 
 EDGE_FILES = ["stage.json", "rank-0.0/.metadata", "rank-0.0/__0_0.distcp", "rank-0.0/random_states.json"]
@@ -232,7 +232,7 @@ def test_no_permission(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def refuse(folder: Path) -> Any:
         raise PermissionError(13, "Permission denied", str(folder / "stage.json"))
 
-    monkeypatch.setattr(catalogs.StageRecord, "read", staticmethod(refuse))
+    monkeypatch.setattr(catalogs.StageManifest, "read", staticmethod(refuse))
     with pytest.raises(
         ldt.CheckpointError, match=r"step-1/stage-0/stage\.json cannot be read: Permission denied"
     ):
@@ -243,13 +243,13 @@ def test_what_another_rank_removes_is_not_damaged(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job.save(tmp_path, 1)
-    read = catalogs.StageRecord.read
+    read = catalogs.StageManifest.read
 
     def removed(folder: Path) -> Any:
         (tmp_path / "step-1").rename(tmp_path / ".removed-step-1")
         return read(folder)
 
-    monkeypatch.setattr(catalogs.StageRecord, "read", staticmethod(removed))
+    monkeypatch.setattr(catalogs.StageManifest, "read", staticmethod(removed))
     assert catalog([tmp_path]) == [[1, 0, []]]
 
 

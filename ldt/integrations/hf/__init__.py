@@ -7,9 +7,9 @@
     hf.load_weights(chunks, "path/to/model")                        # or hf.init_weights(chunks, seed=0)
     pipeline = ldt.Pipeline(chunks, mesh, plan, loss_fn=hf.token_loss, loss_reduction="token")
 
-A chunk is the model's own class in which what other chunks hold is replaced by modules without weights that pass
-their input on. So masks, rotary embeddings, layer types and the names of weights are those of transformers, and a
-family of models needs no code of its own.
+A chunk is an instance of the model's own class in which the parts of other chunks are replaced by modules without
+weights that return their input. So masks, rotary embeddings, layer types and weight names are those of transformers,
+and a model family needs no code of its own.
 """
 
 from ldt.integrations.hf.adapters import add_adapter

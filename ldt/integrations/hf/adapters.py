@@ -1,4 +1,4 @@
-"""Adapters of peft in a chunk, which stays the chunk that it is."""
+"""Adds adapters of peft to chunks without wrapping them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ __all__ = ["add_adapter"]
 def add_adapter(
     chunks: Iterable[Chunk], config: Any, adapter_name: str = "default", *, seed: int = 0
 ) -> None:
-    """Put the adapters of a ``peft`` config, such as LoraConfig, into ``chunks`` and freeze all other weights.
+    """Add the adapters of a ``peft`` config, such as LoraConfig, to ``chunks`` and freeze all other weights.
 
-    ``peft.get_peft_model`` would wrap a chunk in a module that hides which keywords its forward takes. A chunk that
-    has none of the config's target modules is frozen. Call it once weights are loaded;
-    ``peft.get_peft_model_state_dict(chunk.model)`` then gives a chunk's adapter weights by their names in the whole
-    model. An adapter's random numbers come from ``seed``, its name and its module's, so that they are the same however
-    the model is split and others in each stage. Raises ValueError if these chunks have layers, but none has a target,
-    or if adapters of this kind are not put into modules one by one.
+    Use it instead of ``peft.get_peft_model``, which would wrap a chunk in a module that hides the keywords of its
+    forward. A chunk without any target module of the config is frozen. Call it after loading weights;
+    ``peft.get_peft_model_state_dict(chunk.model)`` then returns a chunk's adapter weights by their names in the whole
+    model. An adapter's random numbers depend on ``seed``, its name and its module's name, so they do not depend on how
+    the model is split and differ between stages.
+
+    Raises ValueError if these chunks have layers but no target module, or if adapters of this kind are not added module
+    by module.
     """
     tuner = _drawing_by_name(config, seed)
     chunks = list(chunks)
     refusals = []
     for chunk in chunks:
         try:
-            # A copy: peft writes the names that it finds in the first chunk into the config.
+            # A copy, because peft writes the names it finds in the first chunk into the config.
             tuner(chunk.model, copy.deepcopy(config), adapter_name)
         except ValueError as error:
             if _has_adapters(chunk):
@@ -44,18 +46,18 @@ def add_adapter(
 
 
 def _drawing_by_name(config: Any, seed: int) -> Any:
-    """The class of peft that puts adapters into a model, which then draws each by the name of its module."""
+    """Return peft's tuner class for ``config``, changed to draw each adapter by the name of its module."""
     from peft import PEFT_TYPE_TO_TUNER_MAPPING  # an optional dependency of an optional dependency
     from peft.tuners.tuners_utils import BaseTuner
 
     known: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type, object)
     if not issubclass(known, BaseTuner) or getattr(known, "uses_shared_state", False):
         raise ValueError(
-            f"{type(config).__name__} does not put an adapter of its own into each module, which is what chunks can "
-            "have: take another kind, such as LoraConfig"
+            f"{type(config).__name__} does not put an adapter of its own into each module, which chunks require: use "
+            "another kind, such as LoraConfig"
         )
 
-    class Tuner(known):  # type: ignore[misc]  # what it is is known at run time alone
+    class Tuner(known):  # type: ignore[misc]  # known only at run time
         def _create_and_replace(
             self, config: Any, adapter_name: str, *target: Any, current_key: str, **options: Any
         ) -> None:

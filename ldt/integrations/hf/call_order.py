@@ -1,4 +1,4 @@
-"""Proof that a model does nothing but run its parts in order: the whole forward, with witnesses in their places."""
+"""Proves that a model only runs its parts in order, by running the whole forward with a probe in place of each part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TOKENS = 3
 
 
 class _Call(NamedTuple):
-    """Of a part: its first argument, the tensors in the others, what it returned."""
+    """A call of a part: its first argument, the tensors in the other arguments, and its result."""
 
     part: str
     given: torch.Tensor
@@ -28,8 +28,8 @@ class _Call(NamedTuple):
     returned: torch.Tensor
 
 
-class _Witness(PassOn):
-    """Notes that it is called, and returns numbers that no other call does, by which they are known again."""
+class _Probe(PassOn):
+    """Records its calls, and returns unique numbers so that each result can be recognized."""
 
     def __init__(self, absent: nn.Module, part: str, width: int | None, calls: list[_Call]) -> None:
         super().__init__(absent)
@@ -45,20 +45,20 @@ class _Witness(PassOn):
 
 
 def prove_text(model: PreTrainedModel) -> None:
-    """Raise ValueError unless ``model``, whose parts are taken out, runs each once and in order, and nothing between.
+    """Raise ValueError unless ``model`` runs each of its parts once, in order, and nothing between them.
 
-    Embedding, layers, norm and head: each must get what the one before returned, and beside it nothing that is
-    computed from tokens or weights, which another chunk would not have.
+    The parts are embedding, layers, norm and head. Each must get the result of the previous one, and nothing else that
+    is computed from tokens or weights, which another chunk would not have.
     """
     decoder, tokens = _any(decoder_of(model)), torch.arange(_TOKENS)[None]
     calls: list[_Call] = []
     width = model.config.get_text_config().hidden_size
     parts = ["the embedding", *_numbered("layer", decoder.layers), "the final norm", "the head"]
-    decoder.embed_tokens = _Witness(decoder.embed_tokens, parts[0], width, calls)
+    decoder.embed_tokens = _Probe(decoder.embed_tokens, parts[0], width, calls)
     for index, layer in enumerate(decoder.layers):
-        decoder.layers[index] = _Witness(layer, parts[1 + index], None, calls)
-    decoder.norm = _Witness(decoder.norm, parts[-2], None, calls)
-    _any(model).lm_head = _Witness(_any(model).lm_head, parts[-1], None, calls)
+        decoder.layers[index] = _Probe(layer, parts[1 + index], None, calls)
+    decoder.norm = _Probe(decoder.norm, parts[-2], None, calls)
+    _any(model).lm_head = _Probe(_any(model).lm_head, parts[-1], None, calls)
     model(input_ids=tokens, use_cache=False)
     _refuse_other_order(parts, calls)
     for before, after in pairwise(calls):
@@ -70,12 +70,12 @@ def prove_text(model: PreTrainedModel) -> None:
 
 
 def prove_vision(model: PreTrainedModel, run: Callable[[], object]) -> None:
-    """The same for the blocks of the vision tower, which ``run`` runs; patches come there in the order of windows."""
+    """Likewise for the blocks of the vision tower, which ``run`` runs. Patches are in window order there."""
     tower = _any(model).model.visual
     calls: list[_Call] = []
     parts = _numbered("block", tower.blocks)
     for index, block in enumerate(tower.blocks):
-        tower.blocks[index] = _Witness(block, parts[index], None, calls)
+        tower.blocks[index] = _Probe(block, parts[index], None, calls)
     run()
     _refuse_other_order(parts, calls)
 

@@ -1,4 +1,4 @@
-"""Checkpoints in safetensors: which file has which tensor, and what of that a model can have a use for."""
+"""Reads safetensors checkpoints: finds the file of each tensor and matches names to a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def files_of_tensors(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The names in a checkpoint, and the file that has each."""
+    """Return the file of each tensor in a checkpoint, by name."""
     index = cached_file(path, INDEX, _raise_exceptions_for_missing_entries=False)
     if index is not None:
         return _indexed(Path(index))
@@ -56,7 +56,7 @@ def _indexed(index: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(path: str | os.PathLike[str], file: str) -> Iterator[Any]:
-    """The safetensors ``file`` of a checkpoint. Raises LdtError if it is damaged or lacks what is asked for."""
+    """Open a safetensors ``file`` of a checkpoint. Raises LdtError if it is damaged or lacks a requested tensor."""
     found = cached_file(path, file)
     try:
         with safe_open(found, framework="pt") as content:
@@ -68,7 +68,7 @@ def opened(path: str | os.PathLike[str], file: str) -> Iterator[Any]:
 
 
 def by_parameter_name(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
-    """The names in a checkpoint by what the model calls them: some families were renamed since theirs were saved."""
+    """Map the model's names to those in a checkpoint. Some families were renamed after their checkpoints were saved."""
     renamings = [step for step in get_model_conversion_mapping(model) if isinstance(step, WeightRenaming)]
 
     def renamed(name: str) -> str:
@@ -80,9 +80,9 @@ def by_parameter_name(model: PreTrainedModel, stored: Iterable[str]) -> dict[str
 
 
 def refuse_other_layers(model: PreTrainedModel, names: Iterable[str], path: str | os.PathLike[str]) -> None:
-    """Raise LdtError if tensors of a checkpoint, called as the model would, are of layers beyond its last.
+    """Raise LdtError if a checkpoint has tensors, by the model's names, of layers beyond the model's last.
 
-    Not for those that the model's class says to ignore, such as layers that predict further tokens.
+    Layers that the model's class says to ignore, such as those that predict further tokens, are fine.
     """
     lengths = {f"{n}.": len(part) for n, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
@@ -97,8 +97,8 @@ def refuse_other_layers(model: PreTrainedModel, names: Iterable[str], path: str 
     ]
     if surplus:
         raise LdtError(
-            f"{os.fspath(path)} has weights of layers that the config has not: {some(surplus)}. "
-            "Split the model by the config that belongs to them"
+            f"{os.fspath(path)} has weights of layers that the config does not have: {some(surplus)}. "
+            "Split the model by the config of this checkpoint"
         )
 
 

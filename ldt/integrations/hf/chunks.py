@@ -1,4 +1,4 @@
-"""The kinds of chunk: what each takes, what it returns, and the shape of that."""
+"""The kinds of chunks: their inputs, their outputs and the output shapes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ldt.runtime.common.tensor_spec import TensorSpec
 
 __all__ = ["Chunk", "MergingChunk", "TextChunk", "TextHead", "TextTail", "VisionChunk", "VisionHead"]
 
-Sized = torch.Tensor | TensorSpec  # what output_spec is given: of either, only the shape is read
+Sized = torch.Tensor | TensorSpec  # an argument of output_spec, which reads only its shape
 
 
 class Chunk(nn.Module):
     """A part of a Hugging Face model.
 
-    ``model`` is the whole model's class and config with only this chunk's parts: what can be done with a model of
-    transformers, such as checkpointing activations, can be done with it, and its parameters have the names that they
-    have in the whole. ``output_spec`` tells what ``forward`` returns for tensors of such shapes.
+    ``model`` has the whole model's class and config, but only this chunk's parts. It supports whatever a model of
+    transformers does, such as activation checkpointing, and its parameters have their names in the whole model.
+    ``output_spec`` returns the specs of what ``forward`` returns for inputs of the given shapes.
     """
 
     model: PreTrainedModel
@@ -32,11 +32,11 @@ class Chunk(nn.Module):
 
     @property
     def config(self) -> PreTrainedConfig:
-        """That of the whole model."""
+        """The config of the whole model."""
         return self.model.config
 
     def whole_model_name(self, name: str) -> str:
-        """What a tensor of ``state_dict`` is called in the whole model: by this checkpoints know it."""
+        """The name of a tensor of ``state_dict`` in the whole model, which checkpoints use."""
         return name.removeprefix("model.")
 
     @property
@@ -44,7 +44,7 @@ class Chunk(nn.Module):
         return self.model.model.visual
 
     def _spec(self, shape: tuple[int, ...], dtype: torch.dtype, *inputs: TensorSpec) -> TensorSpec:
-        """Requires a gradient if an input or a parameter does."""
+        """A spec that requires a gradient if an input or a parameter does."""
         wanted = any(spec.requires_grad for spec in inputs)
         return TensorSpec(shape, dtype, wanted or any(p.requires_grad for p in self.parameters()))
 
@@ -96,10 +96,10 @@ class TextTail(TextChunk):
 
 
 class VisionChunk(Chunk):
-    """Blocks of the vision tower: patches of all images and of all videos in, the same out.
+    """Blocks of the vision tower: patches of all images and of all videos in and out.
 
-    Both are [patches, width] in the order of the image. A microbatch without images has no rows there; they have no
-    gradient, and no parameter gets one.
+    Both are [patches, width] in image order. Without images they have no rows and no gradient, and no parameter gets a
+    gradient.
     """
 
     def forward(
@@ -120,7 +120,7 @@ class VisionChunk(Chunk):
         if not len(patches):
             return patches
         if grid is None:
-            raise ValueError(f"{len(patches)} patches need the {kind}_grid_thw that they are of, got None")
+            raise ValueError(f"{len(patches)} patches need their {kind}_grid_thw, got None")
         output = self._tower(patches, grid_thw=grid.to(patches.device))
         grouped: torch.Tensor = getattr(output, "pooler_output", output)
         return grouped.reshape(len(patches), -1)
@@ -130,9 +130,9 @@ class VisionChunk(Chunk):
 
 
 class VisionHead(VisionChunk):
-    """The patch embedding and the first blocks of the vision tower. Without images, what it returns has no rows."""
+    """The patch embedding and the first blocks of the vision tower. Without images its outputs have no rows."""
 
-    def forward(  # type: ignore[override]  # the first chunk: its arguments are a microbatch's inputs
+    def forward(  # type: ignore[override]  # the arguments of the first chunk are a microbatch's inputs
         self,
         *,
         pixel_values: torch.Tensor | None = None,
@@ -167,7 +167,7 @@ class VisionHead(VisionChunk):
 class MergingChunk(Chunk):
     """The end of the vision tower and the start of the language model.
 
-    Merges patches, embeds tokens, puts the images in their places, and runs the first language layers.
+    Merges patches, embeds tokens, inserts the images, and runs the first language layers.
     """
 
     def forward(
@@ -188,8 +188,8 @@ class MergingChunk(Chunk):
             vision |= {"pixel_values_videos": videos, "video_grid_thw": video_grid_thw}
         if vision and position_ids is None:
             raise ValueError(
-                "a microbatch with images needs position_ids among its inputs, since other stages have no tokens to "
-                "compute them from: add those of hf.position_ids(config, input_ids, attention_mask, image_grid_thw)"
+                "a microbatch with images needs position_ids among its inputs, because other stages have no tokens to "
+                "compute them from: add hf.position_ids(config, input_ids, attention_mask, image_grid_thw)"
             )
         return _run(self.model.model, attention_mask, position_ids, input_ids=input_ids, **vision)
 
@@ -205,7 +205,7 @@ def _run(
     position_ids: torch.Tensor | None,
     **inputs: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The first output of a model of transformers: hidden states or, of the outermost one, logits."""
+    """Return the first output of a transformers model: hidden states, or logits of the outermost model."""
     if position_ids is not None and position_ids.dim() == 1:
         position_ids = position_ids[None]
     masks = {"attention_mask": attention_mask, "position_ids": position_ids}
@@ -218,12 +218,12 @@ def _embedded(chunk: Chunk, input_ids: Sized) -> tuple[int, ...]:
 
 
 def _dtype(part: nn.Module) -> torch.dtype:
-    """That of the weights: of what an embedding returns, and so of the hidden states that layers add to."""
+    """The dtype of the weights, hence of an embedding's output and of the hidden states that layers add to."""
     return next(parameter.dtype for parameter in part.parameters())
 
 
 def _autocast_dtype(part: nn.Module) -> torch.dtype:
-    """That of what a linear or convolutional layer of ``part`` returns."""
+    """The dtype that a linear or convolutional layer of ``part`` returns."""
     parameter = next(part.parameters())
     kind = parameter.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else parameter.dtype

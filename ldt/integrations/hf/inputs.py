@@ -1,4 +1,4 @@
-"""What the data pipeline on the edge adds to a microbatch, since other stages cannot compute it without tokens."""
+"""Computes inputs of a microbatch that other stages cannot compute without tokens. For the edge's data pipeline."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def position_ids(
     video_grid_thw: torch.Tensor | None = None,
     second_per_grid_ts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The positions that a vision-language model would compute of its own accord, [3, batch, sequence].
+    """Return the positions that a vision-language model would compute itself, [3, batch, sequence].
 
-    They go into a microbatch's inputs as ``position_ids``. ``input_ids`` and ``attention_mask`` are [batch, sequence],
-    grids [images, 3]; ``second_per_grid_ts`` has the seconds of video per step of time, [videos].
+    Add them to a microbatch's inputs as ``position_ids``. ``input_ids`` and ``attention_mask`` are [batch, sequence],
+    grids [images, 3]; ``second_per_grid_ts`` has the seconds of video per temporal step, [videos].
     """
     batch, sequence = input_ids.shape
     if not any(grid is not None and len(grid) for grid in (image_grid_thw, video_grid_thw)):
@@ -45,10 +45,10 @@ def position_ids(
 
 
 def packed_position_ids(segments: torch.Tensor) -> torch.Tensor:
-    """Positions [batch, sequence] that begin again at 0 wherever the number of the segment changes.
+    """Return positions [batch, sequence] that restart at 0 wherever the segment number changes.
 
-    Such positions, *without* an attention mask, are what tells transformers that a row has several texts which do
-    not see each other: with a mask it takes the row for one text. So padding must be a segment of its own.
+    Such positions, *without* an attention mask, tell transformers that a row packs several texts that do not attend to
+    each other. With a mask it treats the row as one text, so make padding a segment of its own.
     """
     steps = torch.arange(segments.shape[-1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
@@ -57,7 +57,7 @@ def packed_position_ids(segments: torch.Tensor) -> torch.Tensor:
 
 
 def _without_parts(config: PreTrainedConfig) -> Any:
-    """The inner model for the sake of a method that needs its config alone."""
+    """The inner model without parts, for a method that needs only its config."""
     with torch.device("meta"):
         inner: Any = type(model_class(config, laps=2)._from_config(config).model)
     model = inner.__new__(inner)

@@ -7,14 +7,14 @@ from torch.nn import functional
 
 __all__ = ["token_loss"]
 
-IGNORED = -100  # a label that no loss is taken for, as everywhere in transformers
+IGNORED = -100  # a label without loss, as everywhere in transformers
 
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of losses over predicted tokens and their number: for ``Pipeline(loss_reduction="token")``.
+    """Return the sum of losses over predicted tokens and their number, for ``Pipeline(loss_reduction="token")``.
 
-    ``logits`` [batch, sequence, vocabulary] and ``labels`` [batch, sequence] are of the same tokens: the logits of
-    one predict the next one's label. Labels of -100 do not count.
+    ``logits`` [batch, sequence, vocabulary] and ``labels`` [batch, sequence] belong to the same tokens: the logits of
+    one predict the label of the next. Labels of -100 do not count.
     """
     following = labels[:, 1:].flatten()
     predictions = logits[:, :-1].flatten(0, 1).float()

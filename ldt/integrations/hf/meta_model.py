@@ -1,4 +1,4 @@
-"""A model of transformers without weights, and what a chunk does not hold taken out of it."""
+"""Creates transformers models on the meta device and removes the parts that a chunk does not hold."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = [
     "keep_vision",
     "materialize",
     "model_class",
-    "skeleton",
+    "meta_model",
     "with_owners",
 ]
 
-_UNSET = -113  # of a buffer
+_UNSET = -113  # marks buffer elements that have not been computed
 
 
 class PassOn(nn.Module):
-    """Stands for a layer, norm or embedding that another chunk holds: returns its first argument.
+    """Replaces a layer, norm or embedding of another chunk. Returns its first argument.
 
-    It still says what it stands for: a model may ask a layer for its kind of attention.
+    It keeps the plain attributes of the original, because a model may ask a layer for its kind of attention.
     """
 
     def __init__(self, absent: nn.Module) -> None:
@@ -46,10 +46,10 @@ class PassOn(nn.Module):
 
 
 class GroupPatches(nn.Module):
-    """Stands for the merger: the patches that it would merge, [patches / group, group * width], as they are.
+    """Replaces the merger: returns the patches that it would merge, [patches / group, group * width], unchanged.
 
-    The tower brings the merger's output back from the order of windows to that of the image, whatever its width. So
-    patches cross hops in the order of the image, and every chunk orders them anew.
+    The tower reorders the merger's output from window order to image order, whatever its width. So patches cross hops
+    in image order, and every chunk reorders them.
     """
 
     def __init__(self, group: int) -> None:
@@ -61,7 +61,7 @@ class GroupPatches(nn.Module):
 
 
 def model_class(config: PreTrainedConfig, laps: int) -> Any:
-    """The class whose layers are walked through in ``laps`` laps. Raises ValueError if there is none."""
+    """Return the model class for ``laps`` laps over the stages. Raises ValueError if there is none."""
     mapping = MODEL_FOR_CAUSAL_LM_MAPPING if laps == 1 else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if laps == 1 else MODEL_FOR_CAUSAL_LM_MAPPING
     try:
@@ -76,33 +76,33 @@ def model_class(config: PreTrainedConfig, laps: int) -> Any:
     return found
 
 
-def skeleton(
+def meta_model(
     config: PreTrainedConfig,
     laps: int,
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """The model on the meta device: modules and shapes, no memory. Its config is a copy."""
+    """Return the model on the meta device: modules and shapes, no memory. Its config is a copy."""
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config, laps)._from_config(copy.deepcopy(config), **options)
-    model.tie_weights()  # some versions do so only with memory
+    model.tie_weights()  # some versions of transformers tie only weights with memory
     return model
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part that has the language layers."""
+    """Return the part that has the language layers."""
     decoder: PreTrainedModel = getattr(model.model, "language_model", model.model)
     return decoder
 
 
 def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool, head: bool) -> int:
-    """Take out of the language model all but ``layers`` and, if so said, its embedding, its final norm and head.
+    """Remove everything from the language model except ``layers`` and, if set, its embedding, final norm and head.
 
-    Where embedding and head are one Parameter, the head brings along its name as an embedding. Returns the number of
-    layers that there were.
+    If embedding and head are one Parameter, the head keeps the embedding as well, for its name. Returns the original
+    number of layers.
     """
     decoder: Any = decoder_of(model)
     _keep_items(decoder.layers, layers)
@@ -115,7 +115,7 @@ def keep_text(model: PreTrainedModel, layers: Iterable[int], *, embedding: bool,
 
 
 def keep_vision(model: PreTrainedModel, blocks: Iterable[int], *, embedding: bool, merger: bool) -> int:
-    """The same for the vision tower: its blocks, its patch embedding, its merger."""
+    """Likewise for the vision tower: its blocks, patch embedding and merger."""
     tower: Any = model.model.visual
     _keep_items(tower.blocks, blocks)
     if not embedding:
@@ -133,17 +133,17 @@ def _keep_items(modules: nn.ModuleList, kept: Iterable[int]) -> None:
 
 
 def has_layers(model: PreTrainedModel) -> bool:
-    """Whether layers of the language model or blocks of the vision tower are left."""
+    """Whether the model still has layers of the language model or blocks of the vision tower."""
     decoder: Any = decoder_of(model)
     parts = [*decoder.layers, *getattr(getattr(model.model, "visual", None), "blocks", ())]
     return not all(isinstance(part, PassOn) for part in parts)
 
 
 def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, nn.Parameter]) -> None:
-    """Give parameters memory on ``device``, filled with NaN until they are loaded, and compute constant buffers.
+    """Allocate parameters on ``device``, filled with NaN until they are loaded, and compute constant buffers.
 
-    ``shared`` has the Parameters of parts that were built before, by name, and gets those of this one: a name that
-    two parts have, a tied embedding's, stays one Parameter.
+    ``shared`` maps names to the Parameters of chunks built before, and gets those of this one. So a name that two
+    chunks have, that of a tied embedding, stays one Parameter.
     """
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
@@ -159,17 +159,17 @@ def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, 
     lost = [name for name, buffer in model.named_buffers() if (buffer == _UNSET).any()]
     if lost:
         raise ValueError(
-            f"buffer {lost[0]} has values that only its constructor knows, which ran without memory"
+            f"buffer {lost[0]} has values that only its constructor computes, which ran on the meta device"
         )
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Fill buffers as transformers begins with them, such as the frequencies of rotary embeddings."""
+    """Fill buffers with their initial values, such as the frequencies of rotary embeddings."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for _, part, owner in with_owners(model):
             if part._buffers:
                 owner._init_weights(part)
-                for parameter in part.parameters(recurse=False):  # which it may have drawn, too
+                for parameter in part.parameters(recurse=False):  # _init_weights may have drawn them, too
                     parameter.fill_(torch.nan)
 
 
@@ -178,12 +178,12 @@ def _filled(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def with_owners(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, Any]]:
-    """All modules with their names and the innermost model that they are in, whose config is theirs."""
+    """Yield all modules with their names and the innermost model that contains them, whose config applies."""
     models = {"": model}
     for name, part in model.named_modules():
         if isinstance(part, PreTrainedModel):
             models[name] = part
-        place = name
-        while place not in models:
-            place = place.rpartition(".")[0]
-        yield name, part, models[place]
+        owner = name
+        while owner not in models:
+            owner = owner.rpartition(".")[0]
+        yield name, part, models[owner]

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed and a name alone, not on what else is drawn or where."""
+"""Draws random numbers that depend only on a seed and a name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["drawn_by_name"]
 
 @contextmanager
 def drawn_by_name(seed: int, name: str) -> Iterator[None]:
-    """Seed what is drawn on the CPU inside by ``seed`` and ``name``; outside no random generator is touched."""
+    """Seed the CPU generator by ``seed`` and ``name`` within the context. No generator changes outside."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would seed accelerators, too, and leave them so.
+        # Not torch.manual_seed, which would also seed accelerators, permanently.
         torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
         yield

@@ -1,4 +1,4 @@
-"""Which layers a chunk holds, and chunks built from that."""
+"""Divides the layers of a model into chunks and builds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ldt.integrations.hf.chunks import (
     VisionChunk,
     VisionHead,
 )
-from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, skeleton
+from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model
 from ldt.integrations.hf.structure import count_layers
 
 __all__ = ["Split", "split"]
@@ -29,16 +29,16 @@ __all__ = ["Split", "split"]
 def split(
     config: PreTrainedConfig | str | os.PathLike[str], layers: Sequence[int], *, laps: int = 1
 ) -> Split:
-    """Say how a model is split: ``layers`` has the number of layers of each of the C = laps * P + 1 chunks.
+    """Define how a model is split: ``layers`` has the number of layers of each of the C = laps * P + 1 chunks.
 
-    ``config``: that of a causal language model (one lap) or of a vision-language model of the kind of Qwen2.5-VL
-    (two laps), or the folder or hub name where it is. With one lap all chunks have language layers; the first has
-    the token embedding, too, and the last, the tail, the final norm and the head. With two laps chunks 0..P-1 have
-    blocks of the vision tower (the first its patch embedding), P..2P the language model, and chunk P, which is on
-    the edge again, merges patches and embeds tokens.
+    ``config`` is that of a causal language model (one lap) or of a vision-language model like Qwen2.5-VL (two laps), or
+    its folder or hub name. With one lap all chunks have language layers; the first also has the token embedding, and
+    the last, the tail, the final norm and the head. With two laps chunks 0..P-1 have blocks of the vision tower (the
+    first also its patch embedding), chunks P..2P the language model, and chunk P, on the edge again, merges patches
+    and embeds tokens.
 
-    Raises ValueError if the numbers are not whole or do not add up to the model's layers, or for a model that cannot
-    be split so.
+    Raises ValueError if the numbers are not whole or do not add up to the model's layers, or if the model cannot be
+    split.
     """
     if isinstance(config, (str, os.PathLike)):
         config = AutoConfig.from_pretrained(config)
@@ -47,7 +47,7 @@ def split(
 
 
 class Split:
-    """A model's config and the layers of each chunk. Made by ``split``."""
+    """A model's config and the layers of each chunk. Created by ``split``."""
 
     def __init__(self, config: PreTrainedConfig, layers: Sequence[int], laps: int) -> None:
         if laps not in (1, 2):
@@ -77,10 +77,10 @@ class Split:
         dtype: torch.dtype | None = None,
         attn_implementation: str | None = None,
     ) -> list[Chunk]:
-        """These chunks and no other part of the model. Their weights are NaN until they are loaded or initialized.
+        """Build only these chunks. Their weights are NaN until they are loaded or initialized.
 
-        ``dtype``: of the weights, by default what the config says. ``attn_implementation``: as in transformers. A
-        tied embedding that two of these chunks have is one Parameter. With ``device="meta"`` nothing gets memory.
+        ``dtype`` is that of the weights, by default the config's. ``attn_implementation`` is as in transformers. A tied
+        embedding in two of these chunks is one Parameter. With ``device="meta"`` nothing is allocated.
         Raises IndexError for a chunk that does not exist, ValueError for a number that is not whole.
         """
         shared: dict[str, nn.Parameter] = {}
@@ -90,7 +90,7 @@ class Split:
                 raise IndexError(
                     f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}"
                 )
-            chunk = self._on_meta(index, skeleton(self.config, self.laps, dtype, attn_implementation))
+            chunk = self._on_meta(index, meta_model(self.config, self.laps, dtype, attn_implementation))
             if torch.device(device).type != "meta":
                 materialize(chunk.model, torch.device(device), shared)
             built.append(chunk)
@@ -122,7 +122,7 @@ def _whole(what: str, numbers: Iterable[int]) -> list[int]:
 
 
 def _ranges(what: str, counts: Sequence[int], total: int) -> list[range]:
-    """The layers of each chunk, counted from 0. Raises ValueError if ``counts`` do not add up to ``total``."""
+    """Return the layers of each chunk, from 0. Raises ValueError if ``counts`` do not add up to ``total``."""
     if any(count < 0 for count in counts) or sum(counts) != total:
         added = " + ".join(map(str, counts))
         raise ValueError(f"the model has {total} {what}, but its chunks have {added} = {sum(counts)}")

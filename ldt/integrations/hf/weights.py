@@ -1,4 +1,4 @@
-"""Weights of chunks: read from safetensors, drawn at random, given back by their names in the whole model."""
+"""Loads, initializes and returns the weights of chunks by their names in the whole model."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["init_weights", "load_weights", "state_dict"]
 
 
 def state_dict(chunks: Iterable[Chunk]) -> dict[str, torch.Tensor]:
-    """The weights of ``chunks`` by the names they have in the whole model, whose ``load_state_dict`` takes all of them.
+    """Return the weights of ``chunks`` by their names in the whole model, for its ``load_state_dict``.
 
-    As there, a tied embedding comes under both of its names.
+    As in the whole model, a tied embedding has both of its names.
     """
     return {name: tensor for chunk in chunks for name, tensor in chunk.model.state_dict().items()}
 
 
 @torch.no_grad()
 def init_weights(chunks: Iterable[Chunk], seed: int) -> None:
-    """Draw weights as transformers does for the model, the same for a layer however the model is split.
+    """Draw weights as transformers does for the model. A layer's weights do not depend on how the model is split.
 
-    Each module has random numbers of its own, from ``seed`` and its name, drawn on the CPU whatever its device.
-    Raises LdtError that names the weights which transformers does not draw module by module, once all others are.
+    Each module's random numbers depend only on ``seed`` and its name, and are drawn on the CPU whatever its device.
+    Raises LdtError naming the weights that transformers does not draw module by module, after drawing all others.
     """
     done: set[int] = set()
     unset: list[str] = []
@@ -60,8 +60,8 @@ def init_weights(chunks: Iterable[Chunk], seed: int) -> None:
     if unset:
         kind = type(chunk.model).__name__
         raise LdtError(
-            f"the modules of {kind} do not draw their own {some(unset)}, which are NaN as before: load a checkpoint "
-            "of the model instead, made by save_pretrained of a whole one if it is to be random"
+            f"the modules of {kind} do not draw their own {some(unset)}, which are still NaN: load a checkpoint of the "
+            "model instead; for random weights, one saved by save_pretrained of a whole model"
         )
 
 
@@ -71,12 +71,11 @@ def _nan_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
 
 @torch.no_grad()
 def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
-    """Read the weights of ``chunks``, and no others, from a model's folder or hub name.
+    """Read only the weights of ``chunks`` from a model's folder or hub name.
 
-    They are in model.safetensors, or in the files that model.safetensors.index.json names, of which only those are
-    opened (from the hub: fetched) that have one. Tensors are converted to the dtype of the weights.
-    Raises LdtError that names what is missing or of another shape, which layers the checkpoint has beyond the
-    config's, or the file that is damaged.
+    Reads model.safetensors, or the files that model.safetensors.index.json names; opens (from the hub: downloads) only
+    those that have a needed tensor. Tensors are converted to the dtype of the weights.
+    Raises LdtError naming missing tensors or those of another shape, layers beyond the config's, or a damaged file.
     """
     missing: list[str] = []
     reads: dict[str, list[tuple[str, torch.Tensor]]] = defaultdict(list)
@@ -92,15 +91,15 @@ def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
                 reads[stored[source]].append((source, tensor))
     if missing:
         raise LdtError(
-            f"{os.fspath(path)} lacks weights of these chunks: {some(missing)}. It must be of this "
-            "model, and be loaded before adapters are added; experts that are stored one by one are not supported"
+            f"{os.fspath(path)} lacks weights of these chunks: {some(missing)}. It must be a checkpoint of this "
+            "model and be loaded before adapters are added; experts that are stored one by one are not supported"
         )
     for file, tensors in reads.items():
         _read(path, file, tensors)
 
 
 def _names_of_tensors(model: PreTrainedModel) -> list[tuple[list[str], torch.Tensor]]:
-    """What a checkpoint must have: each tensor once, with all of its names."""
+    """The tensors that a checkpoint must have, each once, with all of its names."""
     names: dict[int, list[str]] = defaultdict(list)
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
