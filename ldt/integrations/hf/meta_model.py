@@ -21,8 +21,8 @@ __all__ = [
     "keep_text",
     "keep_vision",
     "materialize",
-    "model_class",
     "meta_model",
+    "model_class",
     "with_owners",
 ]
 

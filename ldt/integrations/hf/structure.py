@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 
 from ldt.integrations.hf.call_order import prove_text, prove_vision
 from ldt.integrations.hf.chunks import TextChunk, VisionChunk
-from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, model_class, meta_model
+from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model, model_class
 
 __all__ = ["count_layers"]
 
