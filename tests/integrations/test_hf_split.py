@@ -236,7 +236,9 @@ def test_numbers_of_chunks_are_whole(chunks: Any) -> None:
 @pytest.mark.parametrize("flag", ["output_router_logits", "output_hidden_states", "output_attentions"])
 def test_more_outputs_than_chunks_have_are_refused(flag: str) -> None:
     config = text_config("mixtral", **{flag: True})
-    with pytest.raises(ValueError, match=f"MixtralConfig has {flag}=True, but chunks return only hidden states"):
+    with pytest.raises(
+        ValueError, match=f"MixtralConfig has {flag}=True, but chunks return only hidden states"
+    ):
         hf.split(config, [1, 3, 1])
 
 
