@@ -1,4 +1,4 @@
-"""How many messages came through a lane's bounce slots instead of straight into the memory that was posted for them."""
+"""Counts messages that went through a lane's bounce slots instead of directly into the posted memory."""
 
 from __future__ import annotations
 

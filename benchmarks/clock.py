@@ -1,4 +1,4 @@
-"""Taking the time on several ranks of one host: all start together from idle devices, and the slowest counts."""
+"""Measures time on several ranks of one host: all start together from idle devices, and the slowest counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages over a path, each with data of its own, so that a late, an early and an old one are all wrong.
+"""Sends messages over a path. Each has different data, so that late, early and stale data are all detected.
 
 As in a pipeline, a message is sent to memory that is posted already: ``ready``, ``start``, ``wait``, ``check``.
 """

@@ -1,4 +1,4 @@
-"""A slow link on one machine: what arrives over a mesh's channels is held back by a latency.
+"""Simulates a slow link on one machine by delaying arrivals on a mesh's channels by a latency.
 
 A message starts when it was sent, when its receive was posted and when the one before it on that channel started,
 whichever is last: the rule of the simulator, for a link of unlimited bandwidth. The time it was sent travels with it.

@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, ranks, rows of time and correctness side by side, an exit code that is the gate.
+"""Shared by all benchmarks: options, ranks, rows with time and correctness, and the exit code as the gate.
 
 Output is a table whose context stands in lines that begin with ``#``; a row is printed as soon as it is measured, so
 that a failure later on leaves the ones before it. ``--json FILE`` writes the same rows, ``--plot FILE`` draws them.

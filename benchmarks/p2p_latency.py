@@ -1,4 +1,4 @@
-"""How long does a message between two GPUs take that nothing runs beside, and how near is it to what the link can do?
+"""How long does a message between two idle GPUs take, and how close is it to the speed of the link?
 
 The receive is posted first, then ranks meet, then the sender sends. A time is from then until the receiver's current
 stream is done with the wait, on the host, whose clock is one for all ranks; of several pairs the slowest counts.

@@ -1,4 +1,4 @@
-"""Rows as a picture: for each kind of rows a panel for each figure, lines over sizes or bars beside names."""
+"""Plots rows: for each kind of row one panel per figure, with lines over sizes or bars by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer to train: layers that every rank has, cut into chunks in a U or into stages in a row."""
+"""A transformer to train, split into chunks in a U or into stages in a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Meshes over each transport of lanes that is asked for."""
+"""Connects a mesh for each requested transport."""
 
 from __future__ import annotations
 

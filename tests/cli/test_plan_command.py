@@ -1,4 +1,4 @@
-"""``python -m ldt plan``: the comparison it prints, the files it writes, one sentence for what cannot be."""
+"""``python -m ldt plan``: the comparison it prints, the files it writes, one sentence per error."""
 
 from __future__ import annotations
 

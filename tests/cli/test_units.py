@@ -1,4 +1,4 @@
-"""Quantities as people write them, and what is said about those that cannot be read."""
+"""Quantities such as 20ms and 1Gbit are parsed, and errors name those that are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of integrations are left out where the other library is not installed."""
+"""Skips tests of integrations if the other library is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small Hugging Face models, microbatches for them, and a walk through their chunks as the runtime makes it."""
+"""Small Hugging Face models, their microbatches, and a run through their chunks as the runtime does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is split: what a chunk holds, what it declares, what is refused."""
+"""How a model is split: the parts of a chunk, its output specs, and refused models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of chunks: only theirs are read, by the right names; random ones do not depend on the split."""
+"""Chunks read only their own weights, by the right names; random weights do not depend on the split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A second, independent judge of plans: plays them action by action with plain lists, and knows no time.
+"""An independent verifier of plans: runs them action by action with plain lists and without time.
 
 It shares no code with ldt.plan's engine or verifier. The rules of play are monotone (a move that is possible stays
 possible until it is made), so making any possible move until none is left decides whether a plan works.

@@ -1,4 +1,4 @@
-"""Changes of JSON and of texts, as damage or malice would make them; hypothesis draws which."""
+"""Random changes of JSON and text, as damage or an attacker would make them."""
 
 from __future__ import annotations
 

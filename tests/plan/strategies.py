@@ -1,4 +1,4 @@
-"""What the property tests of the planner draw from."""
+"""Hypothesis strategies for the property tests of the planner."""
 
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Files of plans, timelines and costs that are damaged or made to harm: a PlanError, at once, and nothing else."""
+"""Damaged or malicious files of plans, timelines and costs raise PlanError, quickly, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Timelines, planned and measured, and what is drawn from them."""
+"""Timelines, planned and measured, and their drawings."""
 
 import json
 import sys

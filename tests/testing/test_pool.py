@@ -1,4 +1,4 @@
-"""The pool of ranks that the other tests stand on: it must see failures, deaths and hangs, and go on afterwards."""
+"""The worker pool of the other tests detects failures, deaths and hangs, and can be used again afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run on their ranks: a model of blocks that any topology can cut, and its training."""
+"""Jobs of the checkpoint tests: a model of blocks that any topology can split, and its training."""
 
 from __future__ import annotations
 

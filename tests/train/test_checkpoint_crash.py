@@ -1,4 +1,4 @@
-"""Whatever ends a save, the last one that was complete can be loaded: kills at every moment, a disk that is full."""
+"""Whatever ends a save, the last complete one can be loaded: kills at every moment, a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is there but cannot be read is not taken for absent: every rank hears of it, and nothing is removed for it."""
+"""An unreadable save is not treated as absent: every rank raises, and nothing is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which saves are complete, as ranks with different disks see them; what is removed, and when."""
+"""Finds complete saves from ranks with different disks, and removes old ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be saved or loaded: every rank hears why, nothing is changed, and the mesh stays usable."""
+"""Saves and loads that are refused: every rank raises the reason, nothing changes, and the mesh stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each rank of a stage writes a part by itself: no pickle goes from rank to rank, and the parts make whole tensors."""
+"""Each rank of a stage writes its own part: ranks exchange no pickles, and the parts make up whole tensors."""
 
 from __future__ import annotations
 

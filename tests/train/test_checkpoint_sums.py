@@ -1,4 +1,4 @@
-"""Each file of a checkpoint is read against what was written: one bit that changed is an error that names the file."""
+"""Checksums of checkpoint files: a single changed bit is an error that names the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files on a cloud's disk are not trusted: what would run code is refused, what is damaged is named."""
+"""Files on a cloud's disk are untrusted: files that would run code are refused, damaged ones are named."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are complex, and other dtypes: norms, averages and loss scaling as in torch on the unsplit model."""
+"""Complex and other dtypes of gradients: norms, averages and loss scaling equal torch's on the unsplit model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss scaling over stages equals torch's on the unsplit model; what is infinite on one stage skips the step on all."""
+"""Loss scaling over stages equals torch's on the unsplit model; an infinity on one stage skips the step on all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that cut their weights by themselves, as Megatron's do: each part counts and is saved, whatever its rank."""
+"""Layers that shard their own weights, as Megatron's do: every part counts and is saved, whatever its rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broken plans are refused with the place marked."""
+"""Broken plans are refused, and the error marks the action."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""verify accepts exactly what also works for an independent judge: random plans, most of them broken."""
+"""verify accepts exactly the plans that an independent verifier accepts, on random plans, most of them broken."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Gradients that there are not: none stays none, nothing crosses for what is not used, whatever differs at run time."""
+"""Absent gradients stay None, and no message carries the gradient of an unused tensor, whatever differs at run time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs in one memory, each other's or their own, and what a chunk keeps, where the next chunk works in place."""
+"""Outputs that share memory with each other or with kept tensors, when the next chunk works in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chunk's runner keeps of a microbatch between its forward and its backward, and when it lets go of it."""
+"""What a chunk runner keeps of a microbatch between forward and backward, and when it releases it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on gradients of parameters: as in the unsplit model, or refused by name where gradients change afterwards."""
+"""Hooks on parameter gradients work as in the unsplit model, or are refused by name if gradients change later."""
 
 from __future__ import annotations
 

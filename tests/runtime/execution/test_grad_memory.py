@@ -1,4 +1,4 @@
-"""Parameters whose gradients autograd keeps in one memory: what changes one in place is done once to each."""
+"""Parameters whose gradients share memory: an in-place change is applied once to each."""
 
 from __future__ import annotations
 

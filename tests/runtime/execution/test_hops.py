@@ -1,4 +1,4 @@
-"""What a hop may carry: several tensors of any dtype and layout, other shapes for every microbatch."""
+"""A hop carries several tensors of any dtype and layout, with different shapes for every microbatch."""
 
 from __future__ import annotations
 

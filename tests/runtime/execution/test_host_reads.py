@@ -1,4 +1,4 @@
-"""How often a step reads from the device: each such read waits for all that is queued there."""
+"""Counts how often a step reads from the device: each read waits for everything queued there."""
 
 from __future__ import annotations
 

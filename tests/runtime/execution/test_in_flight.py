@@ -1,4 +1,4 @@
-"""What is sent is read late, after all that may run before: it must not have changed by then."""
+"""Sends read their tensors as late as possible: the tensors must not have changed by then."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that chunks keep and change in place, as running counters are, and tensors that nobody should keep."""
+"""Tensors that chunks keep and change in place, such as running counters, and tensors that must be freed."""
 
 from __future__ import annotations
 

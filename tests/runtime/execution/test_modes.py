@@ -1,4 +1,4 @@
-"""step and eval in any order, under any grad mode; frozen parts; both loss reductions; what is kept in memory."""
+"""step and eval in any order, under any grad mode; frozen parts; both loss reductions; memory use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The check for NaN and infinities names the first place before it is sent; scaled gradients may overflow."""
+"""The check for NaN and infinities names the first tensor before it is sent; scaled gradients may overflow."""
 
 from __future__ import annotations
 

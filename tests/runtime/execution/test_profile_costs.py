@@ -1,4 +1,4 @@
-"""Costs measured on real steps: which figure belongs to which chunk and hop, and that nothing else changes."""
+"""Costs measured on real steps: each figure belongs to its chunk or hop, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Split backwards of chunks in which hooks and checkpoints change something: once, or refused by name."""
+"""Split backwards with hooks and checkpoints that have side effects: these happen once, or are refused by name."""
 
 from __future__ import annotations
 
