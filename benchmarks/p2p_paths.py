@@ -16,7 +16,7 @@ from courier import Courier, Path, Wait
 from transports import connect_each, device_of, new_group
 
 import ldt
-from ldt.runtime.comm.transfer import LEADERS
+from ldt.runtime.comm.transfer_modes import LEADERS
 from ldt.topology import Direction
 
 __all__ = ["BothWays", "P2pPaths", "is_lower"]

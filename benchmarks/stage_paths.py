@@ -16,7 +16,7 @@ from courier import Courier, Path, Wait
 from transports import connect_each, device_of, made_or_noted, new_group, transports_of
 
 import ldt
-from ldt.runtime.comm.transfer import LEADERS
+from ldt.runtime.comm.transfer_modes import LEADERS
 from ldt.testing.fused_pair import LEADER, SENDER, FusedPair
 
 __all__ = ["stage_paths"]

@@ -24,7 +24,7 @@ from transports import connect_or_note, transports_of
 
 import ldt
 from ldt.cli.units import nbytes
-from ldt.runtime.comm.transfer import Transfer
+from ldt.runtime.comm.transfer_modes import Transfer
 from ldt.runtime.common.tensor_spec import TensorSpec
 
 WAYS = [way for way in get_args(Transfer) if way != "auto"]

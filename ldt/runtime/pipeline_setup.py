@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from ldt.plan import Plan
+from ldt.runtime.common.peer_messages import as_str_dict, as_str_list
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.common.untrusted import as_str_dict, as_str_list
 from ldt.runtime.execution.grad_hooks import check_gradients
 from ldt.runtime.execution.loss import LossFn, LossReduction, check_reduction, check_scaler
 from ldt.runtime.mesh.mesh import Mesh

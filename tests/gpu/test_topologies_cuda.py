@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ldt
-from ldt.runtime.comm.transfer import Transfer
+from ldt.runtime.comm.transfer_modes import Transfer
 from ldt.runtime.comm.transports import TransportChoice
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ldt
 from ldt._C import Lane
 from ldt.runtime.comm.endpoint import Endpoint
-from ldt.runtime.comm.transfer import CompositeWork
+from ldt.runtime.comm.transfer_modes import CompositeWork
 
 SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]

@@ -15,7 +15,7 @@ import ldt
 from ldt.plan import Action, Kind, ushape
 from ldt.plan.schedules.passes import add_communication, remove_communication
 from ldt.runtime import TensorSpec
-from ldt.runtime.comm.transfer import Transfer
+from ldt.runtime.comm.transfer_modes import Transfer
 from ldt.testing import ToyChunk, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 

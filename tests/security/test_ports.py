@@ -12,7 +12,7 @@ from listening import listeners
 from torch.distributed import distributed_c10d as c10d
 
 import ldt
-from ldt.runtime.comm.transfer import TransferChoice
+from ldt.runtime.comm.transfer_modes import TransferChoice
 from ldt.testing import RankPool, paced, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import LanePolicy, Topology
 

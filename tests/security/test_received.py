@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import HashStore
 
 import ldt
 from ldt.errors import LdtError
+from ldt.runtime.common.peer_messages import parse, plain
 from ldt.runtime.common.redact import TEXT_LIMIT
-from ldt.runtime.common.untrusted import parse, plain
 from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import EdgeMessage, Subject
 from ldt.runtime.execution.aliasing import Aliasing

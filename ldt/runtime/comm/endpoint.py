@@ -16,7 +16,7 @@ from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
 from ldt.runtime.comm.shards import overlap, span_of
-from ldt.runtime.comm.transfer import LEADERS, CompositeWork, Stripe, parts_of
+from ldt.runtime.comm.transfer_modes import LEADERS, CompositeWork, Stripe, parts_of
 from ldt.runtime.comm.transports import LaneTransport
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.topology import Channel, LaneKey, lanes

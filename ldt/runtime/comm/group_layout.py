@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ldt._torch_private import make_process_group
-from ldt.runtime.comm.transfer import LEADERS, Stripe, Transfers
+from ldt.runtime.comm.transfer_modes import LEADERS, Stripe, Transfers
 from ldt.topology import Channel, LaneKey, LanePolicy, Node, Topology, lanes
 
 __all__ = [

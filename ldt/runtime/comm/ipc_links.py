@@ -11,7 +11,7 @@ import torch
 
 from ldt._C import IpcLinks, IpcPool, IpcReceiver, IpcSender, IsolatedStream, LaneError
 from ldt.runtime.comm.group_layout import lane_name
-from ldt.runtime.comm.transfer import Stripe, Transfers
+from ldt.runtime.comm.transfer_modes import Stripe, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
 
 __all__ = ["AllGather", "IpcLink", "LaneId", "LaneIpcLinks", "connect_ipc_links", "ipc_links"]

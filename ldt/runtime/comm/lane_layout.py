@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ldt.runtime.comm.transfer import Transfers
+from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.topology import LanePolicy, Node, Topology
 
 __all__ = ["LaneLayout"]

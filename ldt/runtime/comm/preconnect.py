@@ -14,7 +14,7 @@ from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.group_layout import GLOO, model_groups
 from ldt.runtime.comm.lane_layout import LaneLayout
-from ldt.runtime.comm.transfer import CompositeWork
+from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.health.watchdog import Watchdog
 from ldt.topology import Channel, Topology
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.common.peer_messages import parse, plain, quoted, read_or_raise
 from ldt.runtime.common.rank_info import RankInfo
-from ldt.runtime.common.untrusted import parse, plain, quoted, read_or_raise
 from ldt.runtime.control.collectives import MAX_BYTES, Collectives
 from ldt.runtime.health.watchdog import Watchdog
 from ldt.topology import Node

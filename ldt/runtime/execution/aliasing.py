@@ -15,7 +15,7 @@ import torch
 
 from ldt._torch_private import view_base
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import parse, read_or_raise
+from ldt.runtime.common.peer_messages import parse, read_or_raise
 
 __all__ = ["Aliasing", "passthrough_outputs"]
 

@@ -13,7 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import error_context
-from ldt.runtime.comm.transfer import CompositeWork
+from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.common.chunk_outputs import check_device
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, backward_specs, first_difference, specs_of
 from ldt.runtime.execution.absent_grads import AbsentGrads, pack_grads, unpack_grads

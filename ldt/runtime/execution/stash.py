@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ldt.runtime.comm.transfer import CompositeWork
+from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.topology import Direction
 
 __all__ = ["ActivationStash", "Slot", "Stashed"]

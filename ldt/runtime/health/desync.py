@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ldt.errors import LdtError
 from ldt.runtime.common.managed import managed
-from ldt.runtime.common.untrusted import parse, plain, quoted
+from ldt.runtime.common.peer_messages import parse, plain, quoted
 
 __all__ = ["CLOSED", "EXITED", "Desync", "DesyncDetector"]
 

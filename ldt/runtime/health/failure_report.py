@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 
 from ldt.errors import RemoteStageError
 from ldt.runtime.common.error_text import TEXT_LIMIT, type_name
+from ldt.runtime.common.peer_messages import quoted, read_fields
 from ldt.runtime.common.redact import redacted, unredacted
-from ldt.runtime.common.untrusted import quoted, read_fields
 
 __all__ = ["FailureReport"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ldt.plan import Plan
 from ldt.runtime.common.managed import managed
-from ldt.runtime.common.untrusted import parse, plain
+from ldt.runtime.common.peer_messages import parse, plain
 
 __all__ = ["Progress", "RankStatus"]
 

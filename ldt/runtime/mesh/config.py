@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from ldt.runtime.comm.transfer import Transfers
+from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.runtime.comm.transports import TransportChoice
 from ldt.runtime.health.failure_detector import MIN_HEARTBEAT_TIMEOUT, HealthTimeouts
 from ldt.topology import LanePolicy, Topology

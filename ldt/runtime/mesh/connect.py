@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._torch_private import HashStore, default_store
-from ldt.runtime.comm.transfer import TransferChoice, Transfers
+from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
 from ldt.runtime.health.failure_detector import HealthTimeouts

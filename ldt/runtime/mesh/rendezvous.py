@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import as_str_dict, parse, plain, quoted, read_or_raise
+from ldt.runtime.common.peer_messages import as_str_dict, parse, plain, quoted, read_or_raise
 from ldt.runtime.health.watchdog import Watchdog
 
 __all__ = ["check_in", "mesh_key", "refuse", "share"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import as_str_dict, plain
+from ldt.runtime.common.peer_messages import as_str_dict, plain
 from ldt.runtime.control.collectives import wait_or_fail
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.digests import components, digests, raw_bytes

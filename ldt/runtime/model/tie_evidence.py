@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ldt.runtime.common.untrusted import as_str_list
+from ldt.runtime.common.peer_messages import as_str_list
 from ldt.runtime.model.digests import components
 from ldt.runtime.model.module_state import HeldTensor, unwrapped_name
 

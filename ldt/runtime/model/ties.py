@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from ldt.errors import LdtError
-from ldt.runtime.common.untrusted import plain
+from ldt.runtime.common.peer_messages import plain
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.module_state import HasWholeModelNames, HeldTensor, unwrapped_name
 from ldt.runtime.model.tie_evidence import (

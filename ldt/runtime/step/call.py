@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from ldt.errors import CheckpointError, LdtError, RemoteStageError
 from ldt.runtime.common.error_text import safe_isinstance, type_name
-from ldt.runtime.common.untrusted import as_str_dict, as_str_list, plain
+from ldt.runtime.common.peer_messages import as_str_dict, as_str_list, plain
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.microbatch import Microbatch
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ldt.errors import CheckpointError, LdtError
+from ldt.runtime.common.peer_messages import plain
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.common.untrusted import plain
 from ldt.train.checkpoint.layout import Save, StorageError, file_errors, is_gone, saves_in, stages_in
 from ldt.train.checkpoint.stage_manifest import FILE, StageManifest
 

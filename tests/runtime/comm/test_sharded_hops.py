@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ldt
 from ldt.runtime.comm.shards import overlap, overlapping, span_of
-from ldt.runtime.comm.transfer import TransferChoice, Transfers
+from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.testing import RankPool, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import LanePolicy, Topology
 

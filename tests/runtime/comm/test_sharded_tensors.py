@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ldt
 from ldt.plan import Costs
-from ldt.runtime.comm.transfer import TransferChoice
+from ldt.runtime.comm.transfer_modes import TransferChoice
 from ldt.runtime.mesh import autotune
 from ldt.runtime.mesh.autotune import crossover
 from ldt.testing import RankPool, unsplit_step

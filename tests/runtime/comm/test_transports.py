@@ -16,7 +16,7 @@ import ldt
 from ldt import _cuda
 from ldt._C import IpcPool, IpcSender, LaneError
 from ldt.runtime.comm.ipc_links import ipc_links
-from ldt.runtime.comm.transfer import Transfers
+from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.runtime.comm.transports import warn_about_settings
 from ldt.testing import RankPool
 from ldt.topology import Topology

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from in_flight_chunks import KINDS, Keeping
 from pipeline_jobs import assert_equal_grads, assert_equal_losses, build
 from torch import Tensor, nn
-from under_way import KINDS, Keeping
 
 import ldt
 from ldt.errors import LdtError, RemoteStageError

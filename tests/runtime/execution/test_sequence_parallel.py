@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import ldt
 from ldt.plan import Costs, Kind, optimize
-from ldt.runtime.comm.transfer import TransferChoice
+from ldt.runtime.comm.transfer_modes import TransferChoice
 from ldt.testing import RankPool, unsplit_step
 from ldt.topology import LanePolicy, Topology
 

@@ -16,7 +16,7 @@ import ldt
 from ldt.runtime.comm.group_layout import group_specs
 from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.comm.preconnect import await_connected
-from ldt.runtime.comm.transfer import Transfers
+from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.testing import RankPool, in_time, paced, toy_chunks, toy_microbatches
 from ldt.topology import Topology, lanes

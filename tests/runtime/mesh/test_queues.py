@@ -14,7 +14,7 @@ import torch.distributed as dist
 import ldt
 from ldt import _cuda
 from ldt.runtime.comm.lane_layout import LaneLayout
-from ldt.runtime.comm.transfer import TransferChoice, Transfers
+from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, TransportSelector
 from ldt.runtime.mesh import rendezvous
 from ldt.topology import LanePolicy, Topology

@@ -11,7 +11,7 @@ from pipeline_jobs import build, step_and_compare
 from torch import Tensor, nn
 
 import ldt
-from ldt.runtime.comm.transfer import TransferChoice, Transfers
+from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.mesh import autotune
 from ldt.runtime.mesh.autotune import Line, crossover
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
