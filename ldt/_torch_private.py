@@ -6,7 +6,7 @@ A PyTorch release may change these names without notice. Run the tests with a ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -60,6 +60,7 @@ __all__ = [
     "tree_leaves",
     "validate_global_plan",
     "view_base",
+    "with_grad_hooks",
     "without_dispatch_modes",
     "without_function_modes",
     "without_saved_tensors_hooks",
@@ -174,6 +175,20 @@ def grad_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
 def backward_optimizers(parameter: torch.Tensor) -> list[Any]:
     """The optimizers that step in the backward of ``parameter`` (``_apply_optimizer_in_backward``)."""
     return getattr(parameter, "_in_backward_optimizers", None) or []
+
+
+def with_grad_hooks(parameters: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Parameter]:
+    """Return those with hooks or optimizers as above. One call for all of them: each step looks at every parameter."""
+    return [
+        parameter
+        for parameter in parameters
+        if parameter is not None
+        and (
+            parameter._backward_hooks
+            or parameter._post_accumulate_grad_hooks
+            or getattr(parameter, "_in_backward_optimizers", None)
+        )
+    ]
 
 
 def optimizer_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Mapping[int, Callable[..., Any]]]:

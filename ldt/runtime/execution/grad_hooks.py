@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ldt._torch_private import backward_optimizers, grad_hooks
+from ldt._torch_private import backward_optimizers, grad_hooks, with_grad_hooks
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.grad_reduce import is_reduced_elsewhere, refuse_sparse_layers
 from ldt.runtime.mesh.mesh import Mesh
@@ -49,12 +49,8 @@ def check_gradients(
 
 def _hooked(module: nn.Module) -> list[nn.Parameter]:
     """The parameters with any hook. Each step looks again."""
-    held = [parameter for part in all_submodules(module) for parameter in part._parameters.values()]
-    return [
-        parameter
-        for parameter in held
-        if parameter is not None and (grad_hooks(parameter) or backward_optimizers(parameter))
-    ]
+    parts = all_submodules(module)
+    return with_grad_hooks([parameter for part in parts for parameter in part._parameters.values()])
 
 
 def _text(owner: str, name: str, hook: str, per_token: bool) -> str:
