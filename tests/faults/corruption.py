@@ -50,13 +50,13 @@ def step_message(mesh: ldt.Mesh) -> None:
 
 def wrong_sum(mesh: ldt.Mesh) -> None:
     """Corrupt the mark that says to which call the next sum belongs."""
-    plain = ControlPlane._mark
+    plain = ControlPlane._call_checksum
 
     def mark(plane: ControlPlane) -> float:
-        ControlPlane._mark = plain  # type: ignore[method-assign]
+        ControlPlane._call_checksum = plain  # type: ignore[method-assign]
         return plain(plane) + 1.0
 
-    ControlPlane._mark = mark  # type: ignore[method-assign]
+    ControlPlane._call_checksum = mark  # type: ignore[method-assign]
 
 
 def failure_key(mesh: ldt.Mesh) -> None:
