@@ -121,6 +121,11 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda job: job.has("InPlace"),
     ),
     Refusal(
+        "replicas whose random numbers decide the memory layout",
+        "disagree on what chunk . returns: .* in another memory layout",
+        lambda job: job.dp > 1 and job.has("LayerDrop") and job.has("Views"),
+    ),
+    Refusal(
         "two layers of one name are saved",
         "two tensors of this rank would be saved as tied.weight",
         lambda job: bool(job.torn) and job.names,
@@ -156,6 +161,10 @@ MUST_REFUSE: tuple[Refusal, ...] = (
 )
 
 OFF: tuple[Off, ...] = (
+    Off(
+        "an output whose shape depends on contiguity: slices and expanded tensors arrive contiguous",
+        lambda job: job.has("Views") and any(number % 5 == 1 for number in _numbers(job, "Alias")),
+    ),
     Off(
         "a layer on two stages with different initial weights",
         lambda job: trains_apart(job) and job.begin != "equal",

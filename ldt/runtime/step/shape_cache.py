@@ -160,10 +160,11 @@ class ShapeCache:
     ) -> None:
         for (leaders, *_), (own, *_) in zip(agreed, local or agreed, strict=True):
             if own != leaders:
+                layouts = ", in another memory layout" if describe(own) == describe(leaders) else ""
                 raise LdtError(
                     f"the ranks of stage {self._mesh.stage} disagree on what chunk {chunk} returns: its leader says "
-                    f"{describe(leaders)}, rank {self._mesh.ranks[self._mesh.rank]} says {describe(own)}; "
-                    "they must hold equal modules"
+                    f"{describe(leaders)}, rank {self._mesh.ranks[self._mesh.rank]} says {describe(own)}{layouts}; "
+                    "they must hold equal modules, and what random numbers or a state decide needs an output_spec"
                 )
 
     def _check_sharded_hop(self, hop: int, specs: HopSpecs, replica: int) -> None:
