@@ -44,7 +44,9 @@ def _has_reentrant(job: Job) -> bool:
 
 
 def _frozen_notes(job: Job) -> bool:
-    return any(item.kind in ("Custom", "Tally") for chunk in job.frozen for item in job.chunks[chunk])
+    """Whether something counts backwards that the unsplit model would not run, as all before it is frozen."""
+    counts = any(item.kind in ("Custom", "Tally") for chunk in job.frozen for item in job.chunks[chunk])
+    return counts or (bool(job.frozen) and job.has("TensorHook"))
 
 
 def trains_apart(job: Job) -> bool:
@@ -124,6 +126,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "replicas whose random numbers decide the memory layout",
         "disagree on what chunk . returns: .* in another memory layout",
         lambda job: job.dp > 1 and job.has("LayerDrop") and job.has("Views"),
+    ),
+    Refusal(
+        "a loss that uses no output with a graph, but a trained tensor that is no parameter",
+        "gave no gradient to its input .* in any microbatch",
+        lambda job: job.loss == "Hidden" and job.has("Detach"),
     ),
     Refusal(
         "two layers of one name are saved",
