@@ -102,7 +102,7 @@ def path_over(mesh: ldt.Mesh) -> Path:
 
     if end.sends:
         return Path("", send, None, empty)
-    lanes = [stripe.lane for stripe in end.stripes.values()]
+    lanes = [stripe_end.lane for stripe_end in end.stripes.values()]
     return Path("", None, lambda target: end.receive([target], "").wait, empty, receiving_lanes=lanes)
 
 

@@ -23,7 +23,11 @@ QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MAX_QUEUES = 32
 _DEFAULT_QUEUES = 8
 _at_import = {"queues": MAX_QUEUES}
-_DEVICE_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of the driver on Linux and on WSL
+_DEVICE_FILES = (
+    tuple(  # of the driver: on Linux (the first may be created only when CUDA starts), Tegra and WSL
+        map(Path, ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/nvmap", "/dev/dxg"))
+    )
+)
 
 
 def prepare() -> None:
@@ -34,6 +38,7 @@ def prepare() -> None:
     if any(file.exists() for file in _DEVICE_FILES):
         load_kernels_at_once()
         request_queues()
+    _at_import["queues"] = _requested_queues()
 
 
 def load_kernels_at_once() -> None:
@@ -56,7 +61,6 @@ def request_queues() -> None:
     """
     if not _has_started():
         os.environ.setdefault(QUEUES_VARIABLE, str(MAX_QUEUES))
-    _at_import["queues"] = _requested_queues()
 
 
 def queues() -> int:

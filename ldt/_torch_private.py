@@ -19,7 +19,6 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.default_planner import _validate_global_plan
 from torch.nn.modules import module as modules
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _pytree as pytree
@@ -68,8 +67,8 @@ __all__ = [
 
 # FakeTensor, FakeTensorMode: infer shapes of outputs without computing them.
 # pytree: nested inputs and outputs; torch.utils.pytree has no tree_map_only.
-# HashStore, TCPStore: torch.distributed exports them only if built with all backends.
 # AsyncCollectiveTensor: output of a chunk of DTensors that nothing has waited for.
+# HashStore, TCPStore: public as torch.distributed.TCPStore, which type checkers do not see.
 # is_traceable_wrapper_subclass: detects tensors that wrap other tensors.
 
 
@@ -278,16 +277,18 @@ def recompute_once() -> AbstractContextManager[object]:
 
 
 def foreach_norm(
-    tensors: Sequence[torch.Tensor], norm_type: float, dtype: torch.dtype | None
+    tensors: list[torch.Tensor], norm_type: float, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     """The norm of each tensor in few kernels, as ``torch.nn.utils.get_total_norm`` computes it."""
-    return list(torch._foreach_norm(list(tensors), norm_type, dtype=dtype))
+    return list(torch._foreach_norm(tensors, norm_type, dtype=dtype))
 
 
 def validate_global_plan(plans: Any, metadata: Any) -> list[str]:
     """Errors in the chunks of a checkpoint's tensors: overlaps, and elements in no chunk."""
-    found: Any = _validate_global_plan(plans, metadata)
-    if isinstance(found, bool):  # torch 2.11 logs the errors instead
+    from torch.distributed.checkpoint import default_planner  # here, as only checkpoints need it
+
+    found: Any = default_planner._validate_global_plan(plans, metadata)
+    if isinstance(found, bool):  # up to torch 2.11, which logs the errors
         return [] if found else ["they overlap, or leave elements out"]
     return list(found)
 

@@ -1,5 +1,5 @@
-// Every name of torch that ldt uses and torch does not document. Read in torch 2.13; check each one
-// when a new release fails to compile or behaves differently.
+// The undocumented names of torch, but for those of Python (bindings/torch_python.h). Read in torch
+// 2.13; check each one when a new release fails to compile or behaves differently.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -19,7 +19,7 @@ struct ReceiveEvents {
   std::shared_ptr<const Event> read;      // other processes have read it from here; null: none does
 };
 
-/// Enqueues on `stream`, which is current, or on streams ordered after it. Never blocks the host.
+/// Enqueues on `stream`, which is current, or on streams ordered after it; waits for no transfer.
 class Transport {
  public:
   virtual ~Transport() = default;

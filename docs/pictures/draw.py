@@ -18,7 +18,7 @@ PICTURES = {
 
 
 def main() -> None:
-    """Write every picture that has changed."""
+    """Write every picture."""
     for name, picture in PICTURES.items():
         (Path(__file__).parent / f"{name}.svg").write_text(picture(), encoding="utf-8")
 

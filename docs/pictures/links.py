@@ -10,7 +10,7 @@ _CROSSES = (
     ("shapes, masks, positions, token counts", "cloud", GREY),
     ("norms, overflows, heartbeats, failures", "both", GREY),
 )
-_STAYS = ("samples", "labels", "losses and outputs", "first and last layers", "error texts")
+_STAYS = ("samples", "labels", "losses and outputs", "first and last layers", "texts of your errors")
 
 
 def lanes() -> str:

@@ -94,7 +94,7 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
     mine = memory if me == LEADER else None
     sender = _all_or_none(exchange, lambda: IpcSender(device, offers[1 - me], mine))
 
-    def routes(**ends: Any) -> IpcLinks:
+    def links(**ends: Any) -> IpcLinks:
         none: dict[str, Any] = {
             "stream": IsolatedStream(device),
             "memory": None,
@@ -106,8 +106,8 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
         return IpcLinks(**{**none, **ends})
 
     if me == SENDER:
-        return routes(senders={LEADER: sender}), routes(memory=memory, from_stage=receiver)
-    return routes(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
+        return links(senders={LEADER: sender}), links(memory=memory, from_stage=receiver)
+    return links(memory=memory, receivers={SENDER: receiver}, to_stage=sender), None
 
 
 def _receiving_end(device: torch.device) -> tuple[IpcPool, IpcReceiver, str]:

@@ -44,9 +44,10 @@ def _has_reentrant(job: Job) -> bool:
 
 
 def _frozen_notes(job: Job) -> bool:
-    """Whether something counts backwards that the unsplit model would not run, as all before it is frozen."""
+    """Whether something counts backwards that the unsplit model may not run: frozen, or behind what is all frozen."""
     counts = any(item.kind in ("Custom", "Tally") for chunk in job.frozen for item in job.chunks[chunk])
-    return counts or (bool(job.frozen) and job.has("TensorHook"))
+    hooked = [i for i, chunk in enumerate(job.chunks) if any(item.kind == "TensorHook" for item in chunk)]
+    return counts or any(index > 0 and set(range(index)) <= set(job.frozen) for index in hooked)
 
 
 def trains_apart(job: Job) -> bool:

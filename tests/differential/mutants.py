@@ -26,11 +26,11 @@ def _changes_gradients(job: Job) -> bool:
 
 def _has_gradients_in_one(job: Job) -> bool:
     """Whether two parameters may share one gradient tensor, to which PyTorch adds nothing."""
-    twice = any(sum(item.kind == "Position" for item in chunk_runner) > 1 for chunk in job.chunks)
+    twice = any(sum(item.kind == "Position" for item in chunk) > 1 for chunk in job.chunks)
     return twice and any(call.kind == "step" and call.batches == (1,) for call in job.calls[:1])
 
 
-_UNDER_WAY: tuple[Mutant, ...] = (
+_IN_FLIGHT: tuple[Mutant, ...] = (
     Mutant(
         "sent tensors keep their memory",
         ("ldt.runtime.execution.executor:own_memory",),
@@ -164,4 +164,4 @@ _WEIGHTS: tuple[Mutant, ...] = (
     ),
 )
 
-MUTANTS: tuple[Mutant, ...] = _UNDER_WAY + _WEIGHTS + GRADIENTS + DRY_RUN
+MUTANTS: tuple[Mutant, ...] = _IN_FLIGHT + _WEIGHTS + GRADIENTS + DRY_RUN

@@ -46,8 +46,8 @@ def main() -> None:
         lines = [
             f"rank {rank}, call {call}: {line}"
             for rank, ending in enumerate(endings)
-            for call, (actual, reference) in enumerate(zip(ending.records, right[ending.node]))
-            for line in differences(JOB, actual, reference)
+            for call, (actual, expected) in enumerate(zip(ending.records, right[ending.node]))
+            for line in differences(JOB, actual, expected)
         ]
         print("\\n".join(lines) or "nothing that was computed differs from the unsplit model")
     dist.destroy_process_group()

@@ -27,7 +27,7 @@ SESSIONS = {
 # Blocks that other tests read from the page and run: the page, a word of the block, the test.
 ELSEWHERE = [
     (README, "init_process_group", "tests/docs/test_readme.py"),
-    ("docs/start/gpus.md", "train_gpu", "tests/gpu/test_readme_cuda.py"),
+    ("docs/start/gpus.md", "train_gpu", "tests/gpu/test_gpus_page_cuda.py"),
     ("docs/reliability.md", "PrefixStore", "tests/docs/test_two_hosts.py"),
     ("docs/security.md", "openssl", "tests/security/test_tls.py"),
     ("docs/security.md", "GLOO_DEVICE_TRANSPORT", "tests/security/test_tls.py"),

@@ -41,9 +41,13 @@ def test_the_program_for_gpus_is_this_one_on_devices() -> None:
     """tests/gpu runs it; here its lines are those of the program above, but for what names a device."""
     (program,) = blocks("python")
     (on_gpus,) = re.findall(r"```python title=.*?\n(.*?)```", read("docs/start/gpus.md"), re.DOTALL)
-    changed = [line for line in difflib.ndiff(program.splitlines(), on_gpus.splitlines()) if line[0] == "+"]
-    assert changed
-    assert all(re.search(r"device|cuda|import os|tp=\[1, 1\]", line) for line in changed), changed
+    lines = list(difflib.ndiff(program.splitlines(), on_gpus.splitlines()))
+    added, removed = ([line for line in lines if line[0] == sign] for sign in "+-")
+    assert added
+    assert all(re.search(r"device|cuda|import os|tp=\[1, 1\]", line) for line in added), added
+    replaced = r"import torch|init_process_group|tp=|chunks\[index\]|torch\.rand|chunks = "
+    assert all(re.search(replaced, line) for line in removed), removed
+    assert len(added) - len(removed) <= 2, "more than a device is chosen"
 
 
 def test_every_make_target_exists() -> None:

@@ -61,13 +61,13 @@ def wrong_sum(mesh: ldt.Mesh) -> None:
 
 def failure_key(mesh: ldt.Mesh) -> None:
     """Corrupt the store's key for failure reports."""
-    mesh.store.set(f"{mesh.key}/failure", os.urandom(20))
+    mesh._store.set(f"{mesh._key}/failure", os.urandom(20))
 
 
 def call_key(mesh: ldt.Mesh) -> None:
     """Corrupt the store's key for the next call. Ranks read it during a long call, so this rank is late for it."""
     desync = mesh.detector.desync
-    mesh.store.set(f"{desync._key}/{desync._count + 1}", os.urandom(20))
+    mesh._store.set(f"{desync._key}/{desync._count + 1}", os.urandom(20))
     time.sleep(_LONG_CALL_SECONDS)
 
 

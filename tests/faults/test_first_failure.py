@@ -130,8 +130,8 @@ def test_every_rank_names_the_first_failure_and_exits(tmp_path: Path, where: str
         assert in_time(raised["time"] - failed["time"], RAISE_SECONDS)
         assert "rank 1 (stage 1, replica 0) failed first" in raised["text"]
         if where != "kill":
-            edge_message = "F2" if where == "forward" else "B0"
-            assert f"action 1{edge_message}" in raised["text"]
+            action = "F2" if where == "forward" else "B0"
+            assert f"action 1{action}" in raised["text"]
             assert "BoomError: no more" in raised["text"]
         assert "RemoteStageError" in endings[rank][1]
     if where != "kill":

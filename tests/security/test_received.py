@@ -221,8 +221,12 @@ WRONG: dict[str, Callable[[ControlPlane], object]] = {
     "no envelope": lambda plane: plane._collectives.all_gather(b"[1,2,3]"),
     "another call": lambda plane: plane._collectives.all_gather(json.dumps(["\x1b" * 1000, 0]).encode()),
     "no answer": lambda plane: plane.all_gather([]),
-    "no error text": lambda plane: plane.all_gather({"error": 1, "error_type": "", "same": {}, "own": None}),
-    "no names": lambda plane: plane.all_gather({"error": None, "error_type": None, "same": [], "own": None}),
+    "no error text": lambda plane: plane.all_gather(
+        {"error": 1, "error_type": "", "same": {}, "payload": None}
+    ),
+    "no names": lambda plane: plane.all_gather(
+        {"error": None, "error_type": None, "same": [], "payload": None}
+    ),
     "several": lambda plane: plane._collectives.all_gather(b""),
 }
 

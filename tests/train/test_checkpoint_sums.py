@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,13 @@ import torch
 from checkpoint_jobs import Job, as_of_an_earlier_version, assert_equal_states
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutations import HOSTILE, mutated_json
 
 import ldt
 from ldt.topology import Topology
 from ldt.train.checkpoint import random_states
 from ldt.train.checkpoint.files import parse_json
 from ldt.train.checkpoint.stage_reader import StageReader
-
-sys.path.append(str(Path(__file__).parent.parent / "plan"))
-from mutations import HOSTILE, mutated_json
 
 STAGE = Path("step-1", "stage-0")
 FILES = ["stage.json", *(f"rank-0.0/{name}" for name in (".metadata", "__0_0.distcp", "random_states.json"))]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 import ldt
-from ldt._torch_private import TCPStore
 from ldt.runtime import Mesh
 from ldt.testing.fused_pair import FusedPair
 
@@ -54,7 +53,7 @@ def _join(order: dict[str, Any]) -> torch.device:
         devices = getattr(torch, device.type)
         device = torch.device(device.type, rank % devices.device_count())
         devices.set_device(device)
-    store = TCPStore("127.0.0.1", order["port"], None, False, timeout=_TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", order["port"], None, False, timeout=_TIMEOUT)  # type: ignore[attr-defined]  # documented
     dist.init_process_group(order["backend"], store=store, rank=rank, world_size=2, timeout=_TIMEOUT)
     return device
 

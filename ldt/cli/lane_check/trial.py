@@ -59,7 +59,7 @@ def try_lane(kind: LaneKind, seconds: float = 60.0) -> Trial:
 
     They are killed when neither has entered a new phase for ``seconds``; imports, the first phase, may take longer.
     """
-    from ldt._torch_private import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented
 
     with ExitStack() as stack:
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -158,7 +158,8 @@ def _diagnose(kind: LaneKind, ranks: list[_Rank], seconds: float) -> tuple[str |
     cause = min(failures, key=_likelihood)
     subject = f"rank {cause.rank}, in {cause.phase!r},"
     if cause.late:
-        return f"{subject} made no progress for {seconds:g} s", kind.remedy
+        limit = _START_SECONDS if any(rank.phase in (START, IMPORT) for rank in ranks) else seconds
+        return f"{subject} made no progress for {limit:g} s", kind.remedy
     if cause.status is not None and cause.status < 0:
         name = signal.Signals(-cause.status).name
         return f"{subject} was killed by {name}", f"rebuild with {REBUILD}; if it remains, {kind.remedy}"

@@ -39,8 +39,8 @@ class LaneSet:
 
     def all(self) -> list[Lane]:
         """Every lane, once."""
-        found = (stripe.lane for end in self.endpoints.values() for stripe in end.stripes.values())
-        return list({id(lane): lane for lane in found}.values())
+        ends = (end for endpoint in self.endpoints.values() for end in endpoint.stripes.values())
+        return list({id(end.lane): end.lane for end in ends}.values())
 
     def transport_of(self, channel: Channel) -> str:
         """The transport of ``channel``, or of its stripes where they differ: "c10d and copy_engine".

@@ -93,7 +93,7 @@ class TransportSelector:
         needed, found = streams + 1, queues()
         short = needed > found and streams > 0
         advice = (
-            f"unset {QUEUES_VARIABLE} or set it to {needed} to {MAX_QUEUES}"
+            f"restart it with {QUEUES_VARIABLE} unset or set to {needed} to {MAX_QUEUES}"
             if needed <= MAX_QUEUES
             else f"CUDA has at most {MAX_QUEUES}: use transfer='leader', lanes='paired' or fewer laps"
         )
@@ -168,8 +168,8 @@ def warn_about_settings(device: torch.device) -> None:
         logger.warning(
             "CUDA_MODULE_LOADING was not EAGER when CUDA started, so a kernel is loaded at its first launch. Loading "
             "can wait for everything queued on the GPU, and deadlocks behind a transfer that waits for this rank. "
-            "Import ldt before CUDA starts, set CUDA_MODULE_LOADING=EAGER (costs 1 GiB and some seconds), or run every "
-            "chunk forward and backward once before connect"
+            "Import ldt before CUDA starts, start the processes with CUDA_MODULE_LOADING=EAGER (costs 1 GiB and some "
+            "seconds), or run every chunk forward and backward once before connect"
         )
 
 

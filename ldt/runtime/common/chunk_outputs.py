@@ -37,8 +37,8 @@ def check_device(tensors: Sequence[torch.Tensor], device: torch.device, what: st
     for index, tensor in enumerate(tensors):
         if tensor.device != device:
             raise InputValueError(
-                f"{what}, tensor {index} is on {tensor.device}, but the mesh is on {device}: move the module and its "
-                "inputs there with .to(mesh.device)"
+                f"{what}, tensor {index} is on {tensor.device}, but the mesh is on {device}: return it there. Move "
+                "the module, its inputs and what its forward creates with .to(mesh.device)"
             )
 
 

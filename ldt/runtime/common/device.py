@@ -54,8 +54,9 @@ def _check_backend(device: torch.device, backend: str | None) -> None:
     if kind != device.type:
         source = "given to connect" if backend else "of the default process group"
         raise ValueError(
-            f"backend {name!r} ({source}) moves tensors of {kind} devices, but device is {device}: give a backend "
-            "and a device that match, such as init_process_group('cpu:gloo,cuda:nccl') and device='cuda', or omit it"
+            f"backend {name!r} ({source}) moves tensors of {kind} devices, but device is {device}: give a "
+            "backend and a device that match, such as init_process_group('cpu:gloo,cuda:nccl') and device='cuda', or "
+            "omit device"
         )
 
 

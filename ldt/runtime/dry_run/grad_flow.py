@@ -130,6 +130,8 @@ def used(
         for i, spec in enumerate(inputs)
     ]
     deciding = {*answer.reentrant, *(i for number in decisive for i in reaches[number].only)}
+    if not deciding and all(use is True for use in uses):
+        return inputs
     return tuple(
         replace(spec, used=use, decisive=spec.requires_grad and i in deciding)
         for i, (spec, use) in enumerate(zip(inputs, uses, strict=True))

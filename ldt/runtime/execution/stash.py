@@ -42,8 +42,5 @@ class ActivationStash:
         assert slot in self._slots, f"{slot} is used before it is received"
         return self._slots.pop(slot)
 
-    def __len__(self) -> int:
-        return len(self._slots)
-
     def clear(self) -> None:
         self._slots.clear()

@@ -58,7 +58,8 @@ def connect(
     Args:
         topology: The ranks of each stage, the replicas and the laps.
         backend: Backend of the process groups. Default: that of the default process group.
-        lanes: ``"dedicated"`` gives each channel a lane; ``"paired"`` has two for each replica.
+        lanes: ``"dedicated"`` gives each channel a lane; ``"paired"`` has two for each replica, four
+            if the number of stages is odd.
         transfer: How a message reaches the ranks of a stage: ``"leader"``, ``"scatter"``, ``"direct"`` or ``"auto"``,
             or a dict of these by link, as ``{(0, 1): "leader", (1, 2): "direct"}``; other links use ``"leader"``.
         transport: What moves bytes between GPUs: ``"copy_engine"``, ``"nccl"``, ``"c10d"``, or ``"auto"`` for the
@@ -87,9 +88,19 @@ def connect(
     timeouts = Timeouts(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
-    where = (ranks, rank, device)
     return _connect(
-        ConnectConfig(topology, backend, lanes, transfers, transport, *where, timeouts, share_edge_errors)
+        ConnectConfig(
+            topology=topology,
+            backend=backend,
+            lanes=lanes,
+            transfers=transfers,
+            transport=transport,
+            ranks=ranks,
+            rank=rank,
+            device=device,
+            timeouts=timeouts,
+            share_edge_errors=share_edge_errors,
+        )
     )
 
 

@@ -63,8 +63,8 @@ class Mesh:
         self.lanes: LanePolicy = config.lanes
         self.transfers = config.transfers
         self.device = config.device
-        self.store = store
-        self.key = key
+        self._store = store
+        self._key = key
         self._connect_again = connect_again
         self._process = os.getpid()
         self._closed = False
@@ -330,7 +330,9 @@ class Mesh:
 
     def open(self, config: ConnectConfig, deadline: float) -> None:
         """Create the groups and lanes and connect them. Called once, by ``connect``."""
-        setup = MeshSetup(config, self.rank_info, self.detector, self._groups, self.store, self.key, deadline)
+        setup = MeshSetup(
+            config, self.rank_info, self.detector, self._groups, self._store, self._key, deadline
+        )
         setup.make_groups()
         self._control, self._edge_broadcast = setup.make_control()
         self._lane_set.set(*setup.make_lanes())
@@ -354,9 +356,10 @@ class Mesh:
         """Abort the lanes before their groups: NCCL must not be called with an aborted communicator."""
         first = self.watchdog.first
         reason = "the mesh is closed" if first is None else first.describe()
+        edge_broadcast = self._edge_broadcast  # another thread may be dropping it
         self._lane_set.abort(reason)
-        if self._edge_broadcast is not None:
-            self._edge_broadcast.abort(reason)
+        if edge_broadcast is not None:
+            edge_broadcast.abort(reason)
 
     def _overdue(self) -> str:
         """Describe a transfer that takes too long; empty if there is none. Called on the watchdog's thread."""
@@ -373,10 +376,9 @@ class Mesh:
         else:
             first = self._lane_set.close(deadline)
         if self._edge_broadcast is not None:
-            first = (
-                run_teardown([("close the edge broadcast", partial(self._edge_broadcast.close, deadline))])
-                or first
-            )
+            step = ("close the edge broadcast", partial(self._edge_broadcast.close, deadline))
+            later = run_teardown([step])
+            first = first or later
         self._lane_set.clear()
         self._edge_broadcast = None
         if first is not None:

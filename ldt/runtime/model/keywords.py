@@ -93,10 +93,8 @@ def declares(module: nn.Module) -> bool:
 
 def metadata_read_by_output_spec(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
     """Return by chunk the metadata that its ``output_spec`` takes, on whose values the output specs may depend."""
-    declared = {index: getattr(module, "output_spec", None) for index, module in modules.items()}
-    return {
-        str(index): keywords_of(method).metadata for index, method in declared.items() if method is not None
-    }
+    declared: dict[int, Any] = {index: module for index, module in modules.items() if declares(module)}
+    return {str(index): keywords_of(module.output_spec).metadata for index, module in declared.items()}
 
 
 def check_accepted(

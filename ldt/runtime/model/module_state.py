@@ -49,7 +49,7 @@ def all_submodules(module: nn.Module) -> dict[nn.Module, None]:
 
 def unwrapped_tensors(tensor: Any) -> Iterator[torch.Tensor]:
     """Yield ``tensor``, or recursively the tensors that a traceable wrapper subclass wraps."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
     names, _ = tensor.__tensor_flatten__()

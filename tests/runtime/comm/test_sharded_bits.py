@@ -18,7 +18,7 @@ WORLD_SIZE = 9
 Dims = tuple[int, int, int]  # the sharded dimension of each tensor of ``payload``
 
 
-class Collectives(nn.Module):
+class TwoHop(nn.Module):
     """Forwards its inputs, and keeps them and the gradients that come back."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
@@ -39,7 +39,7 @@ class Collectives(nn.Module):
             tensor.register_hook(lambda grad: self.grads.update({index: part_of(grad).clone()}))  # type: ignore[no-untyped-call]
 
 
-class TwoHopHead(Collectives):
+class TwoHopHead(TwoHop):
     """Creates the tensors; the floating-point ones require a gradient."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
@@ -56,7 +56,7 @@ class TwoHopHead(Collectives):
         return tuple(tensors)
 
 
-class TwoHopTail(Collectives):
+class TwoHopTail(TwoHop):
     def forward(self, *tensors: Tensor) -> Any:
         return tuple(map(gathered, super().forward(*tensors)))
 
@@ -80,7 +80,7 @@ def exact(tp: list[int], dims: Dims) -> list[int]:
     topology = Topology(tp)
     kinds = {0: TwoHopHead, topology.tail: TwoHopTail}
     with ldt.connect(topology, transfer="direct", ranks=range(topology.world_size)) as mesh:
-        mine = [kinds.get(chunk, Collectives)(mesh, dims) for chunk in topology.chunks_of(mesh.stage)]
+        mine = [kinds.get(chunk, TwoHop)(mesh, dims) for chunk in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=weighted_sum)
         pipeline.step([(torch.ones(1), torch.ones(1))] if mesh.is_edge else None)
     found = []

@@ -96,14 +96,14 @@ def failing(
 def test_a_chunk_raises(pool: RankPool, chunk: int, where: str, policy: str) -> None:
     answers = pool.run(failing, [1, 1, 1], 1, chunk, where, 2, policy, ranks=range(3))
     stage = chunk % 3
-    edge_message = "F" if where == "forward" else "B"
+    kind = "F" if where == "forward" else "B"
     for rank, (text, seconds) in enumerate(answers):
         assert in_time(seconds, SECONDS), (rank, seconds)
         if rank == stage:
             assert text.startswith("BoomError: no more")
         else:
             assert f"RemoteStageError: rank {stage} (stage {stage}, replica 0) failed first" in text
-            assert f"action {chunk}{edge_message}2" in text
+            assert f"action {chunk}{kind}2" in text
             # The text of an edge exception stays on the edge.
             what = "BoomError raised at" if stage == 0 else f"BoomError: no more {where}"
             assert f"chunk {chunk}, microbatch 2: {what}" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,11 +40,13 @@ def test_the_least_possible_number_counts(
     monkeypatch: pytest.MonkeyPatch, started: bool, at_import: str | None, now: str | None, expected: int
 ) -> None:
     monkeypatch.setattr(_cuda, "_has_started", lambda: started)
+    monkeypatch.setattr(_cuda, "_DEVICE_FILES", [Path(__file__)])  # as on a machine with a GPU
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     monkeypatch.setitem(_cuda._at_import, "queues", 0)
     monkeypatch.delenv(QUEUES, raising=False)
     if at_import is not None:
         monkeypatch.setenv(QUEUES, at_import)
-    _cuda.request_queues()
+    _cuda.prepare()
     if now is not None:
         monkeypatch.setenv(QUEUES, now)
     assert _cuda.queues() == expected
@@ -86,7 +89,7 @@ def test_one_queue_is_refused_over_every_transport(
     queues: pytest.MonkeyPatch, transport: TransportChoice
 ) -> None:
     queues.setenv(QUEUES, "1")
-    with pytest.raises(ldt.LdtError, match=f"unset {QUEUES} or set it to 5 to 32") as error:
+    with pytest.raises(ldt.LdtError, match=f"restart it with {QUEUES} unset or set to 5 to 32") as error:
         choose(Topology([1, 1]), transport)
     assert "needs 5 hardware queues" in str(error.value)
     assert f"{QUEUES} gives it 1: " in str(error.value)
@@ -114,7 +117,7 @@ def test_each_lane_needs_a_queue_and_so_does_compute(
     if needed == 1:
         return  # no peers
     queues.setenv(QUEUES, str(needed - 1))
-    with pytest.raises(ldt.LdtError, match=f"unset {QUEUES} or set it to {needed} to 32"):
+    with pytest.raises(ldt.LdtError, match=f"restart it with {QUEUES} unset or set to {needed} to 32"):
         choose(topology, "nccl", **options)
 
 
