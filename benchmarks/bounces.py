@@ -28,7 +28,7 @@ class Bounces:
         self._count(1)
 
     def share(self) -> float | None:
-        """The share of bounced messages over all ranks. A collective call; None if no lane has received any."""
+        """Return the share of bounced messages over all ranks. A collective call; None if no lane has received any."""
         received, bounced = total(self._received), total(self._bounced)
         return bounced / received if received else None
 

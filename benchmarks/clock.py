@@ -26,19 +26,19 @@ __all__ = [
 
 
 def meet() -> None:
-    """A barrier on the host: over gloo, so that no device has a part in it."""
+    """Wait for all ranks on the host, over gloo, so that no device takes part."""
     dist.all_reduce(torch.zeros(1))
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all that was launched on the device, then for the other ranks."""
+    """Synchronize the device, then wait for the other ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     meet()
 
 
 def gather(values: Sequence[float]) -> list[list[float]]:
-    """The values of each rank, which gives as many as any other."""
+    """Gather the values of all ranks, each of which gives equally many."""
     mine = torch.tensor(values, dtype=torch.float64)
     theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(theirs, mine)
@@ -46,19 +46,20 @@ def gather(values: Sequence[float]) -> list[list[float]]:
 
 
 def slowest(values: Sequence[float]) -> list[float]:
-    """Element by element, the largest value over all ranks."""
+    """Return the elementwise maximum over all ranks."""
     return [max(column) for column in zip(*gather(values), strict=True)]
 
 
 def total(number: int) -> int:
-    """The sum over all ranks."""
+    """Return the sum over all ranks."""
     return int(sum(values[0] for values in gather([float(number)])))
 
 
 class Passage(NamedTuple):
-    """When this rank began to send a message, and when it had received it; infinitely late or early if it did not.
+    """When this rank started to send a message and when it had received it, as readings of time.perf_counter.
 
-    Moments of time.perf_counter, which is one clock for all processes of a host (CLOCK_MONOTONIC).
+    All processes of a host share that clock (CLOCK_MONOTONIC). A rank that did not send starts infinitely late; one
+    that did not receive ends infinitely early.
     """
 
     sent: float
@@ -70,10 +71,10 @@ class Passage(NamedTuple):
 
 
 def durations(passages: Sequence[Passage], routes: Sequence[Sequence[int]] | None = None) -> list[float]:
-    """Of each message the seconds from the first rank's start to the last one's end.
+    """Return for each message the seconds from the first rank's start to the last rank's end.
 
-    ``routes`` are the ranks of each of several messages at once, of which the slowest counts; by default there is one,
-    of all ranks.
+    ``routes`` lists the ranks of each of several concurrent messages, of which the slowest counts; by default there is
+    one message for all ranks.
     """
     sent, received = (gather(moments) for moments in zip(*passages, strict=True))
     routes = routes or [range(len(sent))]
@@ -87,12 +88,12 @@ def durations(passages: Sequence[Passage], routes: Sequence[Sequence[int]] | Non
 
 
 def high(times: Sequence[float]) -> float:
-    """The 99th percentile; below 100 values the largest."""
+    """Return the 99th percentile; with fewer than 100 values, the largest."""
     return sorted(times)[max(0, round(0.99 * len(times)) - 1)] if len(times) >= 100 else max(times)
 
 
 class Stopwatch:
-    """Seconds from ``start`` to ``stop``: on a GPU those of the current stream, on the CPU those of the host."""
+    """Measures seconds from ``start`` to ``stop``: of the current stream on a GPU, of the host on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -103,7 +104,7 @@ class Stopwatch:
         self.split()
 
     def split(self) -> None:
-        """A moment in between, which ``stop_split`` counts from; nothing waits for it."""
+        """Record the point from which ``stop_split`` measures; nothing waits for it."""
         if not self._is_cuda:
             self._marks.append(time.perf_counter())
             return
@@ -112,12 +113,12 @@ class Stopwatch:
         self._marks.append(event)
 
     def stop(self) -> float:
-        """Waits on the host until what was launched since is done."""
+        """Wait on the host for all work launched since ``start``, and return the seconds it took."""
         self.split()
         return self._between(0, -1)
 
     def stop_split(self) -> tuple[float, float]:
-        """As ``stop``, and the seconds since the last ``split``."""
+        """Like ``stop``, and also return the seconds since the last ``split``."""
         return self.stop(), self._between(-2, -1)
 
     def _between(self, first: int, last: int) -> float:
@@ -128,5 +129,5 @@ class Stopwatch:
 
 
 def median_of(samples: Sequence[Sequence[float]]) -> list[float]:
-    """Column by column."""
+    """Return the medians of the columns."""
     return [statistics.median(column) for column in zip(*samples, strict=True)]

@@ -1,6 +1,6 @@
 """Sends messages over a path. Each has different data, so that late, early and stale data are all detected.
 
-As in a pipeline, a message is sent to memory that is posted already: ``ready``, ``start``, ``wait``, ``check``.
+As in a pipeline, the receive is posted before the message is sent: ``ready``, ``start``, ``wait``, ``check``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Wait = Callable[[], object]
 
 @dataclass(frozen=True)
 class Path:
-    """A path of messages from one rank to others, and this rank's part in it.
+    """A path for messages from one rank to others, and this rank's part in it.
 
     ``send(source)`` and ``receive(target)`` launch a transfer and return a function that waits for it. ``send`` is None
-    if this rank does not send, ``receive`` if it does not receive. ``empty(n)`` allocates n int32 elements to receive
-    into. ``receiving_lanes`` are the lanes that this rank receives on.
+    on ranks that do not send, ``receive`` on ranks that do not receive. ``empty(n)`` allocates n int32 elements to
+    receive into. ``receiving_lanes`` are the lanes that this rank receives on.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Courier:
     # -- one message, step by step -------------------------------------------------------------------------------
 
     def pack(self) -> None:
-        """Make the next message, and room for it."""
+        """Create the next message, and memory for its receive."""
         self._bounces.start()
         self._number += 1
         if self.path.send is not None:
@@ -77,7 +77,7 @@ class Courier:
         self._waits.clear()
 
     def check(self) -> None:
-        """After the wait: count wrong elements and let go of the memory."""
+        """After the wait: count wrong elements and release the memory."""
         if self.path.receive is not None:
             self._wrong += int((self._target != self._plain + self._number).sum())
         self._source = self._target = torch.empty(0)
@@ -86,10 +86,10 @@ class Courier:
     # -- several steps at once -----------------------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Pack, post on an idle device, and meet: all that comes before the start.
+        """Pack, post the receive on an idle device, and synchronize the ranks: everything before the start.
 
-        A posted receive may keep the device busy until its message comes, so from here to the wait nothing may wait
-        for all of the device.
+        A posted receive may keep the device busy until its message arrives, so nothing may synchronize the device
+        between here and the wait.
         """
         self.pack()
         settle(self._device)
@@ -97,10 +97,10 @@ class Courier:
         meet()
 
     def connect(self) -> None:
-        """A first message, for which ranks do not meet.
+        """Send a first message without synchronizing the ranks.
 
-        NCCL connects at first use, which blocks the host until the other side comes. So the send is first, too, where a
-        rank does both.
+        NCCL connects at first use, which blocks the host until the peer joins. A rank that does both therefore sends
+        first.
         """
         self.pack()
         self.start()
@@ -110,7 +110,7 @@ class Courier:
         self.check()
 
     def carry(self) -> Passage:
-        """One message from idle devices to memory that is posted."""
+        """Send one message from idle devices into posted memory."""
         self.ready()
         start = time.perf_counter()
         self.start()
@@ -122,12 +122,12 @@ class Courier:
             start if self.path.send is not None else None, end if self.path.receive is not None else None
         )
 
-    # -- of all messages, over all ranks, which all ask ----------------------------------------------------------
+    # -- over all messages and ranks; collective calls ------------------------------------------------------------
 
     def wrong(self) -> int:
-        """Elements."""
+        """Return the number of wrong elements."""
         return total(self._wrong)
 
     def bounced(self) -> float | None:
-        """The share that came through bounce slots; None where no lane carries them."""
+        """Return the share of messages that went through bounce slots; None without lanes."""
         return self._bounces.share()

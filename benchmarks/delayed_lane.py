@@ -1,7 +1,7 @@
 """Simulates a slow link on one machine by delaying arrivals on a mesh's channels by a latency.
 
-A message starts when it was sent, when its receive was posted and when the one before it on that channel started,
-whichever is last: the rule of the simulator, for a link of unlimited bandwidth. The time it was sent travels with it.
+A message starts when it was sent, its receive was posted, and the previous message on its channel started, whichever
+is last. This is the simulator's rule for a link of unlimited bandwidth. Each message carries the time it was sent.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ __all__ = ["delay"]
 
 
 def delay(mesh: Mesh, seconds: float) -> None:
-    """Every message of ``mesh`` takes ``seconds`` longer from now on. To be called on all ranks, between steps.
+    """Delay every further message of ``mesh`` by ``seconds``. Call it on all ranks, between steps.
 
-    Not for tensors that are split over the ranks of a stage.
+    Tensors that are split over the ranks of a stage are not supported.
     """
     for channel, end in mesh.endpoints.items():
         mesh.endpoints[channel] = _DelayedEnd(end, seconds)
@@ -44,7 +44,7 @@ class _DelayedEnd(Endpoint):
 
 
 class _DelayedWork:
-    """As a ``dist.Work``, as far as the runtime uses one."""
+    """The part of ``dist.Work`` that the runtime uses."""
 
     def __init__(self, work: Any, sent: torch.Tensor, link: dict[str, Any]) -> None:
         self._work, self._sent, self._link = work, sent, link

@@ -1,4 +1,4 @@
-"""Compute to hide transfers behind: GEMMs that fill a GPU, or a core of a CPU."""
+"""Compute to hide transfers behind: GEMMs that fill a GPU, or one CPU core."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LOADS", "Gemms", "GemmsKind"]
 
 @dataclass(frozen=True)
 class GemmsKind:
-    """So many products of two square matrices."""
+    """A number of products of two square matrices."""
 
     count: int
     dtype: torch.dtype
@@ -33,7 +33,7 @@ LOADS = {
 class Gemms:
     """Launches ``kind.count`` GEMMs on the current stream when called.
 
-    Matrices are random, as of those the chip's power depends.
+    The matrices are random, since the chip's power draw depends on their values.
     """
 
     kind: GemmsKind
@@ -51,7 +51,7 @@ class Gemms:
             torch.mm(self._left, self._right, out=self._product)
 
     def time_of_one(self) -> float:
-        """Seconds: of the fastest of five calls."""
+        """Return the seconds of the fastest of five calls."""
         watch, times = Stopwatch(self.device), []
         for _ in range(6):
             settle(self.device)

@@ -1,8 +1,8 @@
 """Shared by all benchmarks: options, ranks, rows with time and correctness, and the exit code as the gate.
 
-Output is a table whose context stands in lines that begin with ``#``; a row is printed as soon as it is measured, so
-that a failure later on leaves the ones before it. ``--json FILE`` writes the same rows, ``--plot FILE`` draws them.
-Every row has ``wrong``, which counts elements that are not what they must be; any makes the exit code 1.
+The output is a table, with context in lines that begin with ``#``. Each row is printed as soon as it is measured, so a
+later failure does not lose it. ``--json FILE`` writes the same rows, ``--plot FILE`` draws them. Every row has a column
+``wrong`` that counts incorrect elements; if any row has one, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from ldt.cli.units import bandwidth
 
 __all__ = ["Row", "column", "parse", "parser", "run"]
 
-TIMEOUT = timedelta(seconds=120)  # of anything that ranks do together
+TIMEOUT = timedelta(seconds=120)  # for any collective operation
 
 
 class Row(Protocol):
-    """A frozen dataclass. A field made by ``column`` is one of the table; others are in the JSON file only."""
+    """A frozen dataclass. Fields made by ``column`` appear in the table; the others only in the JSON file."""
 
     @property
     def wrong(self) -> int:
-        """Elements that are not what they must be, over all ranks."""
+        """Return the number of incorrect elements over all ranks."""
 
 
 def column(title: str, spec: str) -> Any:
-    """A field with a title and a format, such as ``">10.1f"``. Its value may be None, where there is none."""
+    """A field with a title and a format, such as ``">10.1f"``. Its value is None where it does not apply."""
     return field(metadata={"title": title, "spec": spec})
 
 
@@ -55,7 +55,7 @@ def column(title: str, spec: str) -> Any:
 
 
 def parser(description: str, transports: bool = True) -> argparse.ArgumentParser:
-    """Options that every benchmark has; ``--transports`` only where lanes carry what is measured."""
+    """Add the options that every benchmark has; ``--transports`` only if lanes carry what is measured."""
     options = argparse.ArgumentParser(description=description)
     options.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
     options.add_argument("--plot", type=Path, metavar="FILE", help="also draw the rows (needs matplotlib)")
@@ -90,7 +90,7 @@ def parse(
     ranks: Callable[[argparse.Namespace], int],
     edge: Callable[[argparse.Namespace], int] = lambda _: 1,
 ) -> argparse.Namespace:
-    """The arguments, with the number of ``ranks``, of which ``edge`` are the edge, and a device with enough of them."""
+    """Parse the arguments, and choose a device that has enough GPUs for ``ranks``, the first ``edge`` on the edge."""
     given = options.parse_args()
     given.ranks, given.edge = ranks(given), edge(given)
     gpus = torch.cuda.device_count()
@@ -114,17 +114,17 @@ def parse(
 
 
 def run(measure: Callable[[Any], Iterable[Row]], arguments: argparse.Namespace, context: str) -> int:
-    """Run ``measure(arguments)`` on all ranks, report the rows of rank 0 while they come, return the exit code.
+    """Run ``measure(arguments)`` on all ranks, report rank 0's rows as they arrive, and return the exit code.
 
-    With ``--device cuda`` each rank has the GPU of its number, and both gloo and NCCL.
+    With ``--device cuda`` each rank uses the GPU of its number, with both gloo and NCCL.
     """
     hosts: AbstractContextManager[list[Place]] = nullcontext([])
     if arguments.link:
         hosts = two_hosts(arguments.ranks, arguments.edge, arguments.link)
     with tempfile.TemporaryDirectory() as folder, hosts as places:
         inputs = (folder, measure, arguments, context, places)
-        # Imported once, not in each rank. Not ldt: the server looks into the current folder first, which may be that of
-        # its source.
+        # Imported once, not on each rank. Not ldt: the fork server searches the current folder first, which may be
+        # the source tree.
         multiprocessing.set_forkserver_preload(["torch.distributed"])
         mp.start_processes(_rank, inputs, nprocs=arguments.ranks, start_method="forkserver")  # type: ignore
         return 1 if int((Path(folder) / "wrong").read_text()) else 0
@@ -146,7 +146,7 @@ def _rank(
     backend = "gloo"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)
-        backend = "cpu:gloo,cuda:nccl"  # figures are compared over gloo
+        backend = "cpu:gloo,cuda:nccl"  # measurements are compared over gloo
     store = f"file://{folder}/store"
     dist.init_process_group(
         backend, init_method=store, rank=rank, world_size=arguments.ranks, timeout=TIMEOUT
@@ -167,7 +167,7 @@ def _rank(
 
 
 class Report:
-    """Prints rows, with a head wherever their kind changes, and writes the files that were asked for."""
+    """Prints rows, with a header whenever their type changes, and writes the requested files."""
 
     def __init__(self, arguments: argparse.Namespace, context: str, talks: bool = True) -> None:
         self._arguments = arguments
@@ -213,7 +213,7 @@ def _where(arguments: argparse.Namespace) -> str:
 
 
 def _columns(row: Row) -> list[tuple[str, str, Any]]:
-    """Title, format and value of each."""
+    """Return the title, format and value of each column."""
     return [
         (part.metadata["title"], part.metadata["spec"], getattr(row, part.name))
         for part in fields(row)  # type: ignore[arg-type]
@@ -235,7 +235,7 @@ def _line(row: Row) -> str:
 
 
 def _width(spec: str) -> str:
-    """Of ``">10.1f"`` what text is formatted with: ``">10"``."""
+    """Return the format for text that matches a number's: ``">10"`` for ``">10.1f"``."""
     found = re.match("[<>][0-9]+", spec)
     assert found is not None, spec
     return found[0]

@@ -1,9 +1,9 @@
 """How long does the host take to launch a message, and to wait for one, from Python?
 
-Both ranks of a pair do the same at the same time: each posts a batch of receives, meets the other, launches as many
-sends and waits for all. Every call is timed alone. Between batches devices are idle, so that no queue is ever full.
-On a GPU a call that returns at once has only launched; on the CPU ``wait`` is the transfer, too. ``bounced`` is the
-share of messages that did not go straight into posted memory.
+Both ranks of a pair do the same at the same time: each posts a batch of receives, synchronizes with its peer, launches
+as many sends, and waits for all of them. Every call is timed by itself. Devices are idle between batches, so no queue
+is ever full. On a GPU a call that returns at once has only launched work; on the CPU ``wait`` includes the transfer.
+``bounced`` is the share of messages that did not go directly into posted memory.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 def rows_of(
     path: BothWays, size: int, arguments: argparse.Namespace, device: torch.device
 ) -> Iterator[CallRow]:
-    """The slower rank's figures; both have as many calls."""
+    """Return the slower rank's times; both ranks make equally many calls."""
     sides = [[Courier(way, size, device) for _ in range(arguments.batch)] for way in path]
-    batch(sides, device)  # does not count
+    batch(sides, device)  # warm-up
     times: dict[str, list[float]] = {call: [] for call in CALLS}
     bounces = Bounces([lane for way in path for lane in way.receiving_lanes])
     bounces.start()
@@ -83,7 +83,7 @@ def rows_of(
 
 
 def batch(sides: list[list[Courier]], device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every call. Receives are posted in the order of the other side's sends."""
+    """Return the seconds of every call. Receives are posted in the order of the peer's sends."""
     incoming, outgoing = sorted(sides, key=lambda couriers: couriers[0].path.send is not None)
     both = incoming + outgoing
     for courier in both:

@@ -1,15 +1,15 @@
 """How long do packing and unpacking a step's metadata take?
 
-A step has 64 microbatches of an attention mask and position ids, int64 [4, 4096] each. Paths:
+A step has 64 microbatches, each with an attention mask and position ids, int64 [4, 4096]. Paths:
 
-- ``tensor ops``  small tensor operations, one microbatch at a time, as code without a wire format does it (padding on
-  either side only; its message is a list of figures): the baseline
+- ``tensor ops``  the baseline: small tensor operations, one microbatch at a time, as code without a wire format does it
+  (padding on one side only; its message is a list of numbers)
 - ``one call``    ldt.runtime.step.metadata.pack and unpack
-- ``no rows``     the same with rows of one element: what a call takes beside scanning and rebuilding rows
+- ``no rows``     the same with rows of one element: the cost of a call apart from scanning and rebuilding rows
 
-Times are in microseconds per step: median and 90th percentile of the whole call on the host, with the device's work
-(``--device cuda``: the device is synchronized after each). ``GB/s`` counts masks and positions once. The launch of an
-unpack alone, which does not wait, is ``returns``.
+Times are in microseconds per step: the median and 90th percentile of the whole call on the host, including the
+device's work (with ``--device cuda``, the device is synchronized after each call). ``GB/s`` counts masks and positions
+once. ``returns`` is the time until an unpack, which does not wait for the device, returns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepRow:
 
 
 def mask_of(kind: str, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """A mask whose rows differ, but for those without padding."""
+    """Return a mask whose rows differ, unless they have no padding."""
     index = torch.arange(length).expand(batch, -1)
     cut = torch.randint(length // 4, length // 2 + 1, (batch, 1), generator=generator)
     match kind:
@@ -65,13 +65,13 @@ def mask_of(kind: str, batch: int, length: int, generator: torch.Generator) -> t
 
 
 def positions_of(mask: torch.Tensor) -> torch.Tensor:
-    """The running count of what the mask keeps, 1 on padding."""
+    """Return the running count of unmasked elements, with 1 on padding."""
     kept = mask != 0
     return (kept.long().cumsum(-1) - 1).masked_fill(~kept, 1)
 
 
 def pack_with_tensor_ops(microbatches: Sequence[Tensors]) -> torch.Tensor:
-    """For each microbatch its shape and each row's padding; what a device finds is brought over at once."""
+    """Return each microbatch's shape and each row's padding; device results are copied to the host at once."""
     figures = []
     for tensors in microbatches:
         mask = tensors["attention_mask"]
@@ -86,7 +86,7 @@ def pack_with_tensor_ops(microbatches: Sequence[Tensors]) -> torch.Tensor:
 
 
 def unpack_with_tensor_ops(data: torch.Tensor, device: torch.device) -> list[Tensors]:
-    """Masks and positions out of the figures, one microbatch at a time."""
+    """Rebuild masks and positions from the numbers, one microbatch at a time."""
     result: list[Tensors] = []
     data_there, place = data.to(device), 0
     while place < len(data):
@@ -120,7 +120,7 @@ def wrong_elements(truth: Sequence[Tensors], got: Sequence[Tensors]) -> int:
 
 
 def time_calls(call: Callable[[], Any], count: int, device: torch.device) -> tuple[list[float], list[float]]:
-    """Seconds until the device is done, and until the call returned; the first calls do not count."""
+    """Return the seconds until the device is done, and until the call returned; the first calls are warm-up."""
     done, returned = [], []
     for index in range(count + 3):
         if device.type == "cuda":

@@ -1,10 +1,11 @@
 """How long does a message between two idle GPUs take, and how close is it to the speed of the link?
 
-The receive is posted first, then ranks meet, then the sender sends. A time is from then until the receiver's current
-stream is done with the wait, on the host, whose clock is one for all ranks; of several pairs the slowest counts.
+The receive is posted first, then the ranks synchronize, then the sender sends. The time runs from there until the
+receiver's current stream has passed the wait, measured on the host, whose clock all ranks share. With several pairs,
+the slowest counts.
 
-``plain peer copy`` is one process that copies from its GPU to the next, from the launch until its stream is done, and
-``of copy`` the speed compared with that.
+``plain peer copy`` is one process that copies from its GPU to the next, from the launch until its stream is done.
+``of copy`` is the bandwidth relative to that copy.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def row_of(
 
 
 def peer_copy(size: int, count: int) -> LatencyRow:
-    """Rank 0 copies from its GPU to that of rank 1, which waits meanwhile."""
+    """Copy from rank 0's GPU to rank 1's, while rank 1 waits."""
     times, wrong = [0.0] * count, 0
     settle(torch.device("cuda", dist.get_rank()))
     if dist.get_rank() == 0:
@@ -103,7 +104,7 @@ def peer_copy(size: int, count: int) -> LatencyRow:
 
 
 def timed_copy(source: torch.Tensor, target: torch.Tensor) -> float:
-    """Of other data than the last one's."""
+    """Copy different data than the last time."""
     source += 1
     torch.cuda.synchronize(source.device)
     start = time.perf_counter()

@@ -1,16 +1,16 @@
 """How much of a transfer between two GPUs hides behind compute, and what does it cost the compute?
 
-A message goes from each lower rank to the upper rank of its pair beside GEMMs on both. Three things take turns, each
-from idle devices: the transfer alone, the GEMMs alone, and both. As in a pipeline the receive is posted first; then
-ranks meet on the host, the transfer is launched, the GEMMs are, and the transfer is waited for. (Without turns the
-later one is slower by itself: GEMMs run at the limit of power.) Times are those of the current stream, from before the
-launch to after the wait; on the CPU those of the host.
+Each lower rank sends a message to the upper rank of its pair while both run GEMMs. Three measurements alternate, each
+from idle devices: the transfer alone, the GEMMs alone, and both. As in a pipeline, the receive is posted first; then
+the ranks synchronize on the host, the transfer and the GEMMs are launched, and the transfer is waited for. (Without
+alternating, the later measurement is slower: GEMMs run at the power limit.) Times are those of the current stream,
+from before the launch to after the wait; on the CPU those of the host.
 
-- ``hidden``    (gemms + alone - both) / min(gemms, alone): 100 % is all of the transfer, or all of the GEMMs
+- ``hidden``    (gemms + alone - both) / min(gemms, alone): 100 % if all of the transfer or all of the GEMMs is hidden
 - ``slowdown``  both / gemms - 1
-- ``bounced``   share of the messages that did not go straight into posted memory
+- ``bounced``   share of the messages that did not go directly into posted memory
 
-Each is taken from a rank's medians, and the table has the median over ranks; those of every rank are in the JSON file.
+Each value is computed from a rank's medians. The table shows the median over ranks; the JSON file has every rank's.
 The second table, latency and bandwidth without load, is explained in p2p_latency.py.
 """
 
@@ -44,7 +44,7 @@ LATENCY_SIZES = {
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """One path beside one load."""
+    """One path with one load."""
 
     PICTURE: ClassVar[Picture] = Picture("path", ("hidden", "slowdown"), ("load",))
     size: int = column("size", ">12")
@@ -98,10 +98,10 @@ def overlap(path: BothWays, size: int, load: Gemms, count: int, device: torch.de
 
 
 def timed(device: torch.device, courier: Courier | None = None, load: Gemms | None = None) -> float:
-    """Seconds for what is given, from idle devices.
+    """Return the seconds of the given work, from idle devices.
 
-    The start is recorded before the launch: a lane's stream waits for what was on the current stream by then, or
-    begins later, since that stream is idle.
+    The start is recorded before the launch: a lane's stream waits for earlier work on the current stream, or begins
+    later, since that stream is idle.
     """
     watch = Stopwatch(device)
     if courier is None:
@@ -122,7 +122,7 @@ def timed(device: torch.device, courier: Courier | None = None, load: Gemms | No
 
 
 def figures(alone: float, compute: float, both: float) -> dict[str, float]:
-    """Of one rank: its medians in µs, and what follows from them."""
+    """One rank's medians in µs, and the values derived from them."""
     return {
         "alone": alone * 1e6,
         "compute": compute * 1e6,

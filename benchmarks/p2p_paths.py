@@ -1,7 +1,7 @@
-"""Paths between two ranks of a pair, there and back: torch.distributed's own calls, and lanes over each transport.
+"""Paths between the ranks of a pair, in both directions: torch.distributed's own calls, and lanes over each transport.
 
-With n pairs, rank r of the lower half belongs to rank r + n. Up is from the lower to the upper one. Each direction has
-a communicator of its own, as channels have on dedicated lanes.
+With n pairs, rank r of the lower half is paired with rank r + n. "Up" is from the lower to the upper rank. Each
+direction has its own communicator, as channels have on dedicated lanes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Call = Callable[[torch.Tensor, int, dist.ProcessGroup], Wait]
 
 
 class BothWays(NamedTuple):
-    """This rank sends on one of them and receives on the other."""
+    """The path this rank sends on, and the path it receives on."""
 
     up: Path
     down: Path
@@ -40,7 +40,7 @@ def is_lower() -> bool:
 
 
 class P2pPaths:
-    """All of them, the baselines first. A context manager: it holds the meshes of the lanes."""
+    """Yield all paths, the baselines first. A context manager: it holds the meshes of the lanes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._device = device_of(arguments)
@@ -59,7 +59,7 @@ class P2pPaths:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            return  # what hangs on a device would hide the error
+            return  # closing after a device hang would hide the error
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         for mesh in self._meshes.values():
@@ -112,7 +112,7 @@ def _irecv(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Wait:
 
 
 def _batch_of(call: Callable[..., object]) -> Call:
-    """A batch of one message, as torch.distributed.pipelining makes them."""
+    """Launch a batch of one message, as torch.distributed.pipelining does."""
 
     def start(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> Wait:
         works = dist.batch_isend_irecv([dist.P2POp(call, tensor, peer, group)])

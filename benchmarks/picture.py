@@ -1,4 +1,4 @@
-"""Plots rows: for each kind of row one panel per figure, with lines over sizes or bars by name."""
+"""Plots rows: for each type of row one panel per value, with lines over sizes or bars by name."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["Picture", "draw"]
 
 
 class Picture(NamedTuple):
-    """Names of fields: what is on the x axis, what is drawn (a panel each), and what tells the lines apart.
+    """Names of fields: the one on the x axis, those to draw (one panel each), and those that label the lines.
 
-    A kind of rows has one as its class variable ``PICTURE``.
+    A row type has one as its class variable ``PICTURE``.
     """
 
     x: str
@@ -21,8 +21,8 @@ class Picture(NamedTuple):
 
 
 def draw(rows: Sequence[Any], path: Path) -> None:
-    """Write the picture of ``rows``; rows without a value for a figure are left out of its panel."""
-    from matplotlib.figure import Figure  # only this option needs it
+    """Write the picture of ``rows``; rows without a value are left out of its panel."""
+    from matplotlib.figure import Figure  # needed for this option only
 
     kinds = {type(row): [other for other in rows if type(other) is type(row)] for row in rows}
     panels = [(members, y) for kind, members in kinds.items() for y in kind.PICTURE.y]

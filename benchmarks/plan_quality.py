@@ -1,13 +1,13 @@
-"""How good the planner's orders are: makespan over the lower bound, against the fixed order, by link and memory.
+"""How good are the planner's orders? Makespan over the lower bound, against the fixed order, by link and memory.
 
 All times are simulated, so the table is the same on every machine; only ``--growth`` measures time. A forward of a
-cloud chunk takes 1, its backward 2; chunks on the edge take ``edge`` of that; ``latency`` is one way. Every number
-but the bubble is a makespan divided by ``ldt.plan.lower_bound``. No torch is needed.
+cloud chunk takes 1 and its backward 2; chunks on the edge take ``edge`` times that; ``latency`` is one way. Every
+number except the bubble is a makespan divided by ``ldt.plan.lower_bound``. torch is not needed.
 
     python benchmarks/plan_quality.py                      the table
     python benchmarks/plan_quality.py --memory             also under memory limits, in terms of ushape's own peak
     python benchmarks/plan_quality.py --shared             an edge that serves several cloud replicas, instead
-    python benchmarks/plan_quality.py --growth growth.png  time to plan by size, as a picture
+    python benchmarks/plan_quality.py --growth growth.png  planning time by size, as a plot
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from ldt.topology import Node, Topology
 STAGES = (2, 3, 4, 8)
 EDGES = (0.25, 0.5)
 LATENCIES = (0.0, 0.5, 1.0, 2.0, 4.0)
-MEMORY = (1.0, 1.5, 2.0)  # times the peak that ushape has at each stage
+MEMORY = (1.0, 1.5, 2.0)  # times ushape's peak on each stage
 
 
 class Setting(NamedTuple):
     """One row of the table."""
 
     laps: int
-    microbatches: int  # of each replica of the edge
+    microbatches: int  # per edge replica
     stages: int
     edge: float
     latency: float
-    served: int = 1  # cloud replicas of each replica of the edge
+    served: int = 1  # cloud replicas per edge replica
 
     @property
     def topology(self) -> Topology:
@@ -54,7 +54,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Ratios to the bound, and the most live activations on any node."""
+    """Ratios to the bound, and the peak of live activations on any node."""
 
     setting: Setting
     ushape: float
@@ -65,26 +65,26 @@ class Row:
 
 
 def settings(laps: int, microbatches: int) -> Iterator[Setting]:
-    """The forty settings of a table."""
+    """Return the forty settings of the table."""
     for stages, edge, latency in itertools.product(STAGES, EDGES, LATENCIES):
         yield Setting(laps, microbatches, stages, edge, latency)
 
 
 def shared_settings(laps: int = 1, microbatches: int = 32) -> Iterator[Setting]:
-    """Settings in which the edge and each of its cloud replicas, with ``microbatches`` each, have equal work."""
+    """Return settings in which the edge and its cloud replicas, with ``microbatches`` each, have equal work."""
     for stages, served, latency in itertools.product((3, 4), (2, 4), (0.0, 1.0, 4.0)):
         yield Setting(laps, microbatches * served, stages, 0.5 / served, latency, served)
 
 
 def fixed(setting: Setting) -> Timeline:
-    """The fixed order, simulated."""
+    """Simulate the fixed order."""
     return simulate(ushape(setting.topology, setting.microbatches), setting.costs)
 
 
 def planned(
     setting: Setting, memory_limit: list[int] | None = None, split_backward: bool = False
 ) -> Timeline:
-    """The planned order, simulated."""
+    """Simulate the planned order."""
     topology, costs = setting.topology, setting.costs
     plan = optimize(
         topology, setting.microbatches, costs, memory_limit=memory_limit, split_backward=split_backward
@@ -97,7 +97,7 @@ def bound(setting: Setting, split_backward: bool = False) -> float:
 
 
 def row(setting: Setting) -> Row:
-    """What one line of the table says."""
+    """Return one line of the table."""
     order, plan, split = fixed(setting), planned(setting), planned(setting, split_backward=True)
     return Row(
         setting,
@@ -110,13 +110,13 @@ def row(setting: Setting) -> Row:
 
 
 def limited(setting: Setting, times: float) -> float:
-    """Ratio to the bound with each stage's memory limited to ``times`` the peak of the fixed order there."""
+    """Return the ratio to the bound with each stage's memory limited to ``times`` the fixed order's peak there."""
     peaks = fixed(setting).peak_live.values()
     return planned(setting, [math.floor(times * peak) for peak in peaks]).makespan / bound(setting)
 
 
 def growth() -> Iterator[tuple[int, int, float]]:
-    """Stages, microbatches and seconds to plan one lap."""
+    """Return stages, microbatches, and the seconds to plan one lap."""
     for stages, microbatches in ((2, 32), (4, 32), (8, 64), (16, 128), (32, 256), (32, 512), (64, 1024)):
         setting = Setting(1, microbatches, stages, 0.5, 1.0)
         start = time.perf_counter()
@@ -160,7 +160,7 @@ def _cell(number: float) -> str:
 
 
 def draw_growth(path: Path) -> None:
-    from matplotlib.figure import Figure  # only this option needs it
+    from matplotlib.figure import Figure  # needed for this option only
 
     points = list(growth())
     actions = [2 * (stages + 1) * microbatches for stages, microbatches, _ in points]

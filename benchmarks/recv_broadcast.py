@@ -1,20 +1,21 @@
-"""What does the broadcast inside the stage add to a receive, and how much of both does compute hide?
+"""What does the broadcast within the stage add to a receive, and how much of both does compute hide?
 
-Rank 0 sends to a stage of ``--stage`` ranks that rank 1 leads; with ``--two-ranks``, and by itself on two GPUs, rank 0
-is a member of the stage, too. Paths:
+Rank 0 sends to a stage of ``--stage`` ranks led by rank 1. With ``--two-ranks``, the default on two GPUs, rank 0 is
+also a member of the stage. Paths:
 
-- ``receive alone``  the bare receive on the leader, without any broadcast: the floor
-- ``hand-made``      irecv, and in its wait a broadcast, as code without lanes does: the baseline
+- ``receive alone``  the bare receive on the leader without any broadcast: the lower bound
+- ``hand-made``      irecv with a broadcast in its wait, as code without lanes does it: the baseline
 - ``fused, ...``     one lane over that transport, whose broadcast runs behind the receive; with ``--chunk-bytes``
                      (which implies ``--two-ranks``) also lanes with pieces of those sizes
 
-Receives are posted first (but for the broadcast by hand), then ranks meet, then rank 0 sends. ``p50`` and ``p99`` are
-from the send to the end on the last rank without other work, on the host. For ``exposed``, compute of about twice the
-bare receive is launched before the wait. On a GPU that is GEMMs, and exposed is how much longer the compute stream
-takes with the message than without, from the launch of the send on, which the idle GPU has to await, too; ``in wait``
-is how long that stream stands in the wait itself. On the CPU compute is a sleep (on an accelerator it leaves the host's
-cores free) of twice the slowest path, and both are the time blocked in the wait; the slowest rank counts. ``share`` is
-``in wait`` over p50, ``bounced`` the part of the messages that did not go straight into posted memory.
+Receives are posted first (except for the hand-made broadcast), then the ranks synchronize, then rank 0 sends. ``p50``
+and ``p99`` run from the send to the end on the last rank without other work, on the host. For ``exposed``, compute that
+takes about twice the bare receive is launched before the wait. On a GPU the compute is GEMMs; ``exposed`` is how much
+longer the compute stream takes with the message than without, counted from the launch of the send, which the idle GPU
+has to await as well; ``in wait`` is the time that stream spends in the wait itself. On the CPU the compute is a sleep
+(compute on an accelerator leaves the host's cores free) of twice the slowest path, and both are the time blocked in the
+wait, on the slowest rank. ``share`` is ``in wait`` over p50; ``bounced`` is the share of messages that did not go
+directly into posted memory.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 class Exposure(NamedTuple):
-    """Seconds by which compute was later for a message, and those of them that it stood in the wait."""
+    """Seconds by which a message delays compute, and the part of them spent in the wait."""
 
     all: float
     in_wait: float
@@ -91,7 +92,7 @@ class Exposure(NamedTuple):
 
 @dataclass
 class Sleep:
-    """What compute on an accelerator is to the host."""
+    """On the host, a sleep stands in for compute on an accelerator."""
 
     seconds: float
 
@@ -106,7 +107,7 @@ def rows_of(
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> Iterator[MessageRow]:
-    """Paths take turns, so that what else the machine does hits all of them alike."""
+    """Measure paths in turn, so that other load on the machine affects all of them alike."""
     passages: list[list[Passage]] = [[] for _ in couriers]
     exposures: list[list[Exposure]] = [[] for _ in couriers]
     measure_exposure = exposed_on_stream if device.type == "cuda" else exposed_on_host
@@ -137,7 +138,7 @@ def rows_of(
 
 
 def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) -> Exposure:
-    """By how much the current stream is later than with the compute alone, which is measured right before."""
+    """Return how much later the current stream ends than with the compute alone, which is measured right before."""
     watch = Stopwatch(device)
     settle(device)
     watch.start()
@@ -156,7 +157,7 @@ def exposed_on_stream(courier: Courier, compute: Compute, device: torch.device) 
 
 
 def exposed_on_host(courier: Courier, compute: Compute, _: torch.device) -> Exposure:
-    """Seconds blocked in the wait."""
+    """Return the seconds blocked in the wait."""
     courier.ready()
     courier.start()
     compute()
@@ -168,7 +169,7 @@ def exposed_on_host(courier: Courier, compute: Compute, _: torch.device) -> Expo
 
 
 def ranks_of(given: argparse.Namespace) -> int:
-    """One more than the stage has; on two GPUs a stage of two makes do with two."""
+    """Return one rank more than the stage has; on two GPUs, two for a stage of two."""
     given.two_ranks |= bool(given.chunk_bytes)
     if given.device != "cpu" and given.stage == 2 and torch.cuda.device_count() == 2:
         given.two_ranks = True

@@ -3,8 +3,8 @@
     python benchmarks/run_all.py --gpus 4 --out results
     python benchmarks/run_all.py --cpu
 
-Each is a process of its own with a limit of time; its output goes to NAME.txt in the folder, its rows to NAME.json.
-After a failure the next one runs. The summary comes last; the exit code is 0 only if all of them ran and no data were
+Each runs in its own process with a time limit; its output goes to NAME.txt in the folder, its rows to NAME.json. A
+failure does not stop the others. The summary comes last; the exit code is 0 only if all of them ran and no data were
 wrong.
 """
 
@@ -25,11 +25,11 @@ import torch
 from two_hosts import remove_those_left, why_not_two_hosts
 
 HERE = Path(__file__).parent
-TAIL = 25  # lines of a failed one's output
+TAIL = 25  # lines of output to show after a failure
 
 
 class Job(NamedTuple):
-    """A benchmark with its options, the GPUs that it needs at least, and the seconds that it may take."""
+    """A benchmark with its options, the fewest GPUs it needs, and its time limit in seconds."""
 
     name: str
     command: str
@@ -38,14 +38,14 @@ class Job(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """``problem`` is empty if it ended well."""
+    """``problem`` is empty on success."""
 
     job: Job
     seconds: float
     problem: str
 
 
-ON_GPUS = [  # what matters most is first
+ON_GPUS = [  # the most important first
     Job("p2p_overlap", "p2p_overlap.py", 2, 100),
     Job("host_overhead", "host_overhead.py", 2, 70),
     Job("recv_broadcast_2", "recv_broadcast.py --stage 2", 2, 80),
@@ -71,9 +71,9 @@ ON_CPU = [
 def run_job(
     job: Job, options: list[str], folder: Path, limit: float, environment: Mapping[str, str]
 ) -> Outcome:
-    """Run it to its end, or to that of ``limit`` seconds, when it is killed with all its ranks.
+    """Run it until it ends or ``limit`` seconds have passed, when it and all its ranks are killed.
 
-    Where they stood shortly before is in its output.
+    Its output shows where the ranks were shortly before.
     """
     script, *its_options = job.command.split()
     command = [sys.executable, str(HERE / script), *its_options, *options]
@@ -91,16 +91,16 @@ def run_job(
         except subprocess.TimeoutExpired:
             problem = f"not done after {limit:.0f} s"
         finally:
-            with suppress(ProcessLookupError):  # it leads a group of its own, in which ranks may be left
+            with suppress(ProcessLookupError):  # its process group may still have ranks
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     return Outcome(job, time.monotonic() - start, problem)
 
 
 def run_jobs(jobs: list[Job], options: list[str], gpus: int, folder: Path, seconds: float) -> list[Outcome]:
-    """All of ``jobs`` within ``seconds``; those that no time is left for have that as their problem."""
+    """Run all ``jobs`` within ``seconds``; those without time left report that as their problem."""
     environment = dict(os.environ)
-    if gpus:  # no benchmark sees more, as what one does depends on their number
+    if gpus:  # each benchmark sees only these, as its settings depend on their number
         visible = environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[:gpus])
     deadline = time.monotonic() + seconds

@@ -1,8 +1,8 @@
-"""Over a slow link: how long does a step take in the fixed order, in one fitted to the link, and as simulated?
+"""How long does a step take over a slow link, in the fixed order and in one fitted to the link, against simulation?
 
-Processes on this machine, gloo, a link that delays every message. Compute is a sleep, so that processes do not
-compete for cores. Costs are measured once per topology and latency; both plans are simulated with them.
-``measured`` is the median of the edge's time for a whole step, agreement on it included. Gradients of every plan are
+Processes on this machine communicate over gloo with a link that delays every message. Compute is a sleep, so that
+processes do not compete for cores. Costs are measured once per topology and latency; both plans are simulated with
+them. ``measured`` is the edge's median time for a whole step, including its handshake. Every plan's gradients are
 compared with those of the unsplit model.
 """
 
@@ -28,7 +28,7 @@ from ldt.plan import Costs, optimize, simulate, ushape
 from ldt.testing import SleepingChunk, toy_loss, toy_microbatches, unsplit_step
 
 WIDTH = 16
-EDGE_SHARE = 0.25  # compute of head and tail, of a chunk in the middle
+EDGE_SHARE = 0.25  # seconds of compute of the head and the tail, and of a middle chunk
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def run_steps(
     reference: list[nn.Module],
     steps: int,
 ) -> tuple[list[float], int]:
-    """Seconds of each step but the first, and wrong elements of all gradients."""
+    """Return the seconds of each step except the first, and the wrong elements of all gradients."""
     mesh, times, wrong = pipeline.mesh, [], 0
     theirs = [reference[index] for index in mesh.topology.chunks_of(mesh.stage)]
     for _ in range(steps + 1):

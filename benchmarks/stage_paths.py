@@ -1,7 +1,7 @@
-"""Paths from rank 0 to all ranks of a stage that rank 1 leads: by hand, and fused in a lane over each transport.
+"""Paths from rank 0 to all ranks of a stage led by rank 1: by hand, and fused in a lane over each transport.
 
-The stage is ranks 1 to n. NCCL takes one rank for each GPU, so on two GPUs it is ranks 0 and 1: rank 0 is the source
-and also the member that receives the broadcast.
+The stage is ranks 1 to n. NCCL allows one rank per GPU, so on two GPUs the stage is ranks 0 and 1: rank 0 is the
+source and also the member that receives the broadcast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["stage_paths"]
 
 @contextmanager
 def stage_paths(arguments: argparse.Namespace) -> Iterator[list[Path]]:
-    """The bare receive, which leaves members out, then the hand-made way, then lanes; all are connected."""
+    """Yield the bare receive, which leaves members out, then the hand-made path, then lanes, all connected."""
     device = device_of(arguments)
     stage = [SENDER, LEADER] if arguments.two_ranks else list(range(LEADER, arguments.ranks))
     paths = [_of_torch("receive alone", [LEADER], device), _of_torch("hand-made", stage, device)]
@@ -43,14 +43,14 @@ def stage_paths(arguments: argparse.Namespace) -> Iterator[list[Path]]:
         try:
             yield paths
         except BaseException:
-            closing.pop_all()  # closing what hangs on a device would hide the error
+            closing.pop_all()  # closing after a device hang would hide the error
             raise
         if device.type == "cuda":
             torch.cuda.synchronize()
 
 
 def _pairs(arguments: argparse.Namespace, device: torch.device) -> Iterator[tuple[str, FusedPair]]:
-    """Over each transport, with pieces of the default size and then of each that was given."""
+    """Yield lanes over each transport, with pieces of the default size, then of each given size."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     for transport in transports_of(arguments):
         for chunk in [None, *(arguments.chunk_bytes or [])]:
@@ -94,7 +94,7 @@ def _of_mesh(name: str, mesh: ldt.Mesh) -> Path:
 
 
 def _of_torch(name: str, stage: list[int], device: torch.device) -> Path:
-    """isend and irecv, and in the wait of the stage's ranks a broadcast, as code without lanes does it."""
+    """Use isend and irecv, with a broadcast in the wait of the stage's ranks, as code without lanes does."""
     p2p, members = (new_group(ranks, device) for ranks in ([SENDER, LEADER], stage))
     rank = dist.get_rank()
 

@@ -1,19 +1,19 @@
 """How long does a U-shaped training step take, against its own simulation and torch.distributed.pipelining?
 
-A transformer over stages of ``--tp`` ranks: stage 0 has the first and the last layers. Paths:
+The model is a transformer over stages of ``--tp`` ranks; stage 0 has the first and the last layers. Paths:
 
 - ``ldt ushape``, ``ldt optimize``  over lanes of each transport: the fixed order, and the one planned from the costs
 - ``torch ushape``, ``torch optimize``  the same compute orders and chunks in torch's own runtime
-- ``torch 1F1B, no U``  torch's one-forward-one-backward with as many layers on each stage, in a row: what a step takes
+- ``torch 1F1B, no U``  torch's one-forward-one-backward with as many layers on each stage, in a row: the time of a step
   without the U
 
 Costs are measured once, over the last transport, which disturbs compute the least, and every plan is simulated with
-them. ``measured`` is the median of the host's time for a step, from a barrier on the host until the current stream is
-done, of the slowest rank; paths take turns. Gradients of the first and the last step of each path are compared with the
-unsplit model's, which every rank computes. With as many microbatches as a power of two all ways add the same sums in
-the same order; ``#unequal`` counts elements that differ all the same (attention on a GPU may add in any order),
-``#wrong`` those that differ by more than 1e-5 (bf16: 1/64) of the largest of their tensor. ``bounced`` is the share of
-messages that did not go straight into the memory that was posted for them.
+them. ``measured`` is the median time of a step on the host, from a barrier until the current stream is done, on the
+slowest rank; paths alternate. Gradients of the first and the last step of each path are compared with the unsplit
+model's, which every rank computes. If the number of microbatches is a power of two, all paths add the same sums in the
+same order; ``#unequal`` counts elements that differ nevertheless (attention on a GPU may add in any order), ``#wrong``
+those that differ by more than 1e-5 (bf16: 1/64) of their tensor's largest element. ``bounced`` is the share of messages
+that did not go directly into posted memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class StepRow:
 
 @dataclass
 class StepPath:
-    """One way to do a step on this rank, the modules whose gradients it leaves, and what bounces on its lanes."""
+    """A way to run a step on this rank, the modules that receive its gradients, and the bounces of its lanes."""
 
     name: str
     step: Step
@@ -72,7 +72,7 @@ class StepPath:
 
 
 class Model:
-    """The layers, a step's microbatches, and the gradients that a step must leave."""
+    """The layers, a step's microbatches, and the expected gradients."""
 
     def __init__(self, setting: Setting, topology: ldt.Topology, device: torch.device) -> None:
         self.topology = topology
@@ -87,12 +87,12 @@ class Model:
         return {index: self.chunks[index] for index in self.topology.chunks_of(stage)}
 
     def forget(self) -> None:
-        """Drop all gradients."""
+        """Clear all gradients."""
         for layer in self.layers:
             layer.zero_grad()
 
     def compare(self, modules: Sequence[nn.Module]) -> tuple[int, int]:
-        """Elements of this rank's gradients that are not equal to the unsplit model's, and those that are wrong."""
+        """Return how many of this rank's gradient elements differ from the unsplit model's, and how many are wrong."""
         mine = {id(parameter) for module in modules for parameter in module.parameters()}
         unequal = wrong = 0
         for parameter, expected in self._truth:
@@ -100,7 +100,7 @@ class Model:
                 continue
             got = torch.full_like(expected, torch.nan) if parameter.grad is None else parameter.grad
             off = (got - expected).abs()
-            right = off <= self._tolerance * expected.abs().max()  # which what is no number is not
+            right = off <= self._tolerance * expected.abs().max()  # also true for NaN
             unequal += int((off != 0).sum())
             wrong += int((~right).sum())
         return unequal, wrong
@@ -129,17 +129,17 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             model = Model(setting, topology, device)
             paths = paths_of(model, meshes)
             yield from rows_of(text, model, paths, arguments.steps, device)
-            del model, paths  # the next one needs the memory
+            del model, paths  # free memory for the next one
 
 
 def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
-    """The preset with what was given in its place."""
+    """Return the preset with the given options in its place."""
     options = {field.name: getattr(arguments, field.name) for field in fields(Setting)}
     return replace(PRESETS[name], **{option: value for option, value in options.items() if value is not None})
 
 
 def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
-    """All of them, ready to run."""
+    """Yield all paths, ready to run."""
     topology, number = model.topology, len(model.microbatches)
     mesh = list(meshes.values())[-1]
     chunks = model.chunks_of(mesh.stage)
@@ -173,7 +173,7 @@ def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
 
 
 def measured_costs(pipeline: ldt.Pipeline, batch: object) -> Costs:
-    """Told in a note."""
+    """Return the measured costs, and report them in a note."""
     costs = Costs.measure(pipeline, batch)
     figures = {"forward": costs.forward, "backward": costs.backward}
     for name, seconds in figures.items():
@@ -196,7 +196,7 @@ def rows_of(
     times: list[list[float]] = [[] for _ in paths]
     differ = [[0, 0] for _ in paths]
     last = WARM_UP + steps - 1
-    for turn in range(last + 1):  # paths take turns
+    for turn in range(last + 1):  # paths alternate
         for path, taken, counts in zip(paths, times, differ, strict=True):
             model.forget()
             path.bounces.start()

@@ -26,7 +26,7 @@ Microbatch = tuple[torch.Tensor, torch.Tensor]
 def step_of_plan(
     plan: Plan, chunks: Mapping[int, nn.Module], microbatches: Sequence[Microbatch], loss_fn: Loss
 ) -> Step:
-    """A step of ``plan``'s compute order, for which torch places its own sends and receives.
+    """Return a step with ``plan``'s compute order, for which torch places its own sends and receives.
 
     ``chunks`` are this rank's, by number. Stages have one rank each: rank s is stage s. Every rank calls it.
     """
@@ -42,7 +42,7 @@ def step_of_plan(
 
 
 def step_in_a_row(module: nn.Module, microbatches: Sequence[Microbatch], loss_fn: Loss) -> Step:
-    """A step of torch's one-forward-one-backward with ``module`` as the stage of this rank. Every rank calls it."""
+    """Return a step of torch's one-forward-one-backward with ``module`` as this rank's stage. Every rank calls it."""
     device, group = _where(microbatches)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     stage = PipelineStage(module, rank, ranks, device, group=group)
@@ -51,13 +51,13 @@ def step_in_a_row(module: nn.Module, microbatches: Sequence[Microbatch], loss_fn
 
 
 def _where(microbatches: Sequence[Microbatch]) -> tuple[torch.device, Any]:
-    """The device, and a group of all ranks that nothing else uses."""
+    """Return the device, and a group of all ranks that nothing else uses."""
     device = microbatches[0][0].device
     return device, new_group(range(dist.get_world_size()), device)
 
 
 def _step(schedule: Any, microbatches: Sequence[Microbatch], first: bool, last: bool) -> Step:
-    """torch takes a whole batch, which it cuts into views, and gives outputs back unless it is told not to."""
+    """Pass a whole batch, which torch cuts into views; do not return outputs, as torch does by default."""
     inputs, targets = (torch.cat(tensors) for tensors in zip(*microbatches, strict=True))
     options: dict[str, Any] = {"target": targets, "losses": []} if last else {}
     if "return_outputs" in inspect.signature(schedule.step).parameters:

@@ -1,8 +1,8 @@
-"""How should a message get to all ranks of a stage: by the leader, in shares, or each rank to its peer?
+"""How should a message reach all ranks of a stage: through the leader, in shares, or from each rank to its peer?
 
-Stage 0 of ``--tp`` ranks sends to stage 1 of as many, over the channels that a pipeline has, on each transport, to
-memory that is posted. ``p50`` is from the first rank's send to the end on the last one, ``over leader`` how many times
-faster than that way of that transport, ``bounced`` the share of messages that did not go straight into that memory.
+Stage 0 of ``--tp`` ranks sends to stage 1 of as many, over a pipeline's channels on each transport, into posted memory.
+``p50`` runs from the first rank's send to the end on the last rank. ``over leader`` is the speedup over that mode on
+the same transport, ``bounced`` the share of messages that did not go directly into that memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIZES = {"cuda": [1 << 20, 16 << 20, 64 << 20, 256 << 20], "cpu": [64 << 10, 1 <
 
 @dataclass(frozen=True)
 class TransferRow:
-    """One way over one transport at one size."""
+    """One mode over one transport at one size."""
 
     PICTURE: ClassVar[Picture] = Picture("size", ("p50",), ("transport", "way"))
     size: int = column("size", ">12")
@@ -50,7 +50,7 @@ class TransferRow:
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
-    """One transport after the other, as meshes of all of them would take many communicators."""
+    """Measure one transport after the other: meshes of all of them would need too many communicators."""
     topology = ldt.Topology([arguments.tp] * 2)
     for transport in transports_of(arguments):
         found = {way: connect_or_note(topology, transport, arguments, transfer=way) for way in WAYS}
@@ -66,7 +66,7 @@ def rows_of(
 ) -> Iterator[TransferRow]:
     couriers = {way: Courier(path_over(mesh), size, mesh.device) for way, mesh in meshes.items()}
     passages: dict[str, list[Passage]] = {way: [] for way in couriers}
-    for _ in range(arguments.count + 1):  # ways take turns
+    for _ in range(arguments.count + 1):  # modes alternate
         for way, courier in couriers.items():
             passages[way].append(courier.carry())
     took = {way: durations(found[1:]) for way, found in passages.items()}
@@ -88,7 +88,7 @@ def rows_of(
 
 
 def path_over(mesh: ldt.Mesh) -> Path:
-    """From stage 0 to stage 1. Ranks of stage 0 without a stripe take no part."""
+    """From stage 0 to stage 1. Ranks of stage 0 that own no stripe take no part."""
     end = mesh.endpoints.get(mesh.topology.channel(0, "F", 0))
     if end is None:
         return Path("", None, None, lambda _: torch.empty(0))
@@ -112,6 +112,6 @@ if __name__ == "__main__":
     options.add_argument("--count", type=int, default=20, help="messages for each row")
     options.add_argument("--tp", type=int, default=2, help="ranks of each stage")
     given = parse(options, lambda given: 2 * given.tp, edge=lambda given: given.tp)
-    # In shares there are eight lanes a rank, and a GPU has eight queues unless this says otherwise.
+    # "scatter" needs eight lanes per rank, and a GPU has eight queues by default.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     sys.exit(run(measure, given, f"two stages of {given.tp} ranks each"))

@@ -27,9 +27,9 @@ Microbatch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Setting:
-    """A model by width and layers, and a step of it. A microbatch is one row of ``sequence`` hidden states.
+    """A model by width and layers, and its step. A microbatch is one row of ``sequence`` hidden states.
 
-    ``edge_layers`` are those of the head and as many of the tail, ``cloud_layers`` those of each chunk between.
+    ``edge_layers`` is the number of layers of the head, and of the tail; ``cloud_layers`` that of each chunk between.
     """
 
     hidden: int
@@ -39,11 +39,11 @@ class Setting:
     cloud_layers: int
 
     def chunk_layers(self, topology: ldt.Topology) -> list[int]:
-        """Layers of each chunk."""
+        """Return the number of layers of each chunk."""
         return [self.edge_layers, *[self.cloud_layers] * (topology.num_chunks - 2), self.edge_layers]
 
     def stage_layers(self, topology: ldt.Topology) -> list[int]:
-        """Layers of each stage: as many in a row as it has in the U."""
+        """Return the number of layers of each stage: in a row, as many as the stage has in the U."""
         layers = self.chunk_layers(topology)
         return [
             sum(layers[chunk] for chunk in topology.chunks_of(stage)) for stage in range(topology.num_stages)
@@ -55,7 +55,7 @@ class Setting:
 
 
 PRESETS = {
-    "large": Setting(4096, 4096, 8, 2, 5),  # the GPU is busy all the time
+    "large": Setting(4096, 4096, 8, 2, 5),  # the GPU is always busy
     "medium": Setting(4096, 1024, 16, 2, 5),
     "small": Setting(1024, 256, 16, 2, 5),  # the host is slower than the GPU
     "tiny": Setting(64, 32, 4, 1, 2),  # for the CPU
@@ -63,7 +63,7 @@ PRESETS = {
 
 
 class Block(nn.Module):
-    """Causal attention, then two linear layers, each behind a norm, on [batch, sequence, hidden]."""
+    """Causal attention, then two linear layers, each after a norm, on [batch, sequence, hidden]."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Block(nn.Module):
 
 
 def make_layers(setting: Setting, topology: ldt.Topology, device: torch.device) -> list[nn.Module]:
-    """All layers of the model, the same on every rank, so that any of them can be checked on any."""
+    """Return all layers of the model, equal on every rank, so that each rank can check any of them."""
     torch.manual_seed(0)
     number = sum(setting.chunk_layers(topology))
     with device:
@@ -94,7 +94,7 @@ def make_layers(setting: Setting, topology: ldt.Topology, device: torch.device) 
 
 
 def cut(layers: Sequence[nn.Module], numbers: Sequence[int]) -> list[nn.Sequential]:
-    """The layers as parts of so many each."""
+    """Return the layers in consecutive parts of these sizes."""
     parts, first = [], 0
     for number in numbers:
         parts.append(nn.Sequential(*layers[first : first + number]))
@@ -103,7 +103,7 @@ def cut(layers: Sequence[nn.Module], numbers: Sequence[int]) -> list[nn.Sequenti
 
 
 def make_microbatches(setting: Setting, device: torch.device) -> list[Microbatch]:
-    """Hidden states, and what they are to become; the same on every rank."""
+    """Return hidden states and their targets, equal on every rank."""
     generator = torch.Generator(device).manual_seed(1)
     shape = (2, setting.microbatches, 1, setting.sequence, setting.hidden)
     inputs, targets = torch.randn(shape, generator=generator, device=device).to(setting.dtype)

@@ -39,13 +39,13 @@ TRANSPORTS: Mapping[str, Sequence[TransportChoice]] = {
 
 
 def transports_of(arguments: argparse.Namespace) -> Sequence[TransportChoice]:
-    """Those of ``--transports``, or all that there are for the device."""
+    """Return the transports of ``--transports``, or all that the device supports."""
     chosen: Sequence[TransportChoice] = arguments.transports or TRANSPORTS[arguments.device]
     return chosen
 
 
 def by_network(arguments: argparse.Namespace) -> Sequence[TransportChoice]:
-    """Those of ``--transports``, or all that go through a network. Raises ValueError for one that does not."""
+    """Return the transports of ``--transports``, or all network transports. Raises ValueError for any other."""
     possible = [name for name in TRANSPORTS[arguments.device] if name != "copy_engine"]
     chosen: Sequence[TransportChoice] = getattr(arguments, "transports", None) or possible
     if "copy_engine" in chosen:
@@ -57,17 +57,17 @@ def by_network(arguments: argparse.Namespace) -> Sequence[TransportChoice]:
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """This rank's."""
+    """Return this rank's device."""
     return torch.device("cuda", dist.get_rank()) if arguments.device == "cuda" else torch.device("cpu")
 
 
 def new_group(ranks: Sequence[int], device: torch.device) -> Any:
-    """Of ``dist.new_group``, with the backend for ``device`` alone. Every rank of the world calls it."""
+    """Like ``dist.new_group``, with only the backend for ``device``. Every rank of the world calls it."""
     return dist.new_group(list(ranks), backend="nccl" if device.type == "cuda" else "gloo")
 
 
 def note(text: str) -> None:
-    """A line of context among the rows, once for all ranks."""
+    """Report a line of context among the rows, once for all ranks."""
     if dist.get_rank() == 0:
         print(f"# {text}", flush=True)
 
@@ -75,7 +75,7 @@ def note(text: str) -> None:
 def connect(
     topology: ldt.Topology, transport: TransportChoice, device: torch.device, **options: Any
 ) -> ldt.Mesh:
-    """``ldt.connect`` over ``transport``; raises if a link got another one."""
+    """Call ``ldt.connect`` with ``transport``; raises if a link got another one."""
     mesh = ldt.connect(topology, device=device, transport=transport, **options)
     got = {mesh.transport_of(channel) for channel in mesh.endpoints}
     if got - {transport}:
@@ -87,7 +87,7 @@ def connect(
 def connect_each(
     topology: ldt.Topology, arguments: argparse.Namespace, **options: Any
 ) -> Mapping[str, ldt.Mesh]:
-    """A mesh over each of ``transports_of(arguments)`` that can be connected here, by its name."""
+    """Yield a mesh over each of ``transports_of(arguments)`` that can be connected here, by its name."""
     meshes = {
         transport: connect_or_note(topology, transport, arguments, **options)
         for transport in transports_of(arguments)
@@ -98,7 +98,7 @@ def connect_each(
 def connect_or_note(
     topology: ldt.Topology, transport: TransportChoice, arguments: argparse.Namespace, **options: Any
 ) -> ldt.Mesh | None:
-    """A mesh, or None and a note if it cannot be connected here."""
+    """Return a mesh, or None with a note if it cannot be connected here."""
     device = device_of(arguments)
     return made_or_noted(lambda: connect(topology, transport, device, **options), transport, arguments)
 
@@ -106,9 +106,9 @@ def connect_or_note(
 def made_or_noted(
     make: Callable[[], Ends], transport: TransportChoice, arguments: argparse.Namespace
 ) -> Ends | None:
-    """What ``make`` returns, or None and a note if it fails on any rank.
+    """Return the result of ``make``, or None with a note if it fails on any rank.
 
-    Raises instead for what ``--transports`` names, and for "c10d", which can always be.
+    For a transport named in ``--transports``, and for "c10d", which always works, it raises instead.
     """
     made: Ends | None = None
     why = "another rank could not connect"

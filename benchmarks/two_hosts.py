@@ -1,10 +1,10 @@
-"""Two hosts on one: network namespaces, and between them a network card of a given rate for each pair of ranks.
+"""Two hosts on one machine: network namespaces, joined by a network card of a given rate for each pair of ranks.
 
-The cards are real to all that opens sockets: TCP of the kernel's, each with its own queue (a token bucket), for gloo as
-for NCCL. Ranks of one host talk past them, over the loopback or NVLink. The first ``edge`` ranks are on the first host,
-all others on the second one, and rank i of either has card i, or the last one. There is no latency but that of the
-kernel. Memory is still shared, so what goes by memory, as the copy engine does, goes past the cards. Needs Linux, root
-and pyroute2.
+The cards are real to all that opens sockets: the kernel's TCP, each with its own queue (a token bucket), for gloo as
+well as NCCL. Ranks of one host communicate without them, over the loopback or NVLink. The first ``edge`` ranks are on
+the first host, all others on the second; rank i of either host has card i, or the last one. The only latency is the
+kernel's. Memory is still shared, so transports that use memory, such as the copy engine, bypass the cards. Needs
+Linux, root and pyroute2.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 
 __all__ = ["Place", "check_two_hosts", "remove_those_left", "two_hosts", "why_not_two_hosts"]
 
-BURST_BYTES = 1 << 18  # may go at once, or what a card does in a millisecond: TCP hands over 64 KiB at a time
+BURST_BYTES = 1 << 18  # at least; or what a card sends in a millisecond: TCP passes on 64 KiB at a time
 QUEUE_SECONDS = 50e-3
-LEAST_RATE, MOST_RATE = 1e3, 2**32 - 1.0  # bytes per second: the kernel's token bucket has a field of 32 bits
+LEAST_RATE, MOST_RATE = 1e3, 2**32 - 1.0  # bytes per second: a 32-bit field of the kernel's token bucket
 
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's host and the card that it uses there."""
+    """A rank's host and its card there."""
 
     namespace: str
     card: str
 
     def enter(self) -> None:
-        """Move this process there, before it opens a socket or starts a thread; for NCCL it is a host of its own."""
+        """Move this process to its host before it opens a socket or starts a thread; to NCCL it is a separate host."""
         from pyroute2 import netns
 
-        netns.setns(self.namespace, flags=0)  # by default one that is missing is made
+        netns.setns(self.namespace, flags=0)  # a missing one would be created
         for name in ("all", self.card):
-            # What goes to a rank with another card leaves by that card, with this one's address.
+            # Traffic to a rank with another card leaves by that card, with this rank's address.
             with suppress(OSError):
                 Path(f"/proc/sys/net/ipv4/conf/{name}/rp_filter").write_text("0")
         os.environ.update(
@@ -49,7 +49,7 @@ class Place:
 
 
 def check_two_hosts(ranks: int, edge: int, rate: float) -> None:
-    """Tries it. Raises ValueError if there cannot be such hosts here."""
+    """Check the setup. Raises ValueError if such hosts cannot exist here."""
     try:
         with two_hosts(ranks, edge, rate):
             pass
@@ -62,7 +62,7 @@ def check_two_hosts(ranks: int, edge: int, rate: float) -> None:
 
 
 def why_not_two_hosts() -> str:
-    """What is missing here, in a sentence; "" if nothing is."""
+    """Return what is missing here, in a sentence; "" if nothing is."""
     try:
         check_two_hosts(2, 1, LEAST_RATE)
     except ValueError as error:
@@ -72,9 +72,9 @@ def why_not_two_hosts() -> str:
 
 @contextmanager
 def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
-    """The place of each rank. ``rate``: of each card and direction, in bytes per second.
+    """Yield the host and card of each rank. ``rate`` is that of each card and direction, in bytes per second.
 
-    One at a time in a process. Raises ValueError for a rate that the kernel cannot have, or no rank on one of them.
+    Only one at a time in a process. Raises ValueError if the kernel cannot have that rate, or a host has no rank.
     """
     from pyroute2 import NetNS, netns
 
@@ -88,7 +88,7 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
     names = [f"ldt-{os.getpid()}-{host}" for host in ("edge", "cloud")]
     with ExitStack() as undo:
         for name in names:
-            undo.callback(_remove, name)  # first: the name is there before the namespace is
+            undo.callback(_remove, name)  # first, since the name exists before the namespace does
             netns.create(name)
         hosts = [undo.enter_context(NetNS(name)) for name in names]
         for host in hosts:
@@ -103,7 +103,7 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
 
 
 def _connect(hosts: list[Any], names: list[str], card: int, rate: float) -> None:
-    """A cable between the two cards of that number, in a subnet of its own."""
+    """Create a cable between the two cards of that number, in its own subnet."""
     name = f"card{card}"
     hosts[0].link("add", ifname=name, kind="veth", peer={"ifname": name, "net_ns_fd": names[1]})
     for number, host in enumerate(hosts, start=1):
@@ -126,7 +126,7 @@ def _up(host: Any, name: str) -> int:
 
 
 def remove_those_left() -> None:
-    """By processes that were killed, of which one may have had the number of this one."""
+    """Remove hosts of killed processes, one of which may have had this process's number."""
     from pyroute2 import netns
 
     for name in netns.listnetns():
@@ -143,7 +143,7 @@ def _remove(name: str) -> None:
 
 
 def _kernel_error() -> type[Exception]:
-    """What pyroute2 raises for an answer of the kernel's."""
+    """Return what pyroute2 raises for an error from the kernel."""
     from pyroute2 import NetlinkError
 
     error: type[Exception] = NetlinkError
