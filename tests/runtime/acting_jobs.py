@@ -1,4 +1,4 @@
-"""Steps in which a chunk does something of its own, and what the ranks then raise."""
+"""Steps in which a chunk runs some code of a test, and the errors of the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BoomError(Exception):
 
 
 class Doing(ToyChunk):
-    """Does something in its forward of one microbatch of the armed step."""
+    """Calls ``armed``, once, in its forward of a microbatch."""
 
     def __init__(self) -> None:
         super().__init__(16)
@@ -34,7 +34,7 @@ class Doing(ToyChunk):
 
 
 def caught_in_a_step(mesh: ldt.Mesh, chunks: list[nn.Module]) -> tuple[int | None, str, float]:
-    """The rank that the error of a step names, its text, and the seconds until it was raised."""
+    """Return the rank that a step's error names, its text, and the seconds until it was raised."""
     pipeline = build(mesh, chunks)
     start = time.monotonic()
     with pytest.raises(ldt.LdtError) as caught:  # noqa: PT012

@@ -1,4 +1,4 @@
-"""Chunks that keep something of what they send, and change it later."""
+"""Chunks that keep a tensor that they send, and modify it later."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["KINDS", "Keeping"]
 
 
 class Keeping(nn.Module):
-    """``keep`` gets the module, its input and its output, and returns what goes on; of the last chunk the first."""
+    """Returns the result of ``keep`` for the module, its input and its output; the last chunk, the first of it."""
 
     def __init__(self, keep: Callable[[Keeping, Tensor, Tensor], Any], last: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _InBuffer(torch.autograd.Function):
 
 
 def _kept(module: Keeping, kept: Tensor, output: Tensor) -> Tensor:
-    """The next forward clears what this one keeps."""
+    """The next forward clears the tensor that this one keeps."""
     if module.kept is not None:
         with torch.no_grad():
             module.kept.zero_()

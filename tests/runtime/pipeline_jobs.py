@@ -1,4 +1,4 @@
-"""What the tests of the runtime run on their ranks: build a pipeline, step, compare with the unsplit model."""
+"""Jobs for the ranks of runtime tests: build a pipeline, run steps, compare with the unsplit model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ldt.topology import LanePolicy, Topology
 def build(
     mesh: ldt.Mesh, chunks: Sequence[nn.Module], loss_fn: Callable[..., Any] | None = toy_loss, **options: Any
 ) -> ldt.Pipeline:
-    """The pipeline of this rank's share of ``chunks``."""
+    """Return a pipeline with this rank's share of ``chunks``."""
     mine = [chunks[index] for index in mesh.topology.chunks_of(mesh.stage)]
     return ldt.Pipeline(mine, mesh, loss_fn=loss_fn if mesh.is_edge else None, **options)
 
 
 def assert_equal_grads(mesh: ldt.Mesh, chunks: Sequence[nn.Module], reference: Sequence[nn.Module]) -> int:
-    """This rank's gradients are those of ``reference``, bit for bit. Returns how many tensors were compared."""
+    """Check that this rank's gradients equal ``reference``'s, bit for bit. Returns how many tensors were compared."""
     compared = 0
     for index in mesh.topology.chunks_of(mesh.stage):
         pairs = zip(chunks[index].named_parameters(), reference[index].parameters(), strict=True)
@@ -52,7 +52,7 @@ def step_and_compare(
     microbatches: Sequence[tuple[Any, Any]],
     loss_fn: Callable[..., Any] = toy_loss,
 ) -> ldt.StepResult:
-    """One step from zero gradients; losses and gradients must be those of the unsplit model, bit for bit."""
+    """Run a step from zero gradients and check that losses and gradients equal the unsplit model's, bit for bit."""
     for chunk in chunks:
         chunk.zero_grad()
     losses, reference = unsplit_step(chunks, copy.deepcopy(list(microbatches)), loss_fn)
@@ -72,7 +72,7 @@ def job(
     policy: LanePolicy = "dedicated",
     **options: Any,
 ) -> None:
-    """Connect the first ranks of the world, step twice, compare both. ``make`` gives chunks and microbatches."""
+    """Connect the first ranks of the world, run two steps, compare both. ``make`` returns chunks and microbatches."""
     chunks, microbatches = make()
     with ldt.connect(topology, lanes=policy, ranks=range(topology.world_size)) as mesh:
         pipeline = build(mesh, chunks, loss_fn, **options)

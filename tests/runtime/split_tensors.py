@@ -1,4 +1,4 @@
-"""Between tensors that are split over the ranks of a stage, this rank's parts of them, and the whole ones."""
+"""Converts between a tensor split over the ranks of a stage, this rank's part of it, and the whole tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def like(part: Tensor, whole: Tensor) -> Tensor:
-    """The tensor of which ``part`` is this rank's, if ``whole`` is split."""
+    """Return the tensor of which ``part`` is this rank's, if ``whole`` is split."""
     if not isinstance(whole, DTensor):
         return part
     return DTensor.from_local(
@@ -36,13 +36,13 @@ def gathered(tensor: Tensor) -> Tensor:
 
 
 def seeded(make: Callable[[ldt.Mesh, int], nn.Module], mesh: ldt.Mesh, chunk: int) -> nn.Module:
-    """Equal weights on all ranks that make the chunk."""
+    """Seed a chunk so that all ranks that build it have equal weights."""
     torch.manual_seed(chunk)
     return make(mesh, chunk)
 
 
 def step_error(topology: Topology, make: Callable[[ldt.Mesh, int], nn.Module], **options: Any) -> str:
-    """What building and stepping a pipeline of ``make(mesh, chunk)`` raises; empty if nothing."""
+    """Return the error of building and stepping a pipeline of ``make(mesh, chunk)``; empty if none."""
     with ldt.connect(topology, ranks=range(topology.world_size), **options) as mesh:
         try:
             mine = [seeded(make, mesh, chunk) for chunk in topology.chunks_of(mesh.stage)]

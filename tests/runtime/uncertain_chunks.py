@@ -1,4 +1,4 @@
-"""Chunks that give gradients to what they take always, never or at times, and steps that are as the unsplit model's."""
+"""Chunks that always, never or sometimes give a gradient to their inputs, in steps that equal the unsplit model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Chunks = Sequence[nn.Module]
 
 
 class Two(nn.Module):
-    """Two products of what comes, the second by a parameter of its own."""
+    """Returns two products of its input, the second with a separate parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Two(nn.Module):
 
 
 class First(ToyChunk):
-    """Uses the first tensor alone."""
+    """Uses only the first tensor."""
 
     def __init__(self) -> None:
         super().__init__(16)
@@ -44,7 +44,7 @@ class First(ToyChunk):
 
 
 class Passing(First):
-    """Passes the second on, so that the next chunk decides."""
+    """Returns the second tensor as well, so that the next chunk decides."""
 
     def forward(self, x: Tensor, u: Tensor) -> Any:  # type: ignore[override]
         return super().forward(x), u * 2
@@ -56,14 +56,14 @@ class Both(First):
 
 
 class Returning(First):
-    """A last chunk that returns both, of which a loss takes one."""
+    """A last chunk that returns both tensors; a loss takes one of them."""
 
     def forward(self, x: Tensor, u: Tensor) -> Any:  # type: ignore[override]
         return super().forward(x), u.tanh()
 
 
 class Sometimes(First):
-    """Uses the second where a draw says so."""
+    """Uses the second tensor if a random draw says so."""
 
     draws = (random.random, numpy.random.rand)
 
@@ -72,14 +72,14 @@ class Sometimes(First):
 
 
 class Either(First):
-    """Uses its only input where a draw says so."""
+    """Uses its only input if a random draw says so."""
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return super().forward(x if random.random() > 0.5 else torch.ones(4, 16))
 
 
 class Alternating(First):
-    """Cuts the graph in every other forward, the first or the second."""
+    """Cuts the graph in every other forward, starting with the first or the second."""
 
     def __init__(self, start: int = 0) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Alternately(Alternating):
 
 
 class EndsCut(nn.Module):
-    """Cuts the graph behind all of its layers in every other forward."""
+    """Cuts the graph after all of its layers in every other forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Stopping(torch.autograd.Function):
 
 
 class Dropping(nn.Module):
-    """Layerdrop: whether its only trained layer runs is drawn anew each time, or shows in its state."""
+    """Layer dropout: a random draw, or its state, decides whether its only trained layer runs."""
 
     def __init__(self, draw: str) -> None:
         super().__init__()
@@ -156,12 +156,12 @@ def seed(number: int) -> None:
 
 
 def first(output: Any, target: Tensor) -> Tensor:
-    """The loss of the first output."""
+    """Return the loss of the first output."""
     return toy_loss(output[0] if isinstance(output, tuple) else output, target)
 
 
 def compare(mesh: ldt.Mesh, pipeline: ldt.Pipeline, chunks: Chunks, number: int) -> dict[str, int]:
-    """A step against the unsplit model, none told from zeros. Returns the bytes backward, by channel."""
+    """Compare a step with the unsplit model; None differs from zeros. Returns the gradient bytes, by channel."""
     batch = toy_microbatches(4)
     for chunk in chunks:
         chunk.zero_grad()
@@ -182,7 +182,7 @@ def compare(mesh: ldt.Mesh, pipeline: ldt.Pipeline, chunks: Chunks, number: int)
 
 
 def split(plan: ldt.plan.Plan) -> ldt.plan.Plan:
-    """Every B as an I and a W."""
+    """Return the plan with every B as an I and a W."""
     bare = remove_communication(plan)
     rows = {}
     for node, row in bare.rows.items():
@@ -200,7 +200,7 @@ def made(kinds: Sequence[Any]) -> list[nn.Module]:
 
 
 def steps(cases: dict[str, Sequence[Any]], topology: Topology, halves: bool = False) -> dict[str, list[int]]:
-    """Three steps of each case's chunks. Returns the bytes of each that came back to the first chunk."""
+    """Run three steps of each case's chunks. Returns the bytes of the gradients that the first chunk received."""
     found = {}
     transfer: Transfer = "leader" if topology.tp[-1] == 1 else "direct"
     with ldt.connect(topology, ranks=range(topology.world_size), transfer=transfer) as mesh:

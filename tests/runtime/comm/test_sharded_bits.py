@@ -19,7 +19,7 @@ Dims = tuple[int, int, int]  # the sharded dimension of each tensor of ``payload
 
 
 class TwoHop(nn.Module):
-    """Forwards its inputs, and keeps them and the gradients that come back."""
+    """Returns its inputs unchanged, and records them and the gradients that come back."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class TwoHop(nn.Module):
 
 
 class TwoHopHead(TwoHop):
-    """Creates the tensors; the floating-point ones require a gradient."""
+    """Create the tensors; floating-point tensors require a gradient."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
         super().__init__(mesh, dims)
@@ -62,7 +62,7 @@ class TwoHopTail(TwoHop):
 
 
 def payload(seed: int) -> list[Tensor]:
-    """Random bits, except for infinities and NaNs."""
+    """Return random bits, without infinities and NaNs."""
     generator = torch.Generator().manual_seed(seed)
     shape = (7, 11, 5)
     x, z = (torch.randn(shape, dtype=dtype, generator=generator) for dtype in (torch.float32, torch.float64))
@@ -70,7 +70,7 @@ def payload(seed: int) -> list[Tensor]:
 
 
 def weighted_sum(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
-    """The gradient of each output is the payload of another seed."""
+    """Use the payload of another seed as the gradient of each output."""
     x, z, ids = output
     weights = payload(2)
     return (z * weights[1]).sum() + (x * weights[0]).sum().double() + ids.sum() * 0
@@ -97,5 +97,5 @@ def exact(tp: list[int], dims: Dims) -> list[int]:
 
 @pytest.mark.parametrize("dims", [(0, 1, 2), (-1, -2, 0)], ids=str)
 def test_bits_arrive_as_they_were(pool: RankPool, dims: Dims) -> None:
-    """Seven, eleven and five rows on two, three and four ranks: parts of all sizes, and an empty one."""
+    """Seven, eleven and five rows on two, three and four ranks give parts of all sizes, and an empty one."""
     assert pool.run(exact, [2, 3, 4], dims) == [[5, 5]] * 2 + [[5]] * 7

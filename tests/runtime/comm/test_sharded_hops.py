@@ -27,9 +27,9 @@ WIDTH = 6
 
 
 class Block(nn.Module):
-    """Works row by row, so that each rank can have its own rows, as sequence-parallel layers do.
+    """Computes row by row, so that each rank can have its own rows, as sequence-parallel layers do.
 
-    In a pipeline the head splits them and the tail puts them together; beside them goes a tensor that all ranks have.
+    In a pipeline, the head splits the rows and the tail gathers them; a tensor that every rank has travels with them.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def run(
     edge_dp: int = 1,
     dp: int = 1,
 ) -> dict[str, int]:
-    """Two steps against the unsplit model. Returns bytes sent, by lane."""
+    """Compare two steps with the unsplit model. Returns bytes sent, by lane."""
     torch.manual_seed(0)
     topology = Topology(tp, laps=laps, dp=dp, edge_dp=edge_dp)
     chunks = [Block() for _ in range(topology.num_chunks)]
@@ -92,7 +92,7 @@ def run(
             for chunk, module in zip(topology.chunks_of(mesh.stage), mine, strict=True):
                 for parameter, theirs in zip(module.parameters(), reference[chunk].parameters(), strict=True):
                     grad = parameter.grad.clone()  # type: ignore[union-attr]
-                    if chunk > 0:  # of this rank's rows only
+                    if chunk > 0:  # only this rank's rows
                         dist.all_reduce(grad, group=mesh.tp_mesh.get_group())
                     torch.testing.assert_close(grad, times * theirs.grad, rtol=1e-5, atol=1e-6)
         return {name: lane["sent_bytes"] for name, lane in result.stats.lanes.items() if lane["sent_bytes"]}
@@ -107,12 +107,12 @@ SIZES = [[1, 2], [2, 1], [2, 2], [1, 4], [4, 1, 3], [2, 3], [2, 4, 1]]
 def test_between_stages_of_any_sizes(
     pool: RankPool, tp: list[int], laps: int, policy: LanePolicy, dim: int, transfer: TransferChoice
 ) -> None:
-    """Rows that divide evenly, and that are fewer or more than the ranks, so that some ranks have none."""
+    """Test rows that divide evenly, fewer rows than ranks (so that some have none), and more."""
     pool.run(run, tp, laps, policy, transfer, [12, 7, 1, 5], dim, ranks=range(sum(tp)))
 
 
 def test_each_row_crosses_a_link_once(pool: RankPool) -> None:
-    """Two ranks to four to three: each node sends the tensor once, however many ranks it has."""
+    """Two ranks to four to three: each node sends the tensor once, whatever its number of ranks."""
     rows = [12, 12]
     by_rank = pool.run(run, [2, 4, 3], 1, "dedicated", "direct", rows, 0, ranks=range(9))
     tensor, factor = sum(rows) * WIDTH * 4, len(rows) * 3 * 4
@@ -179,7 +179,7 @@ def test_dtensors_that_are_not_sharded(pool: RankPool) -> None:
 
 @given(st.integers(0, 40), st.integers(1, 8), st.integers(1, 8))
 def test_parts_tile_a_dimension(size: int, sources: int, targets: int) -> None:
-    """Parts are those of torch.chunk. What a target gets from all sources is its part, in order."""
+    """Parts are those of torch.chunk; a target receives exactly its part from all sources, in order."""
     whole = torch.arange(size)
     chunks = list(whole.chunk(sources)) if size else []
     spans = [span_of(size, place, sources) for place in range(sources)]
@@ -194,7 +194,7 @@ def test_parts_tile_a_dimension(size: int, sources: int, targets: int) -> None:
 
 @pytest.mark.parametrize(("sources", "targets"), [(1, 3), (2, 3), (3, 2), (4, 3), (5, 4), (4, 8), (8, 6)])
 def test_overlapping_parts(sources: int, targets: int) -> None:
-    """``overlapping`` agrees with a search over much larger dimensions than it tries."""
+    """``overlapping`` agrees with an exhaustive search over much larger dimensions than it tries."""
     found = set()
     for size in range(1, 3001):
         mine, theirs = (
@@ -206,7 +206,7 @@ def test_overlapping_parts(sources: int, targets: int) -> None:
 
 
 def test_stripes_connect_only_ranks_whose_parts_overlap() -> None:
-    """Of 32 pairs. Each stripe costs a communicator."""
+    """Each stripe costs a communicator; 32 pairs are tested."""
     assert len(overlapping(4, 8)) == 14
     topology = Topology([4, 8])
     stripes = Transfers.of(topology, "direct").stripes(topology.channel(0, "F", 0))

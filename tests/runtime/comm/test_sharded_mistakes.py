@@ -1,4 +1,4 @@
-"""Wrong sharded tensors and wrong specs of them raise one clear error on every rank."""
+"""Wrong sharded tensors, or wrong specs of them, raise one clear error on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 16
 
 
 class Rows(nn.Module):
-    """Works on rows; the head shards them, the tail gathers them."""
+    """Computes on rows; the head shards them, the tail gathers them."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Rows(nn.Module):
 
 
 class WrongPart(Rows):
-    """The head's ranks have ``rows`` of 7, which torch.chunk cuts into 4 and 3."""
+    """Run a step in which the head's ranks have ``rows`` of 7, which torch.chunk splits into 4 and 3."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int, rows: tuple[int, int]) -> None:
         super().__init__(mesh, chunk)
@@ -63,7 +63,7 @@ def wrong_part(tp: list[int], rows: tuple[int, int]) -> str:
 def test_a_part_of_a_wrong_size(
     pool: RankPool, tp: list[int], rows: tuple[int, int], rank: int, right: int, wrong: int
 ) -> None:
-    """Too short, too long, cut elsewhere, and the whole tensor on each rank. ``DTensor.from_local`` checks nothing."""
+    """Too short, too long, split elsewhere, and whole on each rank. ``DTensor.from_local`` does not check."""
     texts = pool.run(wrong_part, tp, rows, ranks=range(sum(tp)))
     about = f"rank {rank} must have a part of [{right}, {WIDTH}], as torch.chunk cuts it, but has [{wrong}, {WIDTH}]"
     informed = [text for i, text in enumerate(texts) if i >= 2 or i == rank]
@@ -72,7 +72,7 @@ def test_a_part_of_a_wrong_size(
 
 
 class ShortLater(Rows):
-    """Right on fake tensors, then rank 1 of the cloud returns fewer rows."""
+    """Fake tensors are right, then rank 1 of the cloud returns fewer rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -102,7 +102,7 @@ def dtensor_inputs() -> list[float]:
         batch = toy_microbatches(2, width=WIDTH, batch=7)
         given = [(split(x, mesh, 0), target) for x, target in batch] if mesh.is_edge else None
         for chunk in chunks:
-            chunk.is_head = False  # the inputs are split already
+            chunk.is_head = False  # the inputs are already split
         result = ldt.Pipeline(
             [chunks[c] for c in topology.chunks_of(mesh.stage)], mesh, loss_fn=toy_loss
         ).step(given)
@@ -120,7 +120,7 @@ def test_sharded_inputs_of_the_head(pool: RankPool) -> None:
 
 
 class Declared(Rows):
-    """Declares its output, with a ``shard`` from outside."""
+    """Declares its output, with a given ``shard``."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int, shard: int) -> None:
         super().__init__(mesh, chunk)
@@ -139,7 +139,7 @@ def declared(shard: int, where: int) -> str:
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_a_declared_dimension(pool: RankPool, where: int) -> None:
-    """-2 is another name of the first of two dimensions; there is no dimension 5."""
+    """-2 is the first of two dimensions; there is no dimension 5."""
     assert pool.run(declared, -2, where, ranks=range(3)) == ["", "", ""]
     for text in pool.run(declared, 5, where, ranks=range(3)):
         assert f"cannot tell what chunk {where} (Declared) returns" in text
@@ -147,11 +147,11 @@ def test_a_declared_dimension(pool: RankPool, where: int) -> None:
         assert "shard=5" in text
 
 
-# -- and what looks like a mistake -----------------------------------------------------------------------------
+# -- what only looks like a mistake ------------------------------------------------------------------------------
 
 
 class Spare(Rows):
-    """The head returns a second tensor that the tail does not use."""
+    """The head returns a second tensor, which the tail does not use."""
 
     def forward(self, x: Tensor, spare: Tensor | None = None) -> Any:
         y = super().forward(x)
@@ -164,5 +164,5 @@ def unused(tp: list[int]) -> str:
 
 @pytest.mark.parametrize("tp", [[2], [2, 3]], ids=str)
 def test_an_unused_sharded_tensor(pool: RankPool, tp: list[int]) -> None:
-    """Over a hop within a node, and between nodes."""
+    """Test a hop within a node, and hops between nodes."""
     assert pool.run(unused, tp, ranks=range(sum(tp))) == [""] * sum(tp)

@@ -25,12 +25,12 @@ WIDTH = 6
 DTYPES = (torch.float32, torch.float64, torch.int64)
 Dims = tuple[
     int, int, int
-]  # that are split: of float32 and float64 [batch, tokens, width] and of int64 [batch, tokens]
-Options = dict[str, Any]  # of ``steps``
+]  # split tensors: float32 and float64 [batch, tokens, width], and int64 [batch, tokens]
+Options = dict[str, Any]  # timeout of ``steps``
 
 
 class Mixed(nn.Module):
-    """Works elementwise, so that each rank can have any part."""
+    """Computes elementwise, so that each rank can have any part."""
 
     def __init__(self, plain: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def batch_of(sizes: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
     return [(pair[0], pair[1]) for pair in pairs]
 
 
-SIZES = [(4, 6), (3, 5), (1, 1), (2, 7)]  # batch and tokens: even and uneven parts, fewer than ranks
+SIZES = [(4, 6), (3, 5), (1, 1), (2, 7)]  # batch and tokens: even and uneven parts, and fewer than ranks
 
 
 def steps(
@@ -104,7 +104,7 @@ def steps(
     eval_first: bool = False,
     plain: int = 3,
 ) -> dict[str, float]:
-    """Two steps against the unsplit model. Returns bytes sent in the last, by lane."""
+    """Compare two steps with the unsplit model. Returns the bytes sent in the last one, by lane."""
     topology = Topology(tp, laps=laps)
     chunks, batch = mixed_chunks(topology, plain, frozen), batch_of(sizes)
     losses, reference = unsplit_step(chunks, batch, sum_loss)
@@ -130,7 +130,7 @@ def steps(
 
 
 def check_gradients(mesh: ldt.Mesh, module: Mixed, reference: nn.Module, times: int) -> None:
-    """Except on the head, each rank has the gradients of its parts, or none without elements; they sum to the whole."""
+    """On all chunks but the head, each rank has the gradients of its parts, None if empty; they sum to the whole."""
     for (name, parameter), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
         if theirs.grad is None:
             assert parameter.grad is None, name
@@ -164,11 +164,11 @@ def test_as_the_unsplit_model(pool: RankPool, tp: list[int], dims: Dims, options
     pool.run(run, tp, dims, options, ranks=range(sum(tp)))
 
 
-PLAIN = 3001  # odd, and more elements than the parts of the others have
+PLAIN = 3001  # odd, and more elements than the others' parts have
 
 
 def cut_from_the_first_byte(tp: list[int]) -> dict[str, float]:
-    """On links where "auto" cuts messages of any size."""
+    """Test links on which "auto" splits messages of any size."""
     autotune.crossover = lambda leader, scatter: 0.0
     try:
         return steps(tp, (0, 2, 1), transfer="auto", plain=PLAIN)
@@ -182,7 +182,7 @@ def test_plain_tensors_are_cut_while_sharded_ones_go_direct(pool: RankPool, tp: 
     shared = [sum(n for name, n in lanes.items() if "direct" not in name) for lanes in by_rank]
     direct = [sum(n for name, n in lanes.items() if "direct" in name) for lanes in by_rank]
     elements = sum(batch * tokens for batch, tokens in SIZES)
-    split_bytes = elements * (2 * WIDTH * (4 + 8) + 8)  # there and back, but for the integers
+    split_bytes = elements * (2 * WIDTH * (4 + 8) + 8)  # in both directions, except for the integers
     assert sum(direct) == len(tp) * split_bytes
     assert sum(shared) == len(tp) * 2 * len(SIZES) * PLAIN * 4
     assert all(shared[:2]), "of which the second rank sends a share, too"

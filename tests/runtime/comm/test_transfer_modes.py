@@ -21,7 +21,7 @@ WORLD_SIZE = 5
 
 
 def sent(stats: Any) -> dict[str, float]:
-    """Bytes by lane name without the mesh's prefix."""
+    """Return the bytes by lane name, without the mesh's prefix."""
     return {name: lane["sent_bytes"] for name, lane in stats.lanes.items() if lane["sent_bytes"]}
 
 
@@ -42,7 +42,7 @@ def steps(
 @pytest.mark.parametrize(("laps", "policy"), [(1, "dedicated"), (2, "paired")])
 @pytest.mark.parametrize("tp", [[2, 2], [2, 3], [3, 2], [1, 2], [2, 1, 2]], ids=str)
 def test_shares_add_up(pool: RankPool, tp: list[int], laps: int, policy: LanePolicy) -> None:
-    """Seven rows, which do not divide evenly by two."""
+    """Seven rows do not divide evenly by two."""
     by_rank = pool.run(steps, tp, laps, policy, "scatter", 7, ranks=range(sum(tp)))
     first = min(tp)
     totals = [sum(lanes.values()) for lanes in by_rank]
@@ -64,7 +64,7 @@ def test_each_rank_to_its_peer(pool: RankPool, tp: list[int], laps: int, policy:
 
 
 class Rows(nn.Module):
-    """Works on this rank's share of the rows, as sequence-parallel layers do."""
+    """Computes on this rank's share of the rows, as sequence-parallel layers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Rows(nn.Module):
 
 
 def split_rows() -> None:
-    """Each rank runs the model on its half of every microbatch and gets its gradients."""
+    """Each rank runs the model on its half of every microbatch and gets the gradients of that half."""
     topology = Topology([2, 2])
     chunks = [Rows() for _ in range(3)]
     for number, chunk in enumerate(chunks):
@@ -92,7 +92,7 @@ def test_ranks_may_have_rows_of_their_own(pool: RankPool) -> None:
 
 
 def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[float]]:
-    """As ``steps`` under "auto", on links where messages of ``nbytes`` or more are cut."""
+    """Run ``steps`` with "auto", on links that split messages of ``nbytes`` or more."""
     autotune.crossover = lambda leader, scatter: nbytes  # type: ignore[assignment]
     try:
         return steps([2, 2], 1, "dedicated", "auto", batch)
@@ -104,7 +104,7 @@ def steps_cut_from(nbytes: float, batch: int) -> tuple[dict[str, float], list[fl
     ("nbytes", "cut"), [(8 * 256 * 4, True), (8 * 256 * 4 + 1, False), (math.inf, False)]
 )
 def test_short_messages_use_one_stripe(pool: RankPool, nbytes: float, cut: bool) -> None:
-    """With "auto", below the measured size. Each direction has three messages of 8 rows."""
+    """Messages below the measured size are not split. Each direction has three messages of 8 rows."""
     by_rank = pool.run(steps_cut_from, nbytes, 8, ranks=range(4))
     total = 2 * 3 * 8 * 256 * 4
     expected = [total / 2] * 4 if cut else [total, 0, total, 0]
@@ -112,16 +112,16 @@ def test_short_messages_use_one_stripe(pool: RankPool, nbytes: float, cut: bool)
 
 
 def test_as_measured(pool: RankPool) -> None:
-    """Results are the same whatever "auto" measured, on stages of unequal sizes, too."""
+    """Results do not depend on what "auto" measured, also with stages of unequal sizes."""
     pool.run(steps, [2, 3], 2, "paired", "auto", 1024)
 
 
 @pytest.mark.parametrize(
     ("leader", "scatter", "expected"),
     [
-        (Line(0.0, 2e-9), Line(0.001, 1e-9), 1e6),  # a millisecond more, a nanosecond per byte less
+        (Line(0.0, 2e-9), Line(0.001, 1e-9), 1e6),  # one millisecond more, one nanosecond per byte less
         (Line(0.001, 2e-9), Line(0.0, 1e-9), 0.0),
-        (Line(0.001, 2e-9), Line(0.001, 1.9e-9), math.inf),  # no more than noise
+        (Line(0.001, 2e-9), Line(0.001, 1.9e-9), math.inf),  # within noise
         (Line(0.001, 1e-9), Line(0.0, 2e-9), math.inf),
         (Line(0.001, 0.0), Line(0.0, 0.0), math.inf),
     ],
@@ -137,7 +137,7 @@ def test_a_line_fits_the_measurements() -> None:
 
 
 class Several(nn.Module):
-    """Tensors of one, no and three elements, of a scalar, and in another layout."""
+    """Tensors of one, zero and three elements, a scalar, and another memory layout."""
 
     def __init__(self) -> None:
         super().__init__()

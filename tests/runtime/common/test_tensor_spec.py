@@ -1,4 +1,4 @@
-"""Tensor specs: text, JSON, differences, and layouts on the wire."""
+"""Tensor specs: text, JSON, differences, and the encoding of layouts in messages."""
 
 from __future__ import annotations
 

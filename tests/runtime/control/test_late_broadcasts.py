@@ -1,4 +1,4 @@
-"""The edge exits normally before the others have used its last messages."""
+"""The edge exits normally before the other ranks have read its last messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def await_end_of_edge(mesh: ldt.Mesh) -> None:
 
 
 def last_step(tp: list[int], how: str, ahead: bool) -> None:
-    """Cloud leaders take the last token count only after the edge is gone."""
+    """Cloud leaders read the last token count after the edge has exited."""
     topology = Topology(tp)
     chunks = toy_chunks(topology)
     finish = TokenScale.finish

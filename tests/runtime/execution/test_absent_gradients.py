@@ -1,4 +1,4 @@
-"""Absent gradients stay None, and no message carries the gradient of an unused tensor, whatever differs at run time."""
+"""Absent gradients stay None, and unused tensors get no gradient message, whatever differs at run time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from ldt.topology import Topology
 
 WORLD_SIZE = 4
 
-# Chunks, and what comes back to the first one.
+# Chunks, and what is sent back to the first one.
 CASES: dict[str, tuple[Sequence[Any], int]] = {
     "one": ((First, First, First), ONE),
     "ignored": ((Two, First, First), ONE),
@@ -91,18 +91,18 @@ def test_none_stays_none_elsewhere(pool: RankPool, name: str) -> None:
 
 
 def test_layers_that_are_left_out_at_times(pool: RankPool) -> None:
-    """The dry run may take a way on which nothing requires a gradient, real forwards others."""
+    """The dry run may take a branch in which nothing requires a gradient, and real forwards another."""
     draws = ["python", "numpy", "not in the first call", "in every other call"]
     of_head = {f"head, {draw}": (draw, frozen, First) for draw in draws}
     of_cloud = {f"cloud, {draw}": (frozen, draw, First) for draw in draws}
     pool.run(steps, of_head | of_cloud, Topology([1, 1]), ranks=range(2), timeout=120)
 
 
-# -- replicas, eval, calls told ahead, audits --------------------------------------------------------------------
+# -- replicas, eval, announced calls, audits ---------------------------------------------------------------------
 
 
 def over_replicas() -> None:
-    """What no replica uses has no gradient; what one uses in one microbatch has."""
+    """A parameter that no replica uses has no gradient; one that is used in any microbatch has one."""
     topology = Topology([1, 1], dp=2)
     with ldt.connect(topology) as mesh:
         for kinds in [(Two, First, First), (Two, Sometimes, First)]:
@@ -126,7 +126,7 @@ def test_replicas_of_which_one_has_a_gradient(pool: RankPool) -> None:
 
 
 def told_ahead(path: str) -> list[tuple[str, list[int], str]]:
-    """Steps that are told of ahead, with an eval between. Returns the edge's audit of gradients on their way back."""
+    """Run announced steps with an eval between. Returns the edge's audit of the gradients it received."""
     topology = Topology([1, 1])
     chunks = made((Two, Sometimes, First))
     batch = toy_microbatches(2)
@@ -150,11 +150,11 @@ def test_calls_told_ahead_and_audits(pool: RankPool, tmp_path: Path) -> None:
     assert [tuple(line) for line in gradients] == [("B1:0.0->1.0", [4, 16], "float32")] * 4
 
 
-# -- what cannot be right is refused -----------------------------------------------------------------------------
+# -- refused: gradients that contradict the dry run ---------------------------------------------------------------
 
 
 class Changing(First):
-    """Uses the second tensor, or the first, as its state says."""
+    """Uses the second tensor or the first, depending on its state."""
 
     uses = (True, False)
 

@@ -1,4 +1,4 @@
-"""Outputs that share memory with each other or with kept tensors, when the next chunk works in place."""
+"""Outputs that share memory with each other or with kept tensors, before a chunk that works in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Returning(nn.Module):
 
 
 class Passing(nn.Module):
-    """Passes on what it gets, or views of it."""
+    """Returns its inputs, or views of them."""
 
     def __init__(self, view: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Passing(nn.Module):
 
 
 class Using(nn.Module):
-    """Adds what it gets up, changing a part of the tensor at a place in place before, if it is given."""
+    """Sums its inputs, after modifying a part of the input at index ``place``, if given, in place."""
 
     def __init__(self, place: int | None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def job(
             step_and_compare(mesh, pipeline, chunks, batch)
             step_and_compare(mesh, pipeline, chunks, batch)
             return
-        # What is aliased passes through the middle chunks; the edge has the first and the last.
+        # Aliased tensors pass through the middle chunks; the edge has the first and the last chunk.
         call = pipeline.eval if way == "eval" else pipeline.step
         with pytest.raises(LdtError) as caught:
             call(batch if mesh.is_edge else None)
@@ -148,7 +148,7 @@ def test_neither_alone_is_an_error(pool: RankPool, stages: int) -> None:
     pool.run(alone, stages, ranks=range(stages))
 
 
-# -- what a graph saved may change where there is none -------------------------------------------------------------
+# -- without a graph, tensors that it would have saved may be modified ---------------------------------------------
 
 
 class Saved(nn.Module):

@@ -1,4 +1,4 @@
-"""Plans of every generator, drawn at random, run as they stand and train as the unsplit model."""
+"""Random plans of every generator run as drawn, and train like the unsplit model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORLD_SIZE = 4
 
 
 def drawn(seed: int) -> Plan:
-    """The same for one seed on all ranks."""
+    """Draw a plan, the same on all ranks for one seed."""
     draw = random.Random(seed)
     stages, number = draw.randint(1, 4), draw.randint(1, 7)
     generator = draw.choice(["ushape", "optimize", "split", "limited"])

@@ -32,7 +32,7 @@ def grid(stages: int, laps: int, policy: LanePolicy) -> int:
 def test_grid_of_stages_laps_and_microbatches(
     pool: RankPool, stages: int, laps: int, policy: LanePolicy
 ) -> None:
-    """Among them two stages with four channels of one shape."""
+    """Includes two stages with four channels of one shape."""
     results = pool.run(grid, stages, laps, policy, ranks=range(stages))
     assert all(number >= 3 for number in results)
 

@@ -19,7 +19,7 @@ SPECS = (TensorSpec((4, 16), torch.float32, requires_grad=True),)
 
 
 def run_forward(free_outputs: bool) -> tuple[ChunkRunner, Any, torch.Tensor]:
-    """A runner with the graph of one microbatch, what that graph holds, and the output."""
+    """Return a runner with the graph of one microbatch, an object held by that graph, and the output."""
     runner = ChunkRunner(1, nn.Linear(16, 16), torch.device("cpu"), free_outputs)
     work = StepState(ushape(Topology([1, 1]), 1), [], [{}])
     received = torch.randn(4, 16)

@@ -28,7 +28,7 @@ def halved(grad: Tensor) -> Tensor:
 
 
 def add_hook(chunk: nn.Module, kind: str) -> None:
-    """To its first weight."""
+    """Register a hook on its first weight."""
     assert isinstance(chunk, ToyChunk)
     weight = chunk.first.weight
     if kind == "accumulated":
@@ -58,7 +58,7 @@ def refused(kind: str, dp: int, chunk: int, late: bool) -> str:
             text = str(error)
         else:
             return ""
-        if not late:  # the mesh can be used
+        if not late:  # the mesh stays usable
             pipeline = build(mesh, toy_chunks(topology))
             pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
         return text
@@ -85,7 +85,7 @@ def test_hooks_that_would_see_other_values(
 
 
 def as_unsplit() -> None:
-    """With the mean, hooks see what they see in the whole model: what each microbatch adds."""
+    """With a mean, hooks see the same gradients as in the whole model: one microbatch's contribution each."""
     topology = Topology([1, 1])
     chunks, whole = toy_chunks(topology), toy_chunks(topology)
     batch = toy_microbatches(3)

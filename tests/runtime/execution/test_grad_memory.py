@@ -1,4 +1,4 @@
-"""Parameters whose gradients share memory: an in-place change is applied once to each."""
+"""Parameters whose gradients share memory: an in-place change is applied to each of them once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLD_SIZE = 2
 
 
 class Sums(nn.Module):
-    """Adds up parameters whose gradients are views of one tensor: whole, of parts that overlap, and sparse."""
+    """Sums parameters whose gradients are views of one tensor: whole, overlapping, and sparse."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def mean(output: Tensor, target: Tensor) -> Tensor:
 
 
 def expected(chunks: list[nn.Module], batch: list[Any]) -> list[nn.Module]:
-    """One backward for all microbatches: what it leaves may share memory, but has been added up right."""
+    """Run one backward for all microbatches: its gradients may share memory, but are summed correctly."""
     model = copy.deepcopy(nn.Sequential(*chunks))
     torch.stack([mean(model(x), y) for x, y in batch]).mean().backward()
     for parameter in model.parameters():
@@ -63,7 +63,7 @@ def changed_once(way: str, dp: int, split: bool) -> None:
     torch.manual_seed(0)
     topology = Topology([1] if dp > 1 else [1, 1], dp=dp)
     chunks: list[nn.Module] = [Sums() for _ in range(topology.num_chunks)]
-    if dp > 1 or way == "clipped":  # replicas do not take sparse gradients, and torch's own norm does not
+    if dp > 1 or way == "clipped":  # replicas do not support sparse gradients, nor does torch's own norm
         for module in nn.ModuleList(chunks).modules():
             if isinstance(module, nn.Embedding):
                 module.sparse = False

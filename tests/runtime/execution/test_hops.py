@@ -88,7 +88,7 @@ class MixedHead(nn.Module):
 
 
 class MixedBody(nn.Module):
-    """Checks what comes and passes it on; uses the first tensor only."""
+    """Checks its inputs and returns them; uses only the first tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ LAYOUTS = {
 
 
 class Layout(nn.Module):
-    """Returns its product in the layout ``name``; backwards, the gradient of its input has an odd layout too."""
+    """Returns its product in the layout ``name``; the gradient of its input also has an unusual layout."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class Flatten(nn.Module):
         self.scale = nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x * self.scale).flatten().sum().expand(3)  # an expanded gradient flows back
+        return (x * self.scale).flatten().sum().expand(3)  # an expanded gradient is sent back
 
 
 def layouts(name: str) -> None:
@@ -205,7 +205,7 @@ class Identity(nn.Module):
 
 
 class Unused(nn.Module):
-    """Two outputs of which the second is never used by the next chunk."""
+    """Returns two outputs, the second of which the next chunk never uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class First(nn.Module):
 
 
 class Twice(Head):
-    """One tensor at two places."""
+    """Returns one tensor twice."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         y = super().forward(x)
@@ -235,7 +235,7 @@ class Add(Head):
 
 
 class Counting(Head):
-    """Counts its calls in a buffer, replaced and in place, and in an attribute."""
+    """Counts its calls in a buffer, replaced or modified in place, and in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class Random(Head):
 
 
 def random_numbers() -> None:
-    """Finding shapes must not use up random numbers: with one seed, the chunk of stage 1 gives what it gives alone."""
+    """Shape inference must not consume random numbers: with one seed, stage 1's chunk returns what it returns alone."""
     chunks = seeded(Head, Random, Head)
     (x, y), *_ = microbatches = [(torch.randn(4, 8), torch.randn(4, 8))]
     torch.manual_seed(5)
@@ -332,7 +332,7 @@ def test_inputs_as_keywords(pool: RankPool) -> None:
 
 
 class Kept(Head):
-    """How many rows it keeps depends on values, so fake tensors cannot tell."""
+    """The number of rows it keeps depends on values, so fake tensors cannot infer it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[: int(x.isfinite().sum().item()) // 8]

@@ -1,4 +1,4 @@
-"""Counts how often a step reads from the device: each read waits for everything queued there."""
+"""Counts how often a step reads from the device: each read waits for all work queued there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD_SIZE = 2
 
 
 class Reads(TorchDispatchMode):
-    """Counts conversions of a tensor to a number, and calls of tolist."""
+    """Counts conversions of tensors to numbers, and calls of tolist."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_the_norm_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         with Reads(monkeypatch) as reads:
             norm = ldt.clip_grad_norm_(pipeline.parameters(), 1e-3, mesh)
-        # On the host one more: the sum that came over the control plane.
+        # One more read on the host: the sum from the control plane.
         assert reads.number <= 3
         torch.testing.assert_close(norm, expected)
 
@@ -120,7 +120,7 @@ def test_a_reduction_reads_only_where_a_gradient_is_missing(pool: RankPool) -> N
 
 
 class Masked(ToyChunk):
-    """Takes a mask and positions by name, and grids, whose values shapes may depend on."""
+    """Takes a mask and positions by name, and grids, on whose values shapes may depend."""
 
     def forward(
         self,
@@ -135,7 +135,7 @@ class Masked(ToyChunk):
 
 
 def masked_steps() -> list[int]:
-    """Reads of each step of ragged microbatches with metadata."""
+    """Return the reads of each step of ragged microbatches with metadata."""
     topology = Topology([1, 1])
     lengths = [3, 7, 5, 2]
     with ldt.connect(topology) as mesh, pytest.MonkeyPatch.context() as patch:
@@ -155,6 +155,6 @@ def masked_steps() -> list[int]:
 
 
 def test_metadata_are_read_once_for_a_step(pool: RankPool) -> None:
-    """However many there are: no element of a mask, of positions or of grids is read by the host one by one."""
+    """The host reads no element of a mask, of positions or of grids one by one, however many there are."""
     for numbers in pool.run(masked_steps):
         assert numbers == [0] * 3

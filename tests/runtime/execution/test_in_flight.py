@@ -69,7 +69,7 @@ def test_a_gradient_under_way_is_not_that_of_an_expanded_parameter(pool: RankPoo
     pool.run(expanded_parameter, split, ranks=range(2))
 
 
-# -- whatever is kept and changed: equal to the unsplit model ------------------------------------------------------
+# -- kept and modified tensors: equal to the unsplit model ---------------------------------------------------------
 
 
 def kept(stages: int, split: bool) -> None:
@@ -106,7 +106,7 @@ def test_what_is_kept_and_changed(pool: RankPool, stages: int, split: bool) -> N
     pool.run(kept, stages, split, ranks=range(stages))
 
 
-# -- the net: what is written to all the same is an error ----------------------------------------------------------
+# -- the safety net: writing to a tensor in flight is an error -----------------------------------------------------
 
 
 def written_to(kind: str) -> None:
@@ -128,7 +128,7 @@ def written_to(kind: str) -> None:
         if (topology.stage_of(chunk) == 0) != mesh.is_edge:
             with contextlib.suppress(
                 RemoteStageError
-            ):  # it may be through by then, and hears of it in the next call
+            ):  # its step may be over by then, and raise in the next call
                 pipeline.step(batch)
             return
         with pytest.raises(LdtError, match=f"chunk {chunk}, microbatch 2: {what} .*message {kind}.*clone()"):
@@ -144,11 +144,11 @@ def test_what_is_written_to_under_way_is_an_error(pool: RankPool, kind: str) -> 
 
 
 class Meddling(ToyChunk):
-    """The head, whose backward changes a gradient of the tail, which has been given to be averaged."""
+    """A head whose backward modifies a gradient of the tail while that is being averaged."""
 
     def __init__(self, tail: ToyChunk) -> None:
         super().__init__(16)
-        self.tails = [tail]  # in a list, so as not to be a submodule
+        self.tails = [tail]  # in a list, so that it is not a submodule
 
     def forward(self, x: Tensor) -> Tensor:
         def halve(_: Tensor) -> None:
@@ -187,7 +187,7 @@ class Outputs:
 
 
 class Static(nn.Module):
-    """Returns one block of memory for every microbatch, as a captured graph does, and what it has computed anew."""
+    """Returns static memory for every microbatch, as a captured graph does, and a freshly computed tensor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tensors that chunks keep and change in place, such as running counters, and tensors that must be freed."""
+"""Tensors that chunks keep and modify in place, such as running counters, and tensors that must be freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORLD_SIZE = 3
 
 
 class Counting(nn.Module):
-    """Returns its buffer, a view of a plain attribute, or an entry of a list, which the next forward changes."""
+    """Returns its buffer, a view of a plain attribute, or an entry of a list, which the next forward modifies."""
 
     def __init__(self, pick: Callable[[Counting], Tensor]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Counting(nn.Module):
         self.several.add_(1)
         self.listed[0].add_(1)
         self.frozen.add_(1)
-        if type(x) is Tensor:  # not while shapes are inferred, as nothing looks into objects
+        if type(x) is Tensor:  # not during shape inference, which does not look into objects
             self.hidden.tensor.add_(1)
         return self.linear(x * scale), self.pick(self)
 
@@ -102,7 +102,7 @@ def test_a_tensor_that_a_chunk_keeps(pool: RankPool, name: str, stages: int) -> 
 
 
 def losses_in_much_memory() -> list[int]:
-    """Of ``mse_loss``, which torch leaves in the memory of all elements' losses: how many are held at once."""
+    """``mse_loss`` keeps all elementwise losses in memory: count how many of these exist at once."""
     held: list[weakref.ref[torch.UntypedStorage]] = []
     counts = []
 

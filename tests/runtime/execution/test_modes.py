@@ -38,7 +38,7 @@ def eval_and_compare(
 
 
 def any_order(context: str) -> None:
-    """eval(M=2, batch 1), step(M=4, batch 2), eval(M=1, batch 3), step."""
+    """Run eval(M=2, batch 1), step(M=4, batch 2), eval(M=1, batch 3), step."""
     mode: Any = {"none": contextlib.nullcontext, "no_grad": torch.no_grad}.get(context)
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
@@ -70,7 +70,7 @@ def test_step_and_eval_in_any_order(pool: RankPool, context: str) -> None:
 
 
 class Talkative(ToyChunk):
-    """Gives another shape and a second tensor while it trains, as some models give auxiliary outputs."""
+    """Returns another shape and a second tensor in training mode, as models with auxiliary outputs do."""
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Any:  # type: ignore[override]
         output = super().forward(x if extra is None else x + extra.sum())
@@ -78,7 +78,7 @@ class Talkative(ToyChunk):
 
 
 def switched_modes(on: list[int]) -> str:
-    """eval(), then train(False) on ranks ``on``, then eval() again."""
+    """Call eval(), then train(False) on the ranks ``on``, then eval() again."""
     torch.manual_seed(0)
     chunks: list[nn.Module] = [Talkative(16), Talkative(16), Talkative(16), ToyChunk(16)]
     batch = toy_microbatches(2)
@@ -97,14 +97,14 @@ def switched_modes(on: list[int]) -> str:
 
 
 def test_train_and_eval_mode_between_calls(pool: RankPool) -> None:
-    """It changes what hops carry, and needs no word if all ranks do it."""
+    """It changes what hops carry, and needs no announcement if all ranks do it."""
     assert pool.run(switched_modes, [0, 1, 2]) == [""] * 3
     for text in pool.run(switched_modes, [1]):
         assert "autocast and train/eval mode must be the same on all ranks" in text
 
 
 class Tying(ToyChunk):
-    """Passes its weight on to the tail."""
+    """Sends its weight to the tail."""
 
     def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return super().forward(x), self.first.weight
@@ -183,7 +183,7 @@ def test_frozen_parts(pool: RankPool, name: str, laps: int) -> None:
 
 
 def gradients_on_odd_microbatches() -> int:
-    """Everything but the inputs is frozen, and only every other input asks for a gradient."""
+    """Freezes everything except the inputs, of which only every other one requires a gradient."""
     chunks = toy_chunks(TOPOLOGY)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -216,7 +216,7 @@ def unfrozen_later(forget: bool) -> str:
         if forget:
             pipeline.forget_shapes()
             step_and_compare(mesh, pipeline, chunks, toy_microbatches(2))
-            chunks[1].requires_grad_(False)  # freezing needs no word: the gradients come and are dropped
+            chunks[1].requires_grad_(False)  # unannounced: the gradients arrive and are dropped
             step_and_compare(mesh, pipeline, chunks, toy_microbatches(2))
             return ""
         with pytest.raises(ldt.LdtError) as caught:
@@ -233,7 +233,7 @@ def test_unfreezing_between_steps(pool: RankPool) -> None:
 
 
 def token_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum over the rows whose target is positive, and their number."""
+    """Return the sum over rows whose target is positive, and their number."""
     kept = target[:, 0] > 0
     return ((output - target) ** 2)[kept].sum(), kept.sum()
 
@@ -263,7 +263,7 @@ def per_token(dp: int, stages: int) -> list[float]:
             if dp == 1:
                 assert torch.equal(first, parameter.grad / count)
             torch.testing.assert_close(first, parameter.grad / count)
-        if mesh.is_edge:  # the loss that is reported is that of a replica's own tokens
+        if mesh.is_edge:  # the reported loss is that of a replica's own tokens
             own = losses[3 * mesh.replica :][:3]
             tokens = sum(token_loss(target, target)[1] for _, target in batches[mesh.replica])
             assert result.loss is not None
@@ -286,7 +286,7 @@ def test_loss_per_token_over_replicas(pool: RankPool) -> None:
 
 
 class Watched(ToyChunk):
-    """Remembers the storages of what it returned, weakly."""
+    """Keeps weak references to the storages of its outputs."""
 
     def __init__(self) -> None:
         super().__init__(16)
@@ -294,7 +294,7 @@ class Watched(ToyChunk):
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
-        if type(output) is Tensor:  # not while shapes are inferred
+        if type(output) is Tensor:  # not during shape inference
             self.returned.append(weakref.ref(output.untyped_storage()))
         return output
 
@@ -303,11 +303,11 @@ class Watched(ToyChunk):
 
 
 class Watching(ToyChunk):
-    """The tail: notes at each forward whether the head's output of that microbatch is still in memory."""
+    """The tail: records at each forward whether the head's output of that microbatch is still in memory."""
 
     def __init__(self, head: Watched) -> None:
         super().__init__(16)
-        self.heads = [head]  # in a list, so as not to be a submodule
+        self.heads = [head]  # in a list, so that it is not a submodule
         self.seen: list[bool] = []
 
     def forward(self, x: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ def outputs_kept(free_outputs: bool) -> tuple[list[bool], int]:
 
 
 def test_outputs_are_freed_once_sent(pool: RankPool) -> None:
-    """When the tail runs, the head's output has long been sent; only with free_outputs it is gone before B0."""
+    """When the tail runs, the head's output has long been sent; only free_outputs releases it before B0."""
     freed, kept = pool.run(outputs_kept, True), pool.run(outputs_kept, False)
     assert freed[0][0] == [False] * 8
     assert kept[0][0] == [True] * 8

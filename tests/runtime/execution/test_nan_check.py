@@ -20,9 +20,9 @@ from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
-BAD = 2  # the microbatch in which it happens
+BAD = 2  # the bad microbatch
 
-# -- one tensor after the other ------------------------------------------------------------------------------------
+# -- single tensors ------------------------------------------------------------------------------------------------
 
 
 def refused(output: Any) -> str | None:
@@ -94,7 +94,7 @@ def test_what_is_not_asked_for_is_not_looked_at() -> None:
 
 
 class Spoilt(torch.autograd.Function):
-    """The identity, whose gradient has one element that is infinite."""
+    """The identity, with one infinite element in its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Spoilt(torch.autograd.Function):
 
 
 class Broken(ToyChunk):
-    """Goes wrong in its third call: in its output, or in the gradient of its input or of a parameter."""
+    """Breaks its third call: the output, the gradient of its input, or that of a parameter."""
 
     def __init__(self, where: str) -> None:
         super().__init__(16)
@@ -116,7 +116,7 @@ class Broken(ToyChunk):
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor:  # while shapes are inferred
+        if type(x) is not Tensor:  # during shape inference
             return super().forward(x)
         self.calls += 1
         spoil: Callable[[Tensor], Tensor] = Spoilt.apply if self.calls == BAD + 1 else Tensor.clone  # type: ignore[assignment]
@@ -139,7 +139,7 @@ class CountingTail(ToyChunk):
 
 
 def split_plan(topology: Topology) -> ldt.plan.Plan:
-    """Fixed, with each backward in two parts."""
+    """Return the fixed order with each backward split in two."""
     bare = remove_communication(ushape(topology, 4))
     parts = {Kind.B: (Kind.I, Kind.W)}
     rows = {
@@ -155,7 +155,7 @@ def bad_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def caught(where: str, mode: str = "step", split: bool = False, **options: Any) -> tuple[str, str, Any]:
-    """Type and text of what this rank raises, and how often the tail ran (of the edge) or the place (elsewhere)."""
+    """Return type and text of this rank's error, and on the edge the tail's calls, elsewhere the error's place."""
     topology = Topology([1, 1, 1])
     torch.manual_seed(0)
     chunks: list[nn.Module] = [*toy_chunks(topology)[:3], CountingTail(16)]
@@ -165,7 +165,7 @@ def caught(where: str, mode: str = "step", split: bool = False, **options: Any) 
         if where in ("input", "parameter", "output"):
             chunks[1] = Broken(where)
         loss = {"loss_fn": bad_loss} if where == "loss" else {}
-        if options.pop("scaled", False) and mesh.is_edge:  # the cloud need not have one
+        if options.pop("scaled", False) and mesh.is_edge:  # optional on the cloud
             options["grad_scaler"] = ldt.GradScaler(mesh)
         options |= {"plan": split_plan(topology)} if split else {}
         pipeline = build(mesh, chunks, **{"check_finite": True, **loss, **options})
@@ -241,7 +241,7 @@ def test_without_the_check_a_step_ends(pool: RankPool) -> None:
 
 
 class Sharded(nn.Module):
-    """A weight whose rows are split over the stage; the gradient of the last row, on the last rank, is not finite."""
+    """A weight whose rows are split over the stage; the last row's gradient, on the last rank, is not finite."""
 
     def __init__(self, mesh: ldt.Mesh) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ def sharded() -> tuple[str, str]:
         mine = chunks if mesh.is_edge else [chunks[0], Sharded(mesh), chunks[2]]
         pipeline = build(mesh, mine, check_finite=True)
         try:
-            for _ in range(2):  # a member that waits for nobody may end the first
+            for _ in range(2):  # a member that waits for no rank may complete the first step
                 pipeline.step(toy_microbatches(2) if mesh.is_edge else None)
         except ldt.LdtError as error:
             return type(error).__name__, str(error)

@@ -1,4 +1,4 @@
-"""Costs measured on real steps: each figure belongs to its chunk or hop, and nothing else changes."""
+"""Costs measured on real steps: each value belongs to its chunk or hop, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ldt.testing import RankPool, SleepingChunk, ToyChunk, in_time, toy_microbat
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
-SLEEPS = [0.03, 0.02, 0.01, 0.0]  # of the forward, by chunk
+SLEEPS = [0.03, 0.02, 0.01, 0.0]  # of each chunk's forward
 
 
 def measured(tp: list[int], dp: int, laps: int) -> Costs:
@@ -39,7 +39,7 @@ def measured(tp: list[int], dp: int, laps: int) -> Costs:
 
 
 def failing_probe() -> str:
-    """The cloud's rank fails between two messages and lives on."""
+    """The cloud's rank fails between two messages, and its process continues."""
     with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
         if not mesh.is_edge:
@@ -58,7 +58,7 @@ def test_a_failing_probe_is_told_to_all(pool: RankPool) -> None:
 
 
 def mistaken(steps: list[Any]) -> tuple[str, str]:
-    """The edge's loader fails; then ranks give bad, or different, numbers of steps."""
+    """The edge's loader fails; then ranks pass invalid, or different, numbers of steps."""
     topology = Topology([1, 1])
     with ldt.connect(topology, ranks=[0, 1]) as mesh:
         pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
@@ -90,7 +90,7 @@ def test_mistakes_are_told_to_all(pool: RankPool, steps: list[Any], sentence: st
     ("tp", "dp", "laps"), [([1, 1, 1], 1, 1), ([1, 2], 1, 2), ([1], 1, 1), ([1, 1], 2, 1)]
 )
 def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], dp: int, laps: int) -> None:
-    """Sleeps are a lower bound whatever the machine does meanwhile; the upper one is that of an idle machine."""
+    """Sleeps are a lower bound on any machine; the upper bound assumes an idle one."""
     size = Topology(tp, dp=dp, edge_dp=1).world_size
     answers = pool.run(measured, tp, dp, laps, ranks=range(size))
     assert all(answer == answers[0] for answer in answers), (

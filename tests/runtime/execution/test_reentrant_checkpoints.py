@@ -1,4 +1,4 @@
-"""A reentrant checkpoint trains its layers only if what it takes requires a gradient, behind a hop as anywhere else."""
+"""A reentrant checkpoint trains its layers only if its input requires a gradient, after a hop as anywhere else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Layer(ToyChunk):
 
 
 class CutAtTimes(Layer):
-    """Cuts the graph behind all of its layers in every other forward."""
+    """Cuts the graph after all of its layers in every other forward."""
 
     calls = 0
 
@@ -35,7 +35,7 @@ class CutAtTimes(Layer):
 
 
 class Frozen(Layer):
-    """What it trains is never used, so that its output never requires a gradient."""
+    """Its trained output is never used, so its result never requires a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Frozen(Layer):
 
 
 class Plain(nn.Module):
-    """Trains nothing: what it returns requires a gradient if what it takes does."""
+    """Trains nothing: its output requires a gradient if its input does."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh()
@@ -88,7 +88,7 @@ def equal_steps() -> None:
 
 
 def refusal(kinds: Kinds) -> str:
-    """What a step of these chunks raises on this rank."""
+    """Return the error of a step of these chunks on this rank."""
     stages = len(kinds) - 1
     with ldt.connect(Topology([1] * stages), ranks=range(stages)) as mesh:
         pipeline = build(mesh, made(kinds))

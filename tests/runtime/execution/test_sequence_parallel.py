@@ -1,6 +1,6 @@
-"""Transformer blocks that are sequence parallel by torch's own means, cut between stages of any sizes: as unsplit.
+"""Sequence-parallel transformer blocks of torch itself, split between stages of any sizes, equal the unsplit model.
 
-Each stage splits its layers over its ranks and the sequence between them; what crosses a hop is ``Shard(1)``.
+Each stage splits its layers and the sequence over its ranks; tensors cross a hop as ``Shard(1)``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ldt.topology import LanePolicy, Topology
 
 WORLD_SIZE = 7
 WIDTH, HEADS, VOCABULARY = 16, 4, 11
-# Sums over ranks, replicas and microbatches are made in another order than in the unsplit model. In float64 that costs
-# some 1e-15, in float32 up to 7e-7 were seen: too near to a limit of 1e-6 to hold on any machine.
+# Sums over ranks, replicas and microbatches have another order than in the unsplit model. The difference is about 1e-15
+# in float64; in float32 up to 7e-7 was seen, too close to a limit of 1e-6 to hold on every machine.
 TOLERANCE = 1e-12
 
 
@@ -87,7 +87,7 @@ class Tail(nn.Module):
 
 
 def parallelized(chunk: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """In place. Between layers each rank has a part of the sequence; attention and feedforward gather it."""
+    """Parallelize in place. Between layers each rank has a part of the sequence; attention and MLP gather it."""
     sequence, gathered = (
         Shard(1),
         PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
@@ -129,7 +129,7 @@ def batch_of(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
     return [(pair[0], pair[1]) for pair in pairs]
 
 
-Options = dict[str, Any]  # of ``steps``
+Options = dict[str, Any]  # timeout of ``steps``
 
 
 def run(tp: list[int], lengths: list[int], options: Options) -> float:
@@ -146,12 +146,12 @@ def steps(
     reduction: str = "mean",
     split_backward: bool = False,
 ) -> float:
-    """Two steps, the second adding to the gradients of the first. Returns their norm."""
+    """Run two steps, the second adding to the gradients of the first. Returns their norm."""
     topology = Topology(tp, dp=dp, edge_dp=1, laps=laps)
     torch.manual_seed(0)
     chunks = [chunk.double() for chunk in (Head(), *(Block() for _ in range(topology.tail - 1)), Tail())]
     batch = batch_of(lengths)
-    share = len(lengths) / sum(lengths)  # with "token" each microbatch counts by its length
+    share = len(lengths) / sum(lengths)  # with "token" each microbatch is weighted by its length
 
     def unsplit_loss(output: Tensor, target: Tensor) -> Tensor:
         return mean_loss(output, target) * (share * target.shape[1] if reduction == "token" else 1.0)
@@ -180,7 +180,7 @@ def steps(
 
 
 def check_gradients(module: nn.Module, reference: nn.Module, times: int, where: str) -> None:
-    """Within the tolerance of the chunk's largest element: some are zero (of the bias of keys) but for rounding."""
+    """Compare relative to the chunk's largest element: some gradients, as of key biases, are zero up to rounding."""
     expected = [times * p.grad for p in reference.parameters() if p.grad is not None]
     largest = float(torch.cat([grad.flatten() for grad in expected]).abs().max())
     for (name, parameter), theirs in zip(module.named_parameters(), expected, strict=True):

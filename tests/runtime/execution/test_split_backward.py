@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """One weight in three places, once by way of a tensor made of it."""
+    """Uses one weight in three places, one of them through a tensor computed from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class InPlace(nn.Sequential):
 
 
 class Hooked(nn.Sequential):
-    """Hooks of tensors and modules that change gradients, and would do so twice."""
+    """Has tensor and module hooks that modify gradients, and would do so twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         for part in self:
@@ -74,7 +74,7 @@ class Hooked(nn.Sequential):
 
 
 class Beside(nn.Module):
-    """A second output that does not depend on the input, and a parameter that nothing uses."""
+    """Has a second output that does not depend on the input, and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ WORK = StepState(ushape(Topology([1, 1]), 1), [], [{}] * 8)
 
 
 def run(runner: ChunkRunner, split: bool, free_outputs: bool, leaves: bool = True) -> list[Tensor]:
-    """Two microbatches in flight; returns the gradients of their inputs, nothing for one that was not used."""
+    """Run two microbatches in flight; returns the gradients of their inputs, None for an unused one."""
     torch.manual_seed(1)
     inputs = [torch.randn(2, 8, 16, requires_grad=True) for _ in range(2)]
     grads, found = [], list[Tensor | None]()
@@ -228,7 +228,7 @@ def test_what_cannot_be_split_says_so(make: Callable[[], nn.Module]) -> None:
 
 
 class Accumulating(torch.autograd.Function):
-    """As fused weight gradients do; ``how`` says where to."""
+    """Accumulates the weight's gradient itself, as fused weight gradients do; ``how`` says where to."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, owner: Fused) -> Tensor:
@@ -247,7 +247,7 @@ class Accumulating(torch.autograd.Function):
             owner.amax = grad.abs().max()
         elif how == "main_grad":
             owner.weight.main_grad += more
-        elif how == "data":  # no version tells of it
+        elif how == "data":  # without a version counter
             owner.weight.main_grad.data.add_(more)
         elif how != "returned":
             target = owner.weight if how == "grad" else owner.other
@@ -299,10 +299,10 @@ def test_functions_that_would_change_something_twice(how: str, changed: str) -> 
 
 
 def test_a_look_at_many_parameters_is_cheap() -> None:
-    """In functions called, not in seconds: there is one for each parameter where each is looked at on its own."""
+    """Counts function calls, not seconds: there is one for each parameter if each is checked separately."""
     module = nn.Sequential(*[nn.Linear(2, 2) for _ in range(300)])
     watch = FunctionWatch(module)
-    watch.begin().check([])  # the first looks at contents
+    watch.begin().check([])  # the first one inspects contents
     mesh: Any = SimpleNamespace(topology=SimpleNamespace(replicas=lambda stage: 1), stage=0)
     calls = 0
 
@@ -337,7 +337,7 @@ def test_the_graph_goes_with_its_second_part(end: str) -> None:
 
 
 def split(plan: Plan, late: bool) -> Plan:
-    """Every B as an I, with its W behind it or at the end of the row."""
+    """Return the plan with every B as an I, with its W right after it or at the end of the row."""
     bare = remove_communication(plan)
     rows = {}
     for node, row in bare.rows.items():

@@ -13,7 +13,7 @@ from ldt.runtime.execution.chunk_runner import ChunkRunner
 
 
 class Noting(nn.Module):
-    """A hook of a tensor, or a layer that a checkpoint runs again, changes a buffer or a gradient."""
+    """Modifies a buffer or a gradient in a tensor's hook, or in a layer that a checkpoint recomputes."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_hooks_and_checkpoints_that_would_change_something_twice(how: str, chang
 
 
 def test_hooks_that_change_something_in_one_part() -> None:
-    """One of a tensor that leads to no parameter of its own, another of a parameter."""
+    """One hook is on a tensor that leads to no parameter of its own, another on a parameter."""
     made = []
     for _ in range(2):
         torch.manual_seed(0)

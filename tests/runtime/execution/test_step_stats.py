@@ -1,4 +1,4 @@
-"""What a step says about itself: time, traffic, timelines, on one rank and gathered on the edge."""
+"""Statistics of a step: time, traffic, timelines, on one rank and gathered on the edge."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_entries_round_trip() -> None:
 
 
 def control_messages() -> list[tuple[int, int, float]]:
-    """Per step: edge messages received, shape answers broadcast, and bytes that the edge sent for both."""
+    """Return, per step, edge messages received, shape broadcasts, and the bytes that the edge sent for both."""
     topology = Topology([1, 1, 1])
     chunks = toy_chunks(topology)
     batches = (
@@ -142,7 +142,7 @@ def count(owner: object, name: str, calls: list[str], patch: pytest.MonkeyPatch)
 
 
 def test_one_message_of_the_edge_per_step(pool: RankPool) -> None:
-    """Shapes not met before cost one more per chunk behind the first, three here, however many; else a few bytes."""
+    """New shapes cost one more broadcast per chunk after the first, here three; otherwise a few bytes."""
     by_rank = pool.run(control_messages, ranks=range(3))
     assert [[numbers[:2] for numbers in steps] for steps in by_rank] == [
         [(1, 3), (1, 0), (1, 3), (1, 0), (1, 3)]
@@ -154,7 +154,7 @@ def test_one_message_of_the_edge_per_step(pool: RankPool) -> None:
 
 
 def receive_memory(numbers: list[int]) -> list[int]:
-    """Bytes of all receive pools after steps of so many microbatches."""
+    """Return the bytes of all receive pools after steps with these numbers of microbatches."""
     topology = Topology([1, 1, 1])
     chunks = toy_chunks(topology)
     with ldt.connect(topology, ranks=range(3)) as mesh:

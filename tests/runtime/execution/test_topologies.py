@@ -1,6 +1,6 @@
-"""Stages of any sizes with layers split over their ranks, replicas served by fewer edges, laps: as the unsplit model.
+"""Stages of any sizes with sharded layers, replicas that share edges, and laps equal the unsplit model.
 
-Sums are made in another order there, over ranks and over replicas, so that equal means within 1e-6.
+Sums over ranks and over replicas have another order there, so equal means within 1e-6.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ldt.topology import Topology
 WORLD_SIZE = 12
 TP = [[1, 2], [2, 1], [1, 4], [2, 4], [2, 1, 2], [1, 3, 2]]
 REPLICAS = [(1, 1), (2, 1), (2, 2)]  # dp and edge_dp
-MICROBATCHES = 3  # of each edge replica: not a multiple of what it serves
+MICROBATCHES = 3  # per edge replica: not a multiple of the number of replicas that it serves
 
 
 class Layers(nn.Module):
-    """Two layers that may be split in 2, 3 or 4, beside one that is not."""
+    """Two layers that can be sharded over 2, 3 or 4 ranks, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def run(tp: list[int], dp: int, edge_dp: int, laps: int, ranks: Sequence[int] | 
 
 
 def mean_gradients(references: list[list[nn.Module]]) -> list[list[Tensor]]:
-    """Over the replicas of the edge, by chunk."""
+    """Average over the replicas of the edge, by chunk."""
     by_chunk = zip(*references, strict=True)
     return [
         [
@@ -74,7 +74,7 @@ def mean_gradients(references: list[list[nn.Module]]) -> list[list[Tensor]]:
 
 
 def close(mine: Tensor | None, expected: Tensor) -> bool:
-    """Within 1e-6 of the largest element."""
+    """Compare within 1e-6 of the largest element."""
     assert mine is not None
     whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
     assert expected.abs().max() > 0
@@ -91,7 +91,7 @@ def test_unequal_stages(pool: RankPool, tp: list[int], dp: int, edge_dp: int, la
 
 
 def two_at_once(edge_dp: int) -> float:
-    """With replicas: odd and even ranks, each a pipeline of their own, in orders of their own."""
+    """Two replicas: odd and even ranks, each a separate pipeline in its own order."""
     even = dist.get_rank() % 2 == 0
     size = Topology([1, 2], dp=2, edge_dp=edge_dp).world_size
     return run([1, 2], 2, edge_dp, 1, range(0, 2 * size, 2) if even else range(2 * size - 1, 0, -2))

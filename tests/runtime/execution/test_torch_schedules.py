@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining reads the CSV files that we write, and we the ones that it writes."""
+"""torch.distributed.pipelining reads the CSV files that we write, and we read those that it writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ WORLD_SIZE = 1
 
 
 def read(text: str) -> dict[int, list[schedules._Action]]:
-    """As ``_PipelineScheduleRuntime._load_csv``, rank by rank."""
+    """Parse rank by rank, like ``_PipelineScheduleRuntime._load_csv``."""
     rows = csv.reader(io.StringIO(text))
     return {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
 
 
 @pytest.mark.parametrize(("stages", "laps"), [(1, 1), (3, 1), (4, 2)])
 def test_torch_reads_our_files(stages: int, laps: int) -> None:
-    """It takes the actions for what they are, and finds the same messages to add."""
+    """torch parses the same actions, and adds the same messages."""
     topology = Topology([1] * stages, laps=laps)
     plan = ushape(topology, 5)
     rows = read(to_csv(plan))
@@ -40,7 +40,7 @@ def test_torch_reads_our_files(stages: int, laps: int) -> None:
 
 
 def test_we_read_its_files() -> None:
-    """As it writes them: empty where a rank is idle, parameters unsharded and gradients reduced around the rest."""
+    """Format a schedule as torch does: idle slots are empty; UNSHARD and REDUCE_GRAD actions surround the rest."""
     order: dict[int, list[schedules._Action | None]] = {}
     for rank, row in read("0F0,,2F0,2I0,2W0,0B0\n,1F0,,,,1B0\n").items():
         order[rank] = [action if str(action) != "None" else None for action in row]

@@ -31,7 +31,7 @@ def boom() -> None:
 
 
 def fail_soon(mesh: ldt.Mesh, seconds: float) -> None:
-    """``seconds`` after the step begins, not after the setup."""
+    """Count ``seconds`` from the beginning of the step, not of the setup."""
     threading.Timer(seconds, mesh.detector.publish, [BoomError("the edge")]).start()
 
 
@@ -59,7 +59,7 @@ def stuck(failing: int) -> tuple[int | None, str, float]:
 
 @pytest.mark.parametrize("failing", [1, 3])
 def test_a_rank_in_a_collective_of_its_stage_is_unblocked(pool: RankPool, failing: int) -> None:
-    """Whether it waits for the failed rank, or for one that does not know of the failure yet."""
+    """Test ranks that wait for the failed rank, and ranks that wait for one that does not know of the failure yet."""
     culprit = {1: 1, 3: 0}[failing]
     for rank, (named, text, seconds) in enumerate(pool.run(stuck, failing)):
         if rank == 2:
@@ -69,7 +69,7 @@ def test_a_rank_in_a_collective_of_its_stage_is_unblocked(pool: RankPool, failin
 
 
 def stopped_in_its_layers() -> tuple[int | None, str]:
-    """Rank 2 waits in a collective of its stage for rank 1, which is stopped. Rank 1 is dead; rank 2 does not hang."""
+    """Rank 2 waits in a collective of its stage for the stopped rank 1. Rank 1 is reported dead; rank 2 is not hung."""
     topology = Topology([1, 2])
     with ldt.connect(topology, ranks=range(3), stall_timeout=LIMIT) as mesh:
         pid = mesh.control.all_gather(os.getpid())[1]
@@ -114,7 +114,7 @@ def late_in_connect() -> tuple[str, float]:
 
 
 def test_a_failure_while_groups_are_created(pool: RankPool) -> None:
-    """The others wait in the store for the failed rank: that wait is ended, too."""
+    """The others wait in the store for the failed rank: that wait ends, too."""
     for rank, (text, seconds) in enumerate(pool.run(late_in_connect, ranks=range(3))):
         assert in_time(seconds, 4.0)
         assert rank == 0 or "rank 0 (stage 0, replica 0) failed first in connect" in text
@@ -152,7 +152,7 @@ def busy_for_a_while(failing_after: float) -> float:
 
 
 def test_ranks_that_are_busy_with_collectives_all_leave(pool: RankPool) -> None:
-    """gloo forgets operations in flight where a rank shuts down connections that it waits on itself."""
+    """gloo forgets operations in flight if a rank shuts down connections that it waits on itself."""
     for rank, seconds in enumerate(pool.run(busy)):
         assert in_time(max(seconds), 4.0), (rank, seconds)
 

@@ -22,7 +22,7 @@ BATCH = toy_microbatches(2)
 
 
 def clipping(who: list[int]) -> str:
-    """Only the ranks ``who`` clip gradients between the steps."""
+    """Clip gradients between the steps, on the ranks ``who`` only."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)
@@ -84,7 +84,7 @@ def test_sums_of_different_calls_are_not_mixed(pool: RankPool) -> None:
 
 def failing_call() -> str:
     with ldt.connect(TOPOLOGY) as mesh:
-        mesh.control.all_gather(None)  # nobody fails while others still connect
+        mesh.control.all_gather(None)  # no rank fails while others still connect
         start = time.monotonic()
         with (
             pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught,
@@ -102,7 +102,7 @@ def test_a_failure_before_a_sum_is_reported(pool: RankPool) -> None:
 
 
 def stopping_early(who: int, late: float) -> str | None:
-    """Rank ``who`` closes its mesh after two steps; the others make a third one, ``late`` seconds later or earlier."""
+    """Rank ``who`` closes its mesh after two steps; the others run a third, ``late`` seconds later or earlier."""
     chunks = toy_chunks(TOPOLOGY)
     with ldt.connect(TOPOLOGY) as mesh:
         pipeline = build(mesh, chunks)

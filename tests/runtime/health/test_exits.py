@@ -74,7 +74,7 @@ def start(script: Path, case: str, rank: int, port: int) -> subprocess.Popen[str
     ],
 )
 def test_a_process_that_exits_is_reported(tmp_path: Path, case: str, code: int, words: str) -> None:
-    """Without a context manager, and with no help from the script. Each rank exits on its own."""
+    """Without a context manager or other help from the script, each rank exits on its own."""
     script = tmp_path / "train.py"
     script.write_text(_SCRIPT)
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

@@ -236,7 +236,7 @@ def test_an_unreadable_report_is_reported() -> None:
 
 
 def test_an_error_of_the_handler_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not mistaken for an error of the store."""
+    """It is not mistaken for a store error."""
     seen: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_value))
     store = dist.HashStore()
@@ -288,7 +288,7 @@ def test_every_lane_is_aborted(
 
 
 def closing() -> tuple[list[str], str, bool, list[str]]:
-    """Two of three fake lanes and one group cannot be closed. Everything else is closed all the same."""
+    """Two of three fake lanes and one group cannot be closed; everything else is closed nevertheless."""
     ended: list[str] = []
     mesh = ldt.connect(Topology([1, 1]), ranks=[0, 1])
     post, groups, control = mesh.edge_broadcast.lanes(), mesh._groups, mesh.control

@@ -78,7 +78,7 @@ def failing(
         start = time.monotonic()
         with pytest.raises((BoomError, ldt.RemoteStageError)) as caught:  # noqa: PT012
             pipeline.step(batch)
-            pipeline.step(batch)  # for ranks whose row did not depend on what failed
+            pipeline.step(batch)  # for ranks whose row did not depend on the failure
         seconds = time.monotonic() - start
         for call in (lambda: pipeline.step(batch), lambda: pipeline.eval(batch), mesh.check_usable):
             with pytest.raises(ldt.LdtError, match="cannot be used after a failure; connect again"):

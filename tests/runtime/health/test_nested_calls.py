@@ -1,4 +1,4 @@
-"""A call of a mesh inside another one raises at once, and the other ranks are told."""
+"""A call of a mesh inside another one raises at once, and the other ranks learn of it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Calling(ToyChunk):
 
 
 def calling(where: str, chunk: int, call: str) -> tuple[str, str, bool]:
-    """A step in which user code at ``where`` makes another call. Returns this rank's error, and if its mesh failed."""
+    """Run a step with another call in user code at ``where``. Returns this rank's error, and if its mesh failed."""
     chunks = [Calling() for _ in range(TOPOLOGY.num_chunks)]
     options: dict[str, Any] = {}
 
@@ -93,7 +93,7 @@ def calling(where: str, chunk: int, call: str) -> tuple[str, str, bool]:
             pipeline.step((data() if where == "data" else BATCH) if mesh.is_edge else None)
             pipeline.step(
                 BATCH if mesh.is_edge else None
-            )  # for ranks whose row did not depend on what failed
+            )  # for ranks whose row did not depend on the failure
         return type(caught.value).__name__, str(caught.value), mesh.failed
 
 
@@ -133,7 +133,7 @@ def test_a_call_in_other_code_of_a_step(pool: RankPool, where: str, chunk: int) 
 
 @pytest.mark.parametrize("where", ["plan_factory", "data"])
 def test_a_call_before_anything_is_sent(pool: RankPool, where: str) -> None:
-    """The step is called off, and the mesh stays usable."""
+    """The step is cancelled, and the mesh stays usable."""
     answers = pool.run(calling, where, 0, "clip_grad_norm_()")
     for rank, (kind, text, failed) in enumerate(answers):
         assert kind == ("RemoteStageError" if rank else "LdtError")

@@ -69,7 +69,7 @@ class Nameless(type):
 
 
 class LiarError(RuntimeError):
-    """Its ``__class__`` lies."""
+    """Reports a wrong ``__class__``."""
 
     @property
     def __class__(self) -> Any:
@@ -156,7 +156,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 
 def caught_in_steps(name: str, chunk: int) -> tuple[bool, str]:
-    """Whether this rank raises its chunk's exception, else the text of what it raises."""
+    """Return whether this rank raises its chunk's exception, otherwise the text of its error."""
     thrown: list[BaseException] = []
 
     def act() -> None:
@@ -211,7 +211,7 @@ def test_a_collective_that_is_not_joined_is_a_secondary_error(pool: RankPool, th
 
 
 class DerivedError(ldt.LdtError):
-    """Derived from an error of the package, whose texts may leave, but not defined by it."""
+    """Is derived from an error of the package, whose texts may leave the edge, but not defined by it."""
 
 
 @pytest.mark.parametrize("kind", [DerivedError, LiarError, ShyError])
@@ -233,7 +233,7 @@ def test_a_traceback_that_cannot_be_formatted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_reading_an_endless_text_is_given_up() -> None:
-    """Its thread is stopped."""
+    """The thread that reads the text is stopped."""
     before = threading.active_count()
     assert safe_str(ERRORS["its text never ends"]()) == "(its text cannot be read)"
     deadline = time.monotonic() + 20.0

@@ -76,7 +76,7 @@ def closed_lane() -> str:
 
 
 def test_closing_a_mesh_closes_its_lanes(pool: RankPool) -> None:
-    """Even for code that kept a reference to one."""
+    """Also for code that kept a reference to one."""
     assert all("is closed" in text for text in pool.run(closed_lane, ranks=[0, 1]))
 
 
@@ -93,7 +93,7 @@ def test_the_cpu_has_no_index(pool: RankPool) -> None:
 
 
 def connected_groups() -> list[str]:
-    """The names of the groups that an all-reduce went through while connecting."""
+    """Return the names of the groups that ran an all-reduce while connecting."""
     topology = Topology([2], dp=2)
     names = []
     reduce = dist.all_reduce
