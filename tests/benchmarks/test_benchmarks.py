@@ -32,7 +32,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def rows_of(command: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each table, all of them with right data."""
+    """Return the rows of each table, all with correct data."""
     script, *options = command.split()
     file = folder / "rows.json"
     done = run(BENCHMARKS / script, *options, "--device", "cpu", "--json", file)

@@ -1,4 +1,4 @@
-"""A compiler that would link a C++ runtime of its own, as some machines have: g++ behind a wrapper with `-B`."""
+"""A compiler that links its own C++ runtime, as some machines have: g++ behind a wrapper with `-B`."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_flags_that_change_the_layout_of_types(flag: str, tmp_path: Path) -> Non
 
 
 def test_a_proven_build_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record is for one module with one torch."""
+    """The record is for one module and one torch."""
     tried = []
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""Judges a job: equal, refused with a known error on every rank, or a finding."""
+"""Compares the outcome of a job: equal, refused with a known error on every rank, or a finding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def judge(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] | Exception) -> Verdict:
-    """Judge ``endings``, by rank. ``expected`` is the reference's result, or what it raised."""
+    """Compare ``endings``, by rank. ``expected`` is the reference's result, or what it raised."""
     raised = [ending.raised for ending in endings]
     if any(raised):
         return _judge_errors(job, raised, expected)

@@ -1,4 +1,4 @@
-"""The documents as data: their fenced blocks, and what runs each. No document is read anywhere else."""
+"""The documents as data: their fenced blocks, and which test runs each. Nothing else reads documents."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SESSIONS = {
     "docs/guides/unequal.md": "ranks",
 }
 
-# Blocks that other tests read from the page and run: the page, a word of the block, the test.
+# Blocks that other tests read from the page and run: the page, a word in the block, the test.
 ELSEWHERE = [
     (README, "init_process_group", "tests/docs/test_readme.py"),
     ("docs/start/gpus.md", "train_gpu", "tests/gpu/test_gpus_page_cuda.py"),
@@ -37,7 +37,7 @@ _FENCE = re.compile(r'```(\w*)(?: title="([^"]+)")?\n(.*?)```\n', re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A fenced block of a page. A `text` block right behind another one shows its output."""
+    """A fenced block of a page. A `text` block directly after another one shows its output."""
 
     page: str
     line: int
@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 def pages() -> list[str]:
-    """Every document that people read, by its path from the root."""
+    """Return every document for readers, by its path from the root."""
     found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     return sorted(str(path.relative_to(ROOT)) for path in found)
 
@@ -58,7 +58,7 @@ def read(page: str) -> str:
 
 
 def blocks(page: str) -> list[Block]:
-    """The fenced blocks of ``page`` in order."""
+    """Return the fenced blocks of ``page`` in order."""
     return list(_blocks(page, read(page)))
 
 
@@ -77,6 +77,6 @@ def is_run_elsewhere(block: Block) -> bool:
 
 
 def commands(block: Block) -> list[str]:
-    """The commands of a `sh` block, each in one line."""
+    """Return the commands of a `sh` block, one line each."""
     lines = block.text.replace("\\\n", " ").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -26,7 +26,7 @@ _LAYERS = 30  # of the guide's Hugging Face model
 
 
 def run(session: str, blocks: list[Block], folder: str) -> list[str]:
-    """What each block prints. The blocks share the names that ``session`` begins with, and the folder."""
+    """Return what each block prints. The blocks share a folder and the initial names of ``session``."""
     with _inside(folder):
         names = _SESSIONS[session]()
         meshes = [names.get("mesh")]
@@ -64,7 +64,7 @@ def _ranks() -> Names:
 
 
 def _job() -> Names:
-    """The program of the README, at its first step."""
+    """Run the README's program up to its first step."""
     topology = ldt.Topology(tp=[1, 1, 1])
     mesh = ldt.connect(topology)
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ def _job() -> Names:
 
 
 def _hugging_face() -> Names:
-    """A small model on disk, where the guide reads one, and a batch for it."""
+    """Save a small model where the guide reads one, and create a batch for it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     topology = ldt.Topology(tp=[1] * RANKS)

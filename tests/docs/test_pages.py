@@ -1,4 +1,4 @@
-"""The Python blocks of each page run, its commands of ldt run behind them, and both print what the page shows."""
+"""The Python blocks of each page run, then its ldt commands, and both print what the page shows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME = doctest.OutputChecker()
 
 
 def snippets(page: str) -> list[Block]:
-    """What is run here: Python without a title, in the order of the page."""
+    """Return the blocks to run here: Python without a title, in the order of the page."""
     return [block for block in blocks(page) if block.language == "python" and not is_run_elsewhere(block)]
 
 
@@ -53,7 +53,7 @@ def outputs(found: list[Block], printed: list[str]) -> dict[int, str]:
 
 
 def run_commands(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[int, str]:
-    """The output of each block that is a command of ldt, but for `doctor`, which has tests of its own."""
+    """Return the output of each block that is an ldt command, except `doctor`, which has its own tests."""
     printed = {}
     for block in blocks(page):
         if block.language == "sh" and block.text.startswith(("python -m ldt plan", "python -m ldt merge")):
@@ -66,7 +66,7 @@ def run_commands(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def shown(page: str) -> Iterator[tuple[Block, str]]:
-    """Each block whose output the page shows, and that."""
+    """Return each block whose output the page shows, with that output."""
     before: Block | None = None
     for block in blocks(page):
         if block.shows_output:

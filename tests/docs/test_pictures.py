@@ -1,4 +1,4 @@
-"""The pictures of the documents are those that their code draws."""
+"""The pictures of the documents equal what their code draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README says to type works: its program runs, its commands and its files exist."""
+"""The README works as written: its program runs, its commands and its files exist."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_program_trains(tmp_path: Path) -> None:
 
 
 def test_the_program_for_gpus_is_this_one_on_devices() -> None:
-    """tests/gpu runs it; here its lines are those of the program above, but for what names a device."""
+    """tests/gpu runs it; here its lines are compared with the program above, except where they name a device."""
     (program,) = blocks("python")
     (on_gpus,) = re.findall(r"```python title=.*?\n(.*?)```", read("docs/start/gpus.md"), re.DOTALL)
     lines = list(difflib.ndiff(program.splitlines(), on_gpus.splitlines()))

@@ -1,4 +1,4 @@
-"""The reference has every public name, and only names that there are."""
+"""The reference documents every public name, and no others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 from pages import ROOT, pages, read
 
 MODULES = ("ldt", "ldt.plan", "ldt.topology", "ldt.runtime", "ldt.testing", "ldt.integrations.hf")
-IN_TEXT = {  # in a sentence, as they are documented under another name
+IN_TEXT = {  # documented under another name, in a sentence
     "ldt.__version__",
     "ldt.plan",
     "ldt.Node",
@@ -27,7 +27,7 @@ DOCUMENTED = set(re.findall(r"^::: ([\w.]+)$", TEXT, re.MULTILINE))
 
 
 def public_names(module: str) -> set[str]:
-    if module == "ldt.integrations.hf":  # not imported: transformers takes long
+    if module == "ldt.integrations.hf":  # not imported: transformers takes long to import
         tree = ast.parse((ROOT / "ldt/integrations/hf/__init__.py").read_text(encoding="utf-8"))
         found = next(node.value for node in tree.body if isinstance(node, ast.Assign))
         names = ast.literal_eval(found)

@@ -1,4 +1,4 @@
-"""The commands for two hosts, both on this one, with the store of an attempt as the page on reliability makes it."""
+"""The commands for two hosts, both on this one, with each attempt's store as in the page on reliability."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 300
 
 
 def program() -> str:
-    """That of the README, in which each attempt of torchrun has a part of the store of its own."""
+    """Return the README's program, with a separate prefix of the store for each attempt of torchrun."""
     (text,) = (block.text for block in blocks(README) if block.language == "python")
     (store,) = (block.text for block in blocks(RELIABILITY) if "PrefixStore" in block.text)
     simple = 'dist.init_process_group("gloo")\n'
@@ -62,7 +62,7 @@ def test_both_commands_train_together(tmp_path: Path) -> None:
 
 
 def local(command: str, port: int) -> list[str]:
-    """The arguments of ``command`` with this host's address and a free port."""
+    """Return the arguments of ``command`` with this host's address and a free port."""
     assert "10.0.0.1" in command
     assert "29500" in command
     return shlex.split(command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(port)))[1:]

@@ -36,7 +36,7 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Any:
-    """A small Llama with random weights, saved in ``tmp_path / "model"`` with a tokenizer of words."""
+    """Save a small Llama with random weights in ``tmp_path / "model"``, with a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 

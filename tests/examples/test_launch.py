@@ -1,4 +1,4 @@
-"""How a rank of the text example ends when another one has failed."""
+"""How a rank of the text example exits after another one has failed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 @pytest.fixture(autouse=True)
 def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The examples can be imported, and exit codes are collected where the process would end."""
+    """Make the examples importable, and collect exit codes instead of exiting."""
     codes: list[int] = []
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(os, "_exit", codes.append)

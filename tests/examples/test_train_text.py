@@ -1,4 +1,4 @@
-"""The text example as users start it: under torchrun, checked against one process, interrupted, started wrongly."""
+"""The text example as users start it: under torchrun, compared with one process, interrupted, with wrong arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRIPT = str(Path(__file__).parents[2] / "examples" / "train_text.py")
 TINY_SIZES = {"steps": 4, "microbatches": 3, "batch": 1, "sequence": 16, "width": 32, "continuation": 5}
 TINY = [f"--{name}={size}" for name, size in TINY_SIZES.items()]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-DEADLINE = 600.0  # ends what hangs
+DEADLINE = 600.0  # the timeout of a hang
 INTERRUPT_SECONDS = 3.0
 
 
@@ -78,7 +78,7 @@ def test_training_equals_one_process(ranks: int, split: str, exact: bool, tmp_pa
 
 @pytest.mark.slow
 def test_training_learns(tmp_path: Path) -> None:
-    """100 steps of 256 bytes: from the even distribution's log(256) = 5.5 to about 3.0 (a fixed seed)."""
+    """100 steps of 256 bytes: from the uniform distribution's log(256) = 5.5 to about 3.0 (a fixed seed)."""
     sizes = "--steps 100 --microbatches 2 --batch 4 --sequence 32 --width 32 --continuation 1"
     done = run(torchrun(2, "--stages", "1,1", *sizes.split(), "--output", str(tmp_path)))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -95,7 +95,7 @@ def test_training_learns(tmp_path: Path) -> None:
 def test_wrong_number_of_processes_is_one_sentence() -> None:
     done = run(torchrun(2, "--stages", "1,1,1", *TINY))
     assert done.returncode != 0
-    assert done.stderr.count("needs 3 ranks, but WORLD_SIZE is 2") == 2  # every rank says it
+    assert done.stderr.count("needs 3 ranks, but WORLD_SIZE is 2") == 2  # every rank prints it
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_missing_text_is_one_sentence_on_every_rank() -> None:
         f"{SCRIPT}: [Errno 2] No such file or directory: '/nowhere'",
         f"{SCRIPT}: another rank cannot go on and says why",
     ]
-    before, _, _ = done.stderr.partition("torch/distributed/elastic")  # from there on, torchrun's own report
+    before, _, _ = done.stderr.partition("torch/distributed/elastic")  # before torchrun's own report
     assert "Traceback" not in before
 
 
@@ -146,7 +146,7 @@ def test_interrupt_ends_all_processes(tmp_path: Path) -> None:
         assert job.returncode != 0
         before, _, after = log.read_text().partition("\ninterrupted\n")
         assert "Traceback" not in before
-        assert SCRIPT not in after  # the one traceback here is that of torchrun itself
+        assert SCRIPT not in after  # the only traceback is torchrun's own
     finally:
         job.kill()
         for worker in filter(_alive, workers):
@@ -165,7 +165,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _alive(pid: int) -> bool:
-    """False also for one that has ended and was not yet waited for."""
+    """Return False also for a process that has ended and was not waited for yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""The vision-language example as users start it: under torchrun, it learns."""
+"""The vision-language example as users start it under torchrun: it learns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENVIRONMENT = {
 
 
 def test_three_stages_learn_to_name_digits() -> None:
-    """60 steps: sums are known and digits better than by chance (a fixed seed)."""
+    """60 steps: sums are correct, and digits better than by chance (a fixed seed)."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
         [*launcher, SCRIPT, "--steps=60"],

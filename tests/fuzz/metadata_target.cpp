@@ -36,7 +36,7 @@ std::vector<uint8_t> rebuild(const Decoded& decoded) {
 
 }  // namespace
 
-// No allocation may be large: what is made of a message is in proportion to its size and to
+// No allocation may be large: the result is proportional to the message's size and to
 // kMaxElements.
 extern "C" const char* __asan_default_options() {
   return "max_allocation_size_mb=64:allocator_may_return_null=0:quarantine_size_mb=16";

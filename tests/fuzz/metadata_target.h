@@ -1,9 +1,9 @@
-// What is fuzzed: the decoder of metadata messages, and all that follows from what it accepts.
+// What is fuzzed: the decoder of metadata messages, and everything computed from its result.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-/// Decodes the bytes; what is accepted is rebuilt, written again and read again, and must come out
-/// the same. Aborts if it does not.
+/// Decodes the bytes; an accepted message is rebuilt, encoded again and decoded again, and must be
+/// equal each time. Aborts if it is not.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);

@@ -21,7 +21,7 @@ size_t up_to(Generator& generator, size_t limit) {
   return std::uniform_int_distribution<size_t>(0, limit)(generator);
 }
 
-// Rows that lead to every code.
+// Rows that use every code.
 std::vector<int64_t> random_row(Generator& generator, int64_t length) {
   std::vector<int64_t> row(static_cast<size_t>(length));
   const size_t form = up_to(generator, 4);
@@ -52,7 +52,7 @@ Bytes random_message(Generator& generator) {
       content.forms.push_back({name, 8, {length}});
       tensors.push_back(random_row(generator, length));
     }
-    // Positions by a rule, more often than not.
+    // Positions by a rule, most of the time.
     auto& positions = tensors[tensors.size() - 2];
     int64_t kept = 0;
     for (size_t i = 0; i < positions.size() && up_to(generator, 3) != 0; ++i) {
@@ -65,7 +65,7 @@ Bytes random_message(Generator& generator) {
   return encode(content, rows, 1 << 14);
 }
 
-// Keeps the length in the header right, mostly: else nothing behind it is ever reached.
+// Keeps the length in the header right most of the time, so that the decoder reads further.
 void mend_length(Bytes& message) {
   constexpr size_t kLength = 6;
   if (message.size() > kLength && message.size() - kLength - 1 < 0x80) {
@@ -103,7 +103,7 @@ int main(int count, char** arguments) {
   for (long round = 0; round < rounds; ++round) {
     Bytes message = random_message(generator);
     if (round % 10 != 0) mutate(message, generator);
-    // Of its exact size: a sanitizer sees the first byte that is read past the end.
+    // Allocated with its exact size, so that a sanitizer detects a read past the end.
     const std::vector<uint8_t> exact(message);
     LLVMFuzzerTestOneInput(exact.data(), exact.size());
   }

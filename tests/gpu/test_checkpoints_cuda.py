@@ -31,13 +31,13 @@ def job_on(device: torch.device, tp: list[int], **options: Any) -> Job:
 
 
 def drawn_on(device: torch.device) -> list[float]:
-    """The next random numbers of the generator of the device."""
+    """Draw the next random numbers of the device's generator."""
     numbers: list[float] = torch.rand(4, device=device).tolist()
     return numbers
 
 
 def resumed(path: Path, tp: list[int]) -> list[float]:
-    """Two steps, a save, two more steps; then a new job loads and repeats the last two."""
+    """Run two steps, a save, two more steps; then a new job loads and repeats the last two."""
     device = my_device()
     with job_on(device, tp, dropout=0.3) as job:
         job.train(range(2))
@@ -67,7 +67,7 @@ def test_a_resumed_job_equals_one_that_never_stopped(pool: RankPool, tmp_path: P
 
 
 def saved(path: Path, tp: list[int]) -> tuple[State, State]:
-    """The state at the save, and one step later."""
+    """Return the state at the save, and one step later."""
     with job_on(my_device(), tp) as job:
         job.train(range(2))
         job.save(path, 2)

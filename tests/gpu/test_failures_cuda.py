@@ -58,7 +58,7 @@ os._exit(0)
 
 @pytest.mark.parametrize("case", ["raise", "kill"])
 def test_a_failure_ends_a_collective_on_the_device(tmp_path: Path, case: str) -> None:
-    """It ends within seconds, and the mesh closes."""
+    """It raises within seconds, and the mesh closes."""
     said = first_of_two(JOB, tmp_path, str(tmp_path), case)
     raised, closing = map(json.loads, said.splitlines())
     kind, named, seconds, text = raised

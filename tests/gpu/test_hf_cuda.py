@@ -1,4 +1,4 @@
-"""A pipeline of Hugging Face chunks on GPUs: losses and gradients of the unsplit model, with one lap and with two.
+"""A pipeline of Hugging Face chunks on GPUs equals the unsplit model in losses and gradients, with one or two laps.
 
 Three ranks. On two GPUs they share them: see sharing.py.
 """

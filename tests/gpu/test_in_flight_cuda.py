@@ -1,4 +1,4 @@
-"""Tensors that are being sent are not changed by later work on the current stream. On one GPU ranks share it."""
+"""Later work on the current stream does not modify tensors in flight. On one GPU, ranks share it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def run(transport: TransportChoice, split: bool, held: bool) -> None:
-    """Messages of 12 MB, which take a while."""
+    """12 MB per message, so that a transfer takes a while."""
     with ldt.connect(Topology([1, 1]), "nccl", device=my_device(), transport=transport) as mesh:
         late_steps(mesh, 3000, 1024, split=split, held=held, steps=3, error=1e-5)
 

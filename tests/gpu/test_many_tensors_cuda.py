@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 class Fan(nn.Module):
-    """Takes any number of tensors and returns ``count`` of them, each with a gradient."""
+    """Takes any number of tensors and returns ``count`` tensors, each with a gradient."""
 
     def __init__(self, count: int, width: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def fitted(pipeline: ldt.Pipeline, microbatches: list[tuple[torch.Tensor, torch.Tensor]]) -> Plan:
-    """A plan with split backwards from costs measured here."""
+    """Return a plan with split backwards from costs measured here."""
     mesh = pipeline.mesh
     costs = Costs.measure(pipeline, microbatches if mesh.is_edge else None)
     assert all(seconds > 0 for seconds in (*costs.forward, *costs.backward, *costs.latency))  # type: ignore[misc]

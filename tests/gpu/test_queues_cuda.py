@@ -1,4 +1,4 @@
-"""Hardware queues of CUDA: with enough of them steps end over every transport; with too few, connect raises."""
+"""Hardware queues of CUDA: with enough of them steps complete over every transport; with too few, connect raises."""
 
 from __future__ import annotations
 

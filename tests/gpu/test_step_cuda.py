@@ -58,7 +58,7 @@ def test_a_step_does_not_synchronize(pool: RankPool, transport: TransportChoice)
 
 
 def _peak(transport: TransportChoice) -> list[int]:
-    """Bytes in steps of 4 and of 64 microbatches, with receive buffers and without the batch."""
+    """Return the peak bytes in steps of 4 and of 64 microbatches, with receive buffers and without the batch."""
     pipeline = make(transport)
     lanes, peaks = pipeline.mesh.all_lanes(), []
     for number in (4, 4, 64):
@@ -77,6 +77,6 @@ def _peak(transport: TransportChoice) -> list[int]:
 
 @each_transport
 def test_memory_does_not_grow_with_the_microbatches(pool: RankPool, transport: TransportChoice) -> None:
-    """Except for sends not yet known to be complete, as the host is a few actions ahead."""
+    """Sends that are not known to be complete may remain, as the host is a few actions ahead."""
     for few, many in pool.run(_peak, transport, timeout=40):
         assert many - few <= MAX_AHEAD * ACTIVATION

@@ -282,7 +282,7 @@ def _compute_goes_on() -> None:
     with ldt.connect(ldt.Topology([1, 1], laps=2), "nccl", transport="copy_engine", device=device) as mesh:
         ends = list(mesh.endpoints.values())
         message = torch.ones(16 << 20, device=device)  # of 64 MiB: more than bounces at once
-        # Loading a kernel waits for all queued work, so kernels launched behind a wait are loaded here.
+        # Loading a kernel waits for all queued work, so the kernels launched after a wait are loaded here.
         assert torch.equal(torch.zeros_like(message) + (message * 2).sum() * 0, message - 1)
         works = [end.send([message], "early") for end in ends if end.sends]
         dist.barrier()

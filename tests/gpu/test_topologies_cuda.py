@@ -76,13 +76,13 @@ def steps(
 
 
 def check_gradients(chunk: nn.Module, references: list[nn.Module], shared: bool) -> None:
-    """Replicas that share an edge sum shares of its microbatches, in another order."""
+    """Replicas that share an edge add shares of its microbatches, in another order."""
     for parameter, *others in zip(chunk.parameters(), *(r.parameters() for r in references), strict=True):
         grads = [other.grad for other in others]
         expected = sum(grads[1:], grads[0]) / len(grads)  # type: ignore[arg-type, operator]
         assert parameter.grad is not None
         assert expected.abs().sum() > 0
-        if shared:  # to the rounding of the sums, which may cancel
+        if shared:  # up to the rounding of the sums, which may cancel
             precision = 4 * torch.finfo(expected.dtype).eps
             bound = precision * float(expected.abs().max())
             torch.testing.assert_close(parameter.grad, expected, rtol=precision, atol=bound)

@@ -40,7 +40,7 @@ def model_and_batch(
 def pipeline_of(
     topology: Topology, mesh: ldt.Mesh, chunks: Sequence[Part], way: str, **options: Any
 ) -> ldt.Pipeline:
-    """A pipeline of copies, so that ``chunks`` stay the unsplit model. ``way`` shards the layers, or is "whole"."""
+    """Build a pipeline of copies; ``chunks`` stay the unsplit model. ``way`` shards the layers, or is "whole"."""
     copies = [copy.deepcopy(chunks[index]) for index in topology.chunks_of(mesh.stage)]
     mine = copies if way == "whole" else [spread(chunk, mesh, way) for chunk in copies]
     return ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None, **options)
@@ -57,7 +57,7 @@ def check_gradients(
     atol: float,
     times: int = 1,
 ) -> None:
-    """Check that they are ``times`` the mean of those of ``references``, unsplit models."""
+    """Check that the gradients are ``times`` the mean of those of ``references``, unsplit models."""
     mesh, compared = pipeline.mesh, 0
     for index, chunk in zip(mesh.topology.chunks_of(mesh.stage), pipeline.chunks, strict=True):
         same = zip(*(reference[index].parameters() for reference in references), strict=True)
@@ -73,7 +73,7 @@ def check_gradients(
 
 
 def replicas(way: str, edge_dp: int) -> None:
-    """Two steps, the second adding to the gradients of the first."""
+    """Run two steps, the second adding to the gradients of the first."""
     topology, device = Topology([1, 1], dp=2, edge_dp=edge_dp), my_device()
     made = [model_and_batch(topology, device, seed) for seed in range(edge_dp)]
     unsplit = [unsplit_step(chunks, batch, toy_loss) for chunks, batch in made]
@@ -119,7 +119,7 @@ def test_layers_sharded_over_a_stage(pool: RankPool, tp: list[int]) -> None:
 
 
 def scaled(way: str) -> float:
-    """Three steps. In the second a gradient is infinite on one rank, so every rank must skip it. Returns the scale."""
+    """Run three steps; every rank must skip the second, with an infinite gradient on one rank. Returns the scale."""
     topology, device = Topology([1, 2]), my_device()
     chunks, batch = model_and_batch(topology, device)
     with ldt.connect(topology, BACKEND, device=device, ranks=range(topology.world_size)) as mesh:
@@ -145,7 +145,7 @@ def scaled(way: str) -> float:
 
 
 def stepped(chunks: Sequence[nn.Module], batch: list[Pair]) -> list[nn.Module]:
-    """The unsplit model after a step without scaling, which a power of two does not change."""
+    """Return the unsplit model after a step without scaling, since a power of two changes nothing."""
     _, model = unsplit_step(chunks, batch, toy_loss)
     optimizer = torch.optim.SGD(nn.ModuleList(model).parameters(), lr=0.1)
     optimizer.step()
@@ -159,7 +159,7 @@ def test_an_infinite_gradient_skips_the_step_on_all_ranks(pool: RankPool, way: s
 
 
 def evaluated(tp: list[int]) -> None:
-    """A step with dropout, then eval without, as a job validates between two steps, and with it again."""
+    """Run a step with dropout, then eval without it, as a job validates between two steps, and a step again."""
     topology, device = Topology(tp), my_device()
     chunks, batch = model_and_batch(topology, device, dropout=0.5)
     with ldt.connect(topology, BACKEND, device=device, ranks=range(topology.world_size)) as mesh:

@@ -11,7 +11,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("transformers") else ["test
 
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
-    """Models are small: threads that wait for each other take longer than their work."""
+    """Use one thread: the models are so small that synchronizing threads takes longer than computing."""
     import torch
 
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ Grid = tuple[int, int, int]
 
 
 def sample(text: int, *media: tuple[int, Grid], after: int = 2) -> tuple[list[int], list[tuple[int, Grid]]]:
-    """Text, then each image or video with some text behind it. A token stands for four patches."""
+    """Return text, then each image or video followed by some text. One token stands for four patches."""
     row = tokens(text).tolist()
     for token, (time, height, width) in media:
         row += [token] * (time * height * width // 4) + tokens(after, seed=len(row)).tolist()
@@ -61,7 +61,7 @@ def with_positions(config: PreTrainedConfig, inputs: Inputs) -> Inputs:
 
 
 def logits_of(model: Any, inputs: Inputs) -> torch.Tensor:
-    """As a processor of transformers would have it: with the kinds of tokens, without positions."""
+    """Call the model as a processor of transformers would: with token types, without positions."""
     ids = inputs["input_ids"]
     logits: torch.Tensor = model(
         **inputs, mm_token_type_ids=((ids == IMAGE) + 2 * (ids == VIDEO)).int(), use_cache=False

@@ -1,4 +1,4 @@
-"""Small Hugging Face models, their microbatches, and a run through their chunks as the runtime does it."""
+"""Small Hugging Face models, their microbatches, and a run of their chunks as in the runtime."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def vision_config(family: str = "qwen2_5_vl", **changes: Any) -> PreTrainedConfi
 def unsplit(
     config: PreTrainedConfig, chunks: Sequence[hf.Chunk], laps: int, attention: str
 ) -> PreTrainedModel:
-    """The whole model as transformers makes it, with the weights of ``chunks``."""
+    """Build the whole model with transformers, with the weights of ``chunks``."""
     model: PreTrainedModel = model_class(config, laps)._from_config(config, attn_implementation=attention)
     model.load_state_dict(hf.state_dict(chunks))
     return model
 
 
 def walk(chunks: Sequence[nn.Module], edge: set[int], inputs: Inputs) -> torch.Tensor:
-    """Run ``chunks`` in order. Only those of ``edge`` get what is no metadata."""
+    """Run ``chunks`` in order. Only those in ``edge`` get inputs that are not metadata."""
     hop: tuple[torch.Tensor, ...] = ()
     for index, chunk in enumerate(chunks):
         declared = inspect.signature(chunk.forward).parameters
@@ -95,7 +95,7 @@ def tokens(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def padded(lengths: Sequence[int], side: str) -> Inputs:
-    """Rows of these lengths with padding before or behind."""
+    """Return rows of these lengths, padded on the right or the left."""
     longest = max(lengths)
     steps = torch.arange(longest).expand(len(lengths), longest)
     count = torch.tensor(lengths)[:, None]
@@ -104,7 +104,7 @@ def padded(lengths: Sequence[int], side: str) -> Inputs:
 
 
 def packed(*rows: Sequence[int]) -> Inputs:
-    """Rows in which texts of these lengths follow each other."""
+    """Return rows of consecutive texts of these lengths."""
     segments = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in rows])
     return {"input_ids": tokens(*segments.shape), "position_ids": hf.packed_position_ids(segments)}
 

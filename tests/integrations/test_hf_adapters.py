@@ -1,4 +1,4 @@
-"""LoRA of peft in chunks: the same as in the unsplit model, and chunks stay chunks."""
+"""LoRA adapters of peft in chunks equal those in the unsplit model, and chunks stay chunks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_random_adapters_do_not_depend_on_the_split_and_differ(kind: str) -> Non
             "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS),
         }[kind]
         chunks = hf.split(text_config("llama"), layers).build(indices)
-        torch.manual_seed(0)  # as a job that seeds each stage alike
+        torch.manual_seed(0)  # as in a job that seeds all stages alike
         before = torch.get_rng_state()
         hf.add_adapter(chunks, make(), name, seed=seed)
         assert torch.equal(before, torch.get_rng_state()), "the job's own random numbers are left alone"

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged or of another model: the error names the file or the tensors and what to do."""
+"""Checkpoints that are damaged or of another model: the error names the file or the tensors and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers that is saved in three stages: loaded in two, and merged to what from_pretrained reads."""
+"""A transformers model saved in three stages is loaded in two, and merged into files that from_pretrained reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ State = dict[str, torch.Tensor]
 def trained(
     path: Path, config: PreTrainedConfig, tp: Sequence[int], layers: Sequence[int], load: bool
 ) -> tuple[State, State]:
-    """This rank's weights and first moments by the names of the whole model; saved after two steps, or loaded."""
+    """Return this rank's weights and first moments by names of the whole model, after two steps or a load."""
     torch.set_num_threads(1)
     topology = ldt.Topology(tp)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:

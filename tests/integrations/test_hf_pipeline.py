@@ -1,4 +1,4 @@
-"""A pipeline of Hugging Face chunks in three processes: losses and gradients of the unsplit model."""
+"""A pipeline of Hugging Face chunks in three processes equals the unsplit model in losses and gradients."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ WORLD_SIZE = 3
 def step_as_unsplit(
     config: PreTrainedConfig, layers: Sequence[int], laps: int, microbatches: Sequence[Inputs], **options: Any
 ) -> int:
-    """Each rank builds its own chunks; all build the whole model to compare with. Returns how much was compared.
+    """Run a step of this rank's chunks, and compare it with the whole model. Returns how many gradients were compared.
 
-    ``options`` of connect say on which device.
+    ``options`` are those of connect, such as the device.
     """
     torch.set_num_threads(1)
     topology = ldt.Topology([1] * WORLD_SIZE, laps=laps)
@@ -70,11 +70,11 @@ def on_device(inputs: Inputs, device: torch.device) -> tuple[Inputs, torch.Tenso
 def refuse_other(
     name: str, grad: torch.Tensor | None, expected: torch.Tensor | None, shared: bool = False
 ) -> None:
-    """Bit for bit on the CPU, but for a Parameter that two chunks share.
+    """Compare bit for bit on the CPU, except for a Parameter that two chunks share.
 
-    One backward of the unsplit model adds up what its two uses give before it adds that to other microbatches'. Here
-    they are two backwards, with those of other microbatches between them. On a GPU some kernels add in any order; what
-    that changes is small beside the largest element.
+    One backward of the unsplit model sums the gradients of its two uses before it adds them to those of other
+    microbatches. In the pipeline these are two backwards, with those of other microbatches in between. On a GPU some
+    kernels add in any order; the difference is small relative to the largest element.
     """
     assert (grad is None) == (expected is None), name
     if grad is None or expected is None:
@@ -90,7 +90,7 @@ def refuse_other(
 def accumulate(
     model: torch.nn.Module, batch: Sequence[tuple[Inputs, torch.Tensor]], vision: bool
 ) -> list[torch.Tensor]:
-    """One after the other through the unsplit model, which finds the positions of images itself."""
+    """Run the microbatches one by one through the unsplit model, which computes positions of images itself."""
     losses, tokens_of_step = [], 0
     for inputs, labels in batch:
         given = {name: value for name, value in inputs.items() if not (vision and name == "position_ids")}
@@ -105,7 +105,7 @@ def accumulate(
     return losses
 
 
-Case = tuple[PreTrainedConfig, list[int], int, list[Inputs]]  # what step_as_unsplit takes
+Case = tuple[PreTrainedConfig, list[int], int, list[Inputs]]  # arguments of step_as_unsplit
 
 
 def ragged(tied: bool) -> Case:
@@ -115,7 +115,7 @@ def ragged(tied: bool) -> Case:
 
 
 def padded_and_packed(family: str) -> Case:
-    """What the middle stage masks by comes as metadata: padding on either side, texts in one row, none."""
+    """The middle stage gets its masks as metadata: padding on either side, packed texts, or none."""
     microbatches = [
         padded([5, 9, 2], "right"),
         padded([7, 3], "left"),
@@ -126,7 +126,7 @@ def padded_and_packed(family: str) -> Case:
 
 
 def images() -> Case:
-    """Of all sizes and none, in two laps; a ragged last microbatch without any image among them."""
+    """Images of all sizes and none, in two laps; the last microbatch is ragged and has no image."""
     config = vision_config(tie_word_embeddings=False)
     return config, [1, 2, 1, 1, 2, 1, 1], 2, [with_positions(config, inputs) for inputs in BATCHES.values()]
 

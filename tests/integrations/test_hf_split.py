@@ -252,7 +252,7 @@ def test_settings_that_chunks_do_without(changes: dict[str, Any]) -> None:
     assert equal_to_the_whole(text_config("llama", **changes))
 
 
-# -- what is proven of a cut ---------------------------------------------------------------------------------------
+# -- families of models ------------------------------------------------------------------------------------------
 
 EQUAL = [
     "llama",
@@ -321,7 +321,7 @@ def one_left_out(self: Any, hidden: Any, layers: Any) -> Any:
 def a_skip(self: Any, hidden: Any, layers: Any) -> Any:
     first = hidden
     for layer in layers:
-        hidden = layer((hidden + first) / 2)  # which is nothing where all are taken out
+        hidden = layer((hidden + first) / 2)  # zero if all layers are removed
     return hidden
 
 
@@ -351,7 +351,7 @@ def something_beside(self: Any, hidden: Any, layers: Any) -> Any:
 def test_another_walk_through_the_layers_is_refused(
     monkeypatch: pytest.MonkeyPatch, loop: Any, sentence: str
 ) -> None:
-    """Each is the identity where every part is taken out."""
+    """Each loop is the identity if all layers are removed."""
 
     def forward(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **_: Any) -> Any:
         hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds

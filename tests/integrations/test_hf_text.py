@@ -1,4 +1,4 @@
-"""Chunks of causal language models, run in order, are the unsplit model bit for bit."""
+"""Chunks of causal language models, run in order, equal the unsplit model bit for bit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {"head_dim": 8},
 }
-# Not promised, but they come for free: what their forward does, chunks do. Each has something of its own: windows,
-# scaled or capped logits, norms in other places, layers without rotation, one matrix for query, key and value.
+# Not promised, but supported for free, as chunks run the model's own forward. Each has a peculiarity: windows,
+# scaled or capped logits, other positions of norms, layers without rotation, a fused matrix for query, key and value.
 OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4},
     "gemma2": {"head_dim": 8, "sliding_window": 4},

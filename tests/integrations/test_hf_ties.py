@@ -1,4 +1,4 @@
-"""The tied embedding of a Hugging Face model, once its two chunks were wrapped: still one, or refused by name."""
+"""The tied embedding of a Hugging Face model, after its two chunks were wrapped: still tied, or refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WORLD_SIZE = 4
 
 
 def building(sharded: bool, loaded: bool) -> str:
-    """What ``Pipeline`` says of replicas whose edge chunks are each in fully_shard, with weights or before these."""
+    """Return the error of ``Pipeline`` for replicas with edge chunks in fully_shard, before or after loading."""
     topology = ldt.Topology([1, 1], dp=2)
     parts = hf.split(text_config("llama", tie_word_embeddings=True), [1, 3, 1])
     with ldt.connect(topology) as mesh:

@@ -1,4 +1,4 @@
-"""Chunks of a vision-language model in two laps, run in order, are the unsplit model bit for bit."""
+"""Chunks of a vision-language model in two laps, run in order, equal the unsplit model bit for bit."""
 
 from __future__ import annotations
 

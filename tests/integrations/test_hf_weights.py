@@ -1,4 +1,4 @@
-"""Chunks read only their own weights, by the right names; random weights do not depend on the split."""
+"""Chunks read only their own weights, under the right names; random weights do not depend on the split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ldt.integrations.hf.meta_model import model_class
 
 
 class Counted:
-    """safe_open that remembers the files and tensors that were asked for."""
+    """A safe_open that records the requested files and tensors."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -206,7 +206,7 @@ MIXTURE |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 
 
 def test_buffers_come_from_the_file_and_begin_as_those_of_the_model(tmp_path: Path) -> None:
-    """The bias of a router is a buffer; that of a mixture of experts decides who is asked."""
+    """A router's bias is a buffer; in a mixture of experts it decides which experts run."""
     config = text_config("deepseek_v3", **MIXTURE)
     torch.manual_seed(0)
     model = model_class(config, 1)(config).eval()

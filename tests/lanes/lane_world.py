@@ -1,4 +1,4 @@
-"""Lanes over fresh groups, and messages to send, for functions that run on the ranks of lane tests."""
+"""Lanes over new groups, and messages to send, for functions that run on the ranks of lane tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = list[torch.Tensor]
 
 
 def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float | timedelta = 20.0) -> Lane:
-    """A lane from rank 0 to a stage of ranks 1 (leader) and 2. Every rank of the world calls it."""
+    """Return a lane from rank 0 to a stage of ranks 1 (leader) and 2. Every rank of the world calls it."""
     p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group([LEADER, MEMBER])
     rank = dist.get_rank()
     return Lane(
@@ -31,7 +31,7 @@ def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float | t
 
 
 def pair_lane(*, announce: bool, chunk_bytes: int = 1 << 20, timeout: float = 20.0) -> Lane | None:
-    """A lane between ranks 0 and 1; None on others. Every rank of the world calls it."""
+    """Return a lane between ranks 0 and 1; None on others. Every rank of the world calls it."""
     p2p = dist.new_group([SENDER, LEADER])
     if dist.get_rank() == MEMBER:
         return None
@@ -50,7 +50,7 @@ def launch(
 ) -> tuple[dist.Work, Message]:
     """Send ``message`` on the sender, receive one like it elsewhere (into ``targets``, if given).
 
-    The work, and what will have arrived.
+    Returns the work and the tensors to receive.
     """
     if dist.get_rank() == SENDER:
         return lane.send(message, LEADER, label), message
@@ -66,13 +66,13 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # A clone: contiguous() keeps the strides of a tensor of one element, and bits that a view negates.
+    # Cloned: contiguous() keeps the strides of a one-element tensor, and bits that a view negates.
     plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return plain.reshape(-1).view(torch.uint8)
 
 
 def error_of(call: Callable[[], Any], kind: type[BaseException] = LaneError) -> str:
-    """The text of the error that ``call`` raises."""
+    """Return the text of the error that ``call`` raises."""
     try:
         call()
     except kind as error:
@@ -85,21 +85,21 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 
 
 def random_message(seed: int) -> Message:
-    """Up to five tensors of any dtype, shape and memory layout, the same on every rank."""
+    """Return up to five tensors of any dtype, shape and memory layout, the same on every rank."""
     draw = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     return [_random_tensor(draw, generator) for _ in range(draw.randint(1, 5))]
 
 
 def random_targets(message: Message, seed: int) -> Message:
-    """Targets to receive ``message`` into: plain and strided tensors, and views that conjugate or negate."""
+    """Return targets to receive ``message`` into: plain and strided tensors, and views that conjugate or negate."""
     draw = random.Random(seed)
     plain = [torch.zeros([*tensor.shape, draw.choice((1, 2))], dtype=tensor.dtype) for tensor in message]
     return [_random_sign(draw, tensor[..., 0]) for tensor in plain]
 
 
 def _random_sign(draw: random.Random, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a conjugate or negative view of it."""
+    """Return the tensor, or a conjugate or negative view of it."""
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda t: t]
     if tensor.is_complex():
         views += [torch.conj, torch._neg_view, lambda t: torch._neg_view(t.conj())]

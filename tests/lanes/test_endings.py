@@ -1,4 +1,4 @@
-"""How lanes end: abort, close, a peer that dies, Ctrl-C, an interpreter that exits."""
+"""How lanes end: abort, close, a dead peer, Ctrl-C, an exiting interpreter."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _endless_timeouts() -> None:
     for timeout in (timedelta.max, 1e18, float("inf"), 10**30):
         lane = fused_lane(announce=False, timeout=timeout)
         work, arrived = launch(lane, [torch.arange(5.0)])
-        work.wait(timedelta(days=100_000_000))  # torch's own conversion wraps around beyond 292,000 years
+        work.wait(timedelta(days=100_000_000))  # torch's own conversion overflows beyond 292,000 years
         assert torch.equal(arrived[0], torch.arange(5.0))
         lane.close(timeout)
 
@@ -94,7 +94,7 @@ def _lose_the_member() -> None:
     launch(lane, [torch.ones(1)])[0].wait()
     dist.barrier()
     if rank == MEMBER:
-        time.sleep(0.5)  # until the others are through the barrier
+        time.sleep(0.5)  # until the others have left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(1.0)
     work, _ = launch(lane, [torch.ones(10)], "F0 microbatch 3")
@@ -117,7 +117,7 @@ def _lose_the_sender() -> str:
     rank = dist.get_rank()
     dist.barrier()
     if rank == SENDER:
-        time.sleep(0.5)  # until the others are through the barrier
+        time.sleep(0.5)  # until the others have left the barrier
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == MEMBER:
         return ""  # a member waits for the leader's broadcast, not for the sender

@@ -193,7 +193,7 @@ def _lifetime_of_a_send() -> None:
     else:
         tensor = torch.arange(1000.0)
         storage = weakref.ref(tensor.untyped_storage())
-        lane.send([tensor], LEADER)  # nobody waits
+        lane.send([tensor], LEADER)  # nothing waits
         del tensor
         assert storage() is not None, "the send must hold what it reads"
         deadline = time.monotonic() + 10
@@ -213,7 +213,7 @@ def _mismatch(sent: tuple[list[int], torch.dtype], expected: tuple[list[int], to
     work, _ = launch(lane, [torch.ones(3), torch.ones(shape).to(dtype)], "F0 microbatch 3")
     text = error_of(work.wait)
     assert error_of(work.wait) == text
-    work, arrived = launch(lane, [torch.arange(5.0)])  # the lane is still in step
+    work, arrived = launch(lane, [torch.arange(5.0)])  # the lane is still in sync
     work.wait()
     assert torch.equal(arrived[0], torch.arange(5.0))
     lane.close()

@@ -1,4 +1,4 @@
-"""Masks, positions and grids of every form that a data loader or an inventive user makes."""
+"""Masks, positions and grids in every form that a data loader or an inventive user may create."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROW_KINDS = ("none", "left", "right", "both", "packed", "padded packed", "holes"
 
 
 def fits(dtype: torch.dtype, value: int) -> int:
-    """``value`` as the type holds it: numbers of segments may be more than a bool or a byte can tell apart."""
+    """Convert ``value`` to the dtype; bool and uint8 cannot represent all numbers of segments."""
     if dtype is torch.bool:
         return int(value != 0)
     limits = torch.iinfo(dtype)
@@ -25,7 +25,7 @@ def fits(dtype: torch.dtype, value: int) -> int:
 
 @st.composite
 def rows(draw: st.DrawFn, length: int, kind: str | None = None) -> list[int]:
-    """One row of a mask."""
+    """Draw one row of a mask."""
     kind = kind or draw(st.sampled_from(ROW_KINDS))
     left = draw(st.integers(0, length)) if kind in ("left", "both", "padded packed") else 0
     right = draw(st.integers(0, length - left)) if kind in ("right", "both", "padded packed") else 0
@@ -44,7 +44,7 @@ def rows(draw: st.DrawFn, length: int, kind: str | None = None) -> list[int]:
 
 
 def tensor_of(values: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The values in the type, also in types that torch cannot compute with."""
+    """Return the values in the dtype, also in dtypes that torch cannot compute with."""
     flat = [fits(dtype, value) for value in values]
     if dtype is torch.uint64:
         flat = [value - 2**64 if value >= 2**63 else value for value in flat]
@@ -54,7 +54,7 @@ def tensor_of(values: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 @st.composite
 def masks(draw: st.DrawFn, kind: str | None = None, max_length: int = 40) -> torch.Tensor:
-    """A mask of 1 to 4 dimensions, also without rows or with rows of 0 or 1."""
+    """Draw a mask of 1 to 4 dimensions, also without rows or with rows of 0 or 1 elements."""
     leading = draw(st.lists(st.integers(0, 3), max_size=3))
     length = draw(st.one_of(st.integers(0, 3), st.integers(0, max_length)))
     count = 1
@@ -65,13 +65,13 @@ def masks(draw: st.DrawFn, kind: str | None = None, max_length: int = 40) -> tor
 
 
 def running_count(mask: torch.Tensor, padding: int) -> torch.Tensor:
-    """What Hugging Face models make of a mask."""
+    """Return the positions that Hugging Face models compute from a mask."""
     kept = mask != 0
     return (kept.long().cumsum(-1) - 1).masked_fill(~kept, padding)
 
 
 def segment_positions(mask: torch.Tensor, padding: int) -> torch.Tensor:
-    """Positions that begin anew with every segment, by the plainest of loops."""
+    """Return positions that restart with every segment, by a plain loop."""
     flat = mask.reshape(-1, mask.shape[-1]).tolist()
     for row in flat:
         before, position = 0, 0
@@ -84,7 +84,7 @@ def segment_positions(mask: torch.Tensor, padding: int) -> torch.Tensor:
 
 @st.composite
 def positions(draw: st.DrawFn, mask: torch.Tensor) -> torch.Tensor:
-    """position_ids by each rule, as [S], like the mask, or for three axes, and some that follow none."""
+    """Draw position_ids by each rule, as [S], like the mask, or for three axes, and some that follow no rule."""
     padding = draw(st.sampled_from((0, 1, -1, 7, 2**40)))
     length = mask.shape[-1]
     signed = mask.view(torch.int64) if mask.dtype is torch.uint64 else mask.long()
@@ -106,7 +106,7 @@ def positions(draw: st.DrawFn, mask: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def microbatches(draw: st.DrawFn) -> MicrobatchMetadata:
-    """Any of the tensors, in any order."""
+    """Draw any of the tensors, in any order."""
     tensors: dict[str, torch.Tensor] = {}
     mask = draw(st.none() | masks())
     if mask is not None:
@@ -152,7 +152,7 @@ def step(*microbatches: MicrobatchMetadata) -> StepMessage:
 
 
 def alone(**tensors: torch.Tensor) -> StepMessage:
-    """A step of one microbatch with these tensors."""
+    """Return a step of one microbatch with these tensors."""
     return step(MicrobatchMetadata(0, (), tensors))
 
 
@@ -163,7 +163,7 @@ def opened(data: torch.Tensor, device: str = "cpu") -> StepMessage:
 
 
 def assert_same(expected: StepMessage, got: StepMessage) -> None:
-    """Bit-equal, dtype and shape included."""
+    """Compare bit for bit, including dtype and shape."""
     assert vars(expected) | {"microbatches": ()} == vars(got) | {"microbatches": ()}
     assert len(expected.microbatches) == len(got.microbatches)
     for want, have in zip(expected.microbatches, got.microbatches, strict=True):

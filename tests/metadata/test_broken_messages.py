@@ -1,4 +1,4 @@
-"""What is no message is an error that says so: never a crash, a read past the end or a huge allocation."""
+"""Anything that is not a message is a clear error: never a crash, a read past the end or a huge allocation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def framed(kind: int, *body: int) -> torch.Tensor:
 
 
 def one_mask(dtype: int, sizes: list[int], *rows: int) -> torch.Tensor:
-    """A step with one attention_mask whose sizes and rows are given byte by byte."""
+    """A step with one attention_mask whose sizes and rows are given as bytes."""
     return framed(0, 0, 0, 0, 0, 1, 1, 0, dtype, len(sizes), *sizes, 2, 0, 1, 0, *rows)
 
 
@@ -178,7 +178,7 @@ def test_a_few_bytes_cannot_ask_for_much(sizes: list[int]) -> None:
 
 
 def test_segments_count_where_a_mask_of_few_bytes_has_many() -> None:
-    # A mask 1, 2, 3, ... is one run and as many segments as elements; positions that follow it need them all.
+    # A mask 1, 2, 3, ... is one run with as many segments as elements; positions that follow it need all of them.
     length = [0x80, 0x80, 0x40]  # 2^20
     body = [0, 0, 0, 0, 2, 1, 0, 8, 1, *length, 1, 8, 1, *length, 2, 0, 2, 0, 1, 6, *length, 2, 2, 10, 0]
     data = framed(0, *body)

@@ -1,4 +1,4 @@
-"""Whatever is packed is rebuilt bit-equal, and what is regular takes a few bytes."""
+"""Packed metadata is rebuilt bit-equal, and regular metadata takes a few bytes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ldt.runtime.step.metadata import (
 
 
 def row_bytes(name: str, row: torch.Tensor, **others: torch.Tensor) -> int:
-    """What one more row takes."""
+    """Return the bytes that one more row takes."""
     two = {key: value.expand(2, -1) for key, value in others.items()}
     one = {key: value.expand(1, -1) for key, value in others.items()}
     long = pack(alone(**two, **{name: row.expand(2, -1)}))
@@ -53,7 +53,7 @@ def test_any_message(message: StepMessage) -> None:
 
 
 def test_a_name_is_its_text() -> None:
-    """Whichever object it is: of most names Python has one object only."""
+    """Compared by value: of most names Python has one object only."""
     mask = torch.ones(2, 3, dtype=torch.int64)
     other = "".join(["attention", "_mask"])
     assert torch.equal(pack(alone(**{other: mask})), pack(alone(attention_mask=mask)))
@@ -139,7 +139,7 @@ def test_a_step_that_is_called_off() -> None:
 
 def test_every_dtype_of_a_hop() -> None:
     dtypes = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    # Quantized types and those of a few bits have no place in the format.
+    # Quantized dtypes and those of a few bits are not part of the format.
     odd = re.compile(r"torch\.(q|bits[^0-9]|bits\dx|u?int\d$)")
     known = [dtype for dtype in dtypes if not odd.match(str(dtype)) or dtype in (torch.int8, torch.uint8)]
     assert len(known) == 24

@@ -66,7 +66,5 @@ def test_names_and_types_of_the_document() -> None:
     for code, name in types.items():
         spec = TensorSpec((), getattr(torch, name))
         data = pack(StepMessage("step", "", "", None, (MicrobatchMetadata(0, ((spec,),)),)))
-        assert (
-            data[7 + 3 + 3 + 1] == code
-        )  # behind the header, the call, the counts and the number of tensors
+        assert data[7 + 3 + 3 + 1] == code  # after the header: the call, the counts and the number of tensors
     assert MAX_METADATA_ELEMENTS == 1 << 28

@@ -1,7 +1,7 @@
 """An independent verifier of plans: runs them action by action with plain lists and without time.
 
-It shares no code with ldt.plan's engine or verifier. The rules of play are monotone (a move that is possible stays
-possible until it is made), so making any possible move until none is left decides whether a plan works.
+It shares no code with ldt.plan's engine or verifier. The rules of the game are monotone (a possible move stays possible
+until it is made), so making any possible move until none is left decides whether a plan works.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Slot = tuple[int, str, int | None]  # chunk, "F" or "B", microbatch
 
 
 def works(plan: Plan, policy: str) -> bool:
-    """True if every row of ``plan``, which has communication, can be played to its end."""
+    """Whether every row of ``plan``, which has communication, can be played to its end."""
     return _Game(plan, policy).play()
 
 
@@ -30,7 +30,7 @@ class _Game:
         self.inputs: set[tuple[Node, Slot]] = set()
 
     def _replica(self, node: Node, microbatch: int | None) -> int:
-        """The cloud replica that a node does a microbatch for: those of an edge replica take them in turn."""
+        """Return the cloud replica of a node's microbatch: an edge replica serves its cloud replicas in turn."""
         dp, edge_dp = self.plan.topology.dp, self.plan.topology.edge_dp
         return node.replica if node.stage else node.replica + (microbatch or 0) * edge_dp % dp
 
@@ -39,7 +39,7 @@ class _Game:
         return Node(stage, replica if stage else replica % self.plan.topology.edge_dp)
 
     def _backwards(self, node: Node, chunk: int) -> list[Action]:
-        """All backwards of a chunk that are the node's."""
+        """Return the node's backwards of a chunk."""
         edge = Node(0, node.replica % self.plan.topology.edge_dp)
         return [
             Action(chunk, Kind.B, m)
@@ -66,7 +66,7 @@ class _Game:
         return moved
 
     def _move_reductions(self) -> bool:
-        """All replicas of a stage make the move together, once each has ended the chunk's backwards."""
+        """All replicas of a stage make the move together, once each has finished the chunk's backwards."""
         for stage in range(self.plan.topology.num_stages):
             nodes = [node for node in self.plan.rows if node.stage == stage]
             chunk, kind, _ = self._next(nodes[0]) or Action(0, Kind.F)

@@ -1,4 +1,4 @@
-"""Random changes of JSON and text, as damage or an attacker would make them."""
+"""Random changes of JSON and text, like those of damage or an attacker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 __all__ = ["HOSTILE", "mutated_json", "mutated_text"]
 
 DEEP = 100_000
-# In place of a value, or of a whole file.
+# Replace a value, or a whole file.
 HOSTILE = [
     *(
         "",
@@ -47,7 +47,7 @@ _HOLE = "a hole for what is no JSON"
 
 @st.composite
 def mutated_json(draw: Callable[[Any], Any], text: str) -> str:
-    """``text`` with a value dropped, doubled, replaced, nested or moved, or cut somewhere."""
+    """Return ``text`` with a value dropped, duplicated, replaced, nested or moved, or truncated."""
     if draw(st.integers(0, 9)) == 0:
         return text[: draw(st.integers(0, len(text) - 1))]
     value = copy.deepcopy(json.loads(text))
@@ -78,7 +78,7 @@ def mutated_json(draw: Callable[[Any], Any], text: str) -> str:
 
 @st.composite
 def mutated_text(draw: Callable[[Any], Any], text: str) -> str:
-    """``text`` with a piece dropped, doubled, or replaced by a number or a sign."""
+    """Return ``text`` with a piece dropped, duplicated, or replaced by a number or a sign."""
     start = draw(st.integers(0, len(text) - 1))
     end = min(len(text), start + draw(st.integers(1, 12)))
     other = [

@@ -20,7 +20,7 @@ def costs_of(draw, topology):
 
 @st.composite
 def policies(draw, replica_costs, microbatches, buffers=_BUFFERS):
-    """Any priorities and windows, none of them strict: such policies never deadlock."""
+    """Draw any priorities and windows, none of them strict: such policies never deadlock."""
     kinds = [Kind.F, Kind.B] if replica_costs.weight is None else [Kind.F, Kind.I, Kind.W]
     priorities = tuple(
         tuple(draw(st.permutations([(c, kind) for c in replica_costs.chunks_of(stage) for kind in kinds])))
@@ -32,7 +32,7 @@ def policies(draw, replica_costs, microbatches, buffers=_BUFFERS):
 
 @st.composite
 def topologies(draw, min_stages=1, max_stages=4, max_laps=2, max_edge_dp=2, max_served=3):
-    """One rank per node; an edge replica serves up to ``max_served`` cloud replicas."""
+    """Draw topologies with one rank per node; an edge replica serves up to ``max_served`` cloud replicas."""
     stages, edge_dp = draw(st.integers(min_stages, max_stages)), draw(st.integers(1, max_edge_dp))
     served = draw(st.integers(1, max_served)) if stages > 1 else 1
     return Topology([1] * stages, dp=edge_dp * served, edge_dp=edge_dp, laps=draw(st.integers(1, max_laps)))
@@ -40,9 +40,9 @@ def topologies(draw, min_stages=1, max_stages=4, max_laps=2, max_edge_dp=2, max_
 
 @st.composite
 def any_compute_plan(draw):
-    """A valid compute-only plan in no particular order: any possible action of any node, again and again.
+    """Draw a valid compute-only plan in random order: repeatedly any possible action of any node.
 
-    A reduction is an action of all replicas at once.
+    A reduction is one action of all replicas together.
     """
     topology = draw(topologies(max_laps=3))
     microbatches, training = draw(st.integers(1, 4 if topology.dp < 3 else 3)), draw(st.booleans())
@@ -69,7 +69,7 @@ def any_compute_plan(draw):
         action, replica = random.choice(sorted(possible, key=str))
         for owner in range(topology.dp) if replica is None else (replica,):
             row = rows[topology.node_at(action.chunk, owner)]
-            if action not in row:  # nodes of the edge have several replicas
+            if action not in row:  # edge nodes serve several replicas
                 row.append(action)
         left.remove((action, replica))
     return Plan(topology, microbatches, rows, None, training)

@@ -1,4 +1,4 @@
-"""Costs: what a figure means, files, and what is refused."""
+"""Costs: the meaning of each value, files, and errors."""
 
 import json
 

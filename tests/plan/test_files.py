@@ -24,7 +24,7 @@ COSTS = Costs(
     forward=[1, 2, 3.5, 1], backward=2, weight=1, latency=0.1, bytes=10, speed={"1.0": 2.0, "0.0": 1}
 )
 HEAD = "# ldt plan 1\n# topology: {}\n# microbatches={} lanes=dedicated mode=train\n0.0,0F0\n"
-SHORT = 3000  # characters of an error
+SHORT = 3000  # characters in an error
 Read = Callable[[str], Any]
 
 
@@ -100,7 +100,7 @@ def test_topologies_that_nobody_has() -> None:
 
 @pytest.mark.parametrize("load", [Timeline.load, Costs.load, Plan.load])
 def test_what_is_no_file_of_text(tmp_path: Path, load: Callable[[Path], Any]) -> None:
-    """A pipe that nobody writes to, a device without end: neither is waited for."""
+    """A pipe without a writer, an endless device: neither blocks."""
     names = {name: tmp_path / name for name in ("pipe", "folder", "bytes", "bom", "loop", "large")}
     os.mkfifo(names["pipe"])
     names["folder"].mkdir()

@@ -26,7 +26,7 @@ actions = microbatched | st.builds(Action, st.integers(0, 999), st.just(Kind.RED
 
 @st.composite
 def any_plan(draw):
-    """Any rows at all: text does not ask whether a plan works."""
+    """Draw any rows: the text format does not require that a plan works."""
     topology = draw(topologies())
     rows = {node: draw(st.lists(actions, max_size=6)) for node in topology.nodes}
     lanes = draw(st.sampled_from([None, "dedicated", "paired"]))
@@ -87,7 +87,7 @@ def test_send_of_is_the_send_across_a_hop(action):
 
 
 def test_no_module_of_the_package_is_imported_lazily():
-    """So imports go one way: two modules that need each other could not both import at the top."""
+    """So imports have one direction: two modules that need each other could not both import at the top."""
     for file in Path(ldt.plan.__file__).parent.rglob("*.py"):
         lines = file.read_text(encoding="utf-8").splitlines()
         assert not [line for line in lines if line.lstrip() != line and "from ldt" in line], file
@@ -125,7 +125,7 @@ def golden_plan(stages, laps, microbatches, dp=1, edge_dp=None, **options):
 
 @pytest.mark.parametrize("name", GOLDEN_PLANS)
 def test_golden_plans(name):
-    """To accept a change on purpose, run this file as a script and review the difference."""
+    """To accept an intended change, run this file as a script and review the difference."""
     text = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     plan = golden_plan(**GOLDEN_PLANS[name])
     assert plan.to_text() == text

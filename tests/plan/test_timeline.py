@@ -20,7 +20,7 @@ def planned(stages=3, laps=1, microbatches=4, costs=COSTS, **options):
 
 
 def measured(plan, costs, zero=1000.0):
-    """What a runtime would record if everything went as planned: all actions of all rows, on a clock of its own."""
+    """Return the recording of a run without delays: all actions of all rows, on a clock of its own."""
     timeline = simulate(plan, costs)
     records = [(e.node, e.action, zero + e.start, zero + e.end) for e in timeline.compute]
     for event in timeline.transfers:

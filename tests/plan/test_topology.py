@@ -1,4 +1,4 @@
-"""Topologies: ranks, chunks, channels, lane colours, text, and what is refused."""
+"""Topologies: ranks, chunks, channels, colors of lanes, text, and errors."""
 
 import pickle
 import subprocess
@@ -81,7 +81,7 @@ def test_microbatches_are_dealt_in_turn():
 
 @given(topologies, st.integers(1, 9))
 def test_each_microbatch_is_one_cloud_replicas(topology, microbatches):
-    """Both ways to say it agree, on every stage and for every replica of the edge."""
+    """Both spellings are equivalent, on every stage and for every edge replica."""
     for stage in range(1, topology.num_stages):
         nodes = [node for node in topology.nodes if node.stage == stage]
         dealt = [

@@ -1,4 +1,4 @@
-"""Plans as torch.distributed.pipelining's CSV: what is kept, what is placed anew, what is refused."""
+"""Plans as torch.distributed.pipelining's CSV: what is kept, what is recomputed, what is refused."""
 
 from __future__ import annotations
 

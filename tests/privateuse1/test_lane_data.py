@@ -1,6 +1,6 @@
 """Data of a stream lane on streams that are late at random, between a sender, a leader and a member.
 
-What is missing, an event or the life of a tensor, shows here as wrong data: see npu.py. The same on GPUs is in
+A missing event, or a tensor that is freed too early, shows here as wrong data: see npu.py. The same on GPUs is in
 tests/gpu/test_stream_lane.py.
 """
 

@@ -9,7 +9,7 @@ ACCEPTS = 0x10000  # the flag of a listening Unix socket in /proc/net/unix
 
 
 def listeners() -> set[str]:
-    """``address:port`` (hexadecimal) of TCP sockets, and the path or inode of Unix sockets."""
+    """Return ``address:port`` (hexadecimal) of TCP sockets, and the path or inode of Unix sockets."""
     mine = own_sockets()
     found = set()
     for table in ("tcp", "tcp6"):
@@ -23,7 +23,7 @@ def listeners() -> set[str]:
 
 
 def own_sockets() -> set[str]:
-    """The inodes of the sockets that this process has open."""
+    """Return the inodes of this process's open sockets."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:

@@ -25,12 +25,12 @@ def gloo_groups() -> int:
 
 
 def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int, int]]:
-    """Counts of listening sockets and gloo groups: at first, with one more group, with a mesh, and after it."""
+    """Count listening sockets and gloo groups: initially, with one more group, with a mesh, and after it."""
     seen = [(len(listeners()), gloo_groups())]
     group = dist.new_group(backend="gloo")
     seen.append((len(listeners()), gloo_groups()))
     dist.destroy_process_group(group)
-    del group  # whose sockets live as long as it
+    del group  # whose sockets live as long as the group
     topology = Topology([1, 2])
     chunks = toy_chunks(topology)
     with ldt.connect(topology, lanes=policy, transfer=transfer) as mesh:
@@ -42,7 +42,7 @@ def what_listens(policy: LanePolicy, transfer: TransferChoice) -> list[tuple[int
         assert listeners() == connected, "a step opens nothing"
     deadline = time.monotonic() + paced(5.0).total_seconds()
     while len(listeners()) > gloo_groups() and time.monotonic() < deadline:
-        time.sleep(0.05)  # references to a group are dropped in the background
+        time.sleep(0.05)  # references to a group are released in the background
     seen.append((len(listeners()), gloo_groups()))
     return seen
 

@@ -31,9 +31,9 @@ from ldt.testing import RankPool
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
-DEEP = b"[" * 100_000  # json.loads raises RecursionError, which is no ValueError
+DEEP = b"[" * 100_000  # json.loads raises RecursionError, which is not a ValueError
 FIELD_LIMIT = 4 * TEXT_LIMIT
-LONGEST = 3 * FIELD_LIMIT + 500  # of a description: place, error and traceback, and the text around them
+LONGEST = 3 * FIELD_LIMIT + 500  # of a description: place, error and traceback, and the surrounding text
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -137,7 +137,7 @@ def test_settings_and_verdicts_of_others_are_truncated() -> None:
 
 
 class Sound:
-    """A mesh in which nothing has failed."""
+    """Yield a mesh in which nothing has failed."""
 
     def check(self) -> None: ...
 
@@ -232,7 +232,7 @@ WRONG: dict[str, Callable[[ControlPlane], object]] = {
 
 
 def answers_to(wrong: str) -> str:
-    """What the other ranks raise when rank 1 sends ``wrong`` while they agree on something."""
+    """Return the errors of the other ranks if rank 1 sends ``wrong`` in a handshake."""
     with ldt.connect(Topology([1, 1, 1])) as mesh:
         if mesh.rank == 1:
             with suppress(LdtError), mesh.calling("test"):
@@ -256,7 +256,7 @@ def test_a_malformed_message_names_its_rank(pool: RankPool, wrong: str) -> None:
         assert "\x1b" not in text
 
 
-# -- the pieces ----------------------------------------------------------------------------------------------------
+# -- parsers -----------------------------------------------------------------------------------------------------
 
 
 @given(anything | st.text())

@@ -1,4 +1,4 @@
-"""Data from a peer cannot run code: by its syntax tree, no module unpickles, evaluates or listens."""
+"""Data from a peer cannot run code: by their syntax trees, no module unpickles, evaluates or listens."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.distributed as dist
 import ldt
 
 PACKAGE = Path(ldt.__file__).parent
-# Reads the metadata of torch.distributed.checkpoint from a disk, with a list of the classes that it may make.
+# Reads the metadata of torch.distributed.checkpoint from a disk, with an allowlist of classes.
 UNPICKLERS = {"train/checkpoint/rank_metadata.py"}
 MODULES = {"_pickle", "cloudpickle", "code", "dill", "joblib", "marshal", "pickle", "shelve", "socketserver"}
 BUILTINS = {"__import__", "compile", "eval", "exec"}
-# Of torch: a model's file and the collectives of objects are pickles.
+# In torch, a model's file and object collectives use pickle.
 OF_TORCH = {"torch.load", "torch.save", "torch.hub.load", "torch.serialization.load", "torch.jit.load"}
 OBJECTS = {name for name in dir(dist) if "_object" in name} | {"_tensor_to_object", "_object_to_tensor"}
 METHODS = {"listen", "bind", "create_server", "start_server"}
 
 
 def dangers(source: str) -> Iterator[str]:
-    """Line and name of each call that may run its input as code, or opens a port."""
+    """Yield line and name of each call that may run its input as code, or opens a port."""
     for node in ast.walk(ast.parse(source)):
         for name in names_in(node):
             yield f"{getattr(node, 'lineno', 0)}: {name}"

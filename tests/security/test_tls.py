@@ -29,7 +29,7 @@ Environment = dict[str, str]
 
 
 def blocks_of_document() -> list[str]:
-    """The shell commands of the section about TLS: certificates, then the environment."""
+    """Return the shell commands of the section about TLS: certificates, then the environment."""
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     section = text[text.index("## TLS") :]
     return re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
@@ -58,7 +58,7 @@ def of_others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def over_tls(folder: Path) -> Environment:
-    """The environment after a shell in ``folder`` has run the document's commands."""
+    """Return the environment after a shell in ``folder`` has run the document's commands."""
     command = f"{blocks_of_document()[1]}\nenv -0"
     done = subprocess.run(
         ["bash", "-euc", command],
@@ -73,7 +73,7 @@ def over_tls(folder: Path) -> Environment:
 
 @pytest.fixture(scope="module")
 def tls(certificates: Path) -> Environment:
-    """Skips where gloo lacks the TLS transport."""
+    """Skip if gloo lacks the TLS transport."""
     environment = over_tls(certificates)
     done = subprocess.run(
         [sys.executable, "-c", PROBE],
@@ -89,7 +89,7 @@ def tls(certificates: Path) -> Environment:
 
 
 def run_job(environments: list[Environment]) -> list[tuple[int, str]]:
-    """Exit code and output of each rank."""
+    """Return exit code and output of each rank."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     processes = [
         subprocess.Popen(
@@ -109,7 +109,7 @@ def run_job(environments: list[Environment]) -> list[tuple[int, str]]:
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 
-# -- what needs no TLS in gloo -------------------------------------------------------------------------------------
+# -- without TLS in gloo -------------------------------------------------------------------------------------------
 
 
 def test_the_job_runs_in_plain_text() -> None:
@@ -118,7 +118,7 @@ def test_the_job_runs_in_plain_text() -> None:
 
 
 def context(side: int, folder: Path, site: str) -> ssl.SSLContext:
-    """Like gloo's: TLS 1.3, and the peer needs a certificate of the job's authority, under any name."""
+    """Configured like gloo's: TLS 1.3, and the peer needs a certificate of the job's authority, under any name."""
     made = ssl.SSLContext(side)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
@@ -129,7 +129,7 @@ def context(side: int, folder: Path, site: str) -> ssl.SSLContext:
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
-    """Whether both sides accept the other's certificate."""
+    """Return whether both sides accept the other's certificate."""
     here, there = socket.socketpair()
     taken: list[bytes] = []
 
@@ -160,11 +160,11 @@ def test_certificates_of_one_authority_are_accepted_and_others_rejected(
     stranger = context(client, of_others, "cloud")
     stranger.load_verify_locations(
         certificates / "ca.pem"
-    )  # it trusts the job's authority, the job does not trust its
+    )  # it trusts the job's authority, but the job does not trust its authority
     assert not handshake(context(server, certificates, "edge"), stranger)
 
 
-# -- what does -----------------------------------------------------------------------------------------------------
+# -- with TLS in gloo ----------------------------------------------------------------------------------------------
 
 
 def test_a_step_over_tls_matches_the_unsplit_model(tls: Environment) -> None:

@@ -1,4 +1,4 @@
-"""One of three ranks: runs a step over the gloo transport of the environment and prints "equal" if it is right."""
+"""One of three ranks: runs a step over the gloo transport of the environment and prints "equal" if it is correct."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Part(nn.Module):
-    """Some of the blocks. It knows that they have the names of the whole model."""
+    """A sequence of blocks, which provides their names in the whole model."""
 
     def __init__(self, blocks: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Part(nn.Module):
 
 
 def parts(topology: Topology, seed: int = 0, dropout: float = 0.0) -> list[Part]:
-    """All chunks, of which every topology makes the same model."""
+    """Return all chunks; every topology builds the same model."""
     torch.manual_seed(seed)
     blocks = {str(index): Block(dropout) for index in range(BLOCKS)}
     ends = [BLOCKS * index // topology.num_chunks for index in range(topology.num_chunks + 1)]
@@ -72,7 +72,7 @@ def parts(topology: Topology, seed: int = 0, dropout: float = 0.0) -> list[Part]
 
 
 def spread(part: Part, mesh: ldt.Mesh, way: str) -> nn.Module:
-    """In the ``way`` that its name says: over the ranks of a node where there are several, then over replicas."""
+    """Parallelize as ``way`` says: over the ranks of a node if there are several, then over replicas."""
     topology = mesh.topology
     if topology.tp[mesh.stage] > 1:
         plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
@@ -87,7 +87,7 @@ def spread(part: Part, mesh: ldt.Mesh, way: str) -> nn.Module:
 
 
 class Job:
-    """A pipeline with AdamW and a schedule of the learning rate, on the first ranks of the world."""
+    """A pipeline with AdamW and a learning rate schedule, on the first ranks of the world."""
 
     def __init__(
         self,
@@ -107,12 +107,12 @@ class Job:
             nn.ModuleList(mine).requires_grad_(False)
         self.pipeline = ldt.Pipeline(mine, self.mesh, loss_fn=toy_loss)
         trained = [parameter for parameter in self.pipeline.parameters() if parameter.requires_grad]
-        # On GPUs the default is foreach, which takes no group in which some parameters are split and some are not.
+        # On GPUs the default is foreach, which does not support groups in which only some parameters are sharded.
         self.optimizer = torch.optim.AdamW(_groups(trained), lr=0.01, foreach=False) if trained else None
         self.extra: dict[str, Any] = {}
         if self.optimizer is not None:
             self.extra["scheduler"] = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4], gamma=0.5)
-        seed_all(100 * seed + topology.nodes.index(self.mesh.node))  # ranks of a node drop the same
+        seed_all(100 * seed + topology.nodes.index(self.mesh.node))  # equal dropout on the ranks of a node
 
     def __enter__(self) -> Job:
         return self
@@ -137,7 +137,7 @@ class Job:
         return ldt.load_checkpoint(path, self.pipeline, self.optimizer, extra=self.extra, **options)
 
     def state(self) -> State:
-        """Weights and buffers, the optimizer's state and each parameter's learning rate, whole, by name, on the CPU."""
+        """Return weights, buffers, optimizer state and learning rates by name, unsharded, on the CPU."""
         found: State = {}
         for chunk in self.pipeline.chunks:
             for name, tensor in chunk.state_dict(keep_vars=True).items():
@@ -179,7 +179,7 @@ def seed_all(seed: int) -> None:
 
 
 def as_of_an_earlier_version(path: Path) -> None:
-    """Make the saves in ``path`` what they were before files had sums."""
+    """Remove the checksums of the saves in ``path``, as in an earlier version of the format."""
     for file in path.rglob("stage.json"):
         content = json.loads(file.read_text()) | {"format": 2}
         del content["crc32"]
@@ -189,7 +189,7 @@ def as_of_an_earlier_version(path: Path) -> None:
 
 
 def drawn() -> list[float]:
-    """The next of each kind of random number."""
+    """Draw a random number from each generator."""
     return [random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))]
 
 
@@ -200,7 +200,7 @@ def assert_equal_states(found: State, expected: State) -> None:
 
 
 def merged(states: Sequence[State]) -> State:
-    """Of all ranks; what several have must be the same."""
+    """Merge the states of all ranks; values that several ranks have must be equal."""
     whole: State = {}
     for state in states:
         for name, tensor in state.items():

@@ -1,4 +1,4 @@
-"""Whatever ends a save, the last complete one can be loaded: kills at every moment, a full disk."""
+"""However a save ends, the last complete one can be loaded: kills at every moment, a full disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MOMENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 def fill(job: Job, step: int) -> None:
-    """Weights that say which step they are of."""
+    """Set weights that show their step."""
     with torch.no_grad():
         for parameter in job.pipeline.parameters():
             parameter.fill_(step)
@@ -47,7 +47,7 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 class KillAt:
-    """Kills this process before it changes the n-th thing in ``folder``."""
+    """Kills this process before its n-th change in ``folder``."""
 
     def __init__(self, folder: Path, number: int, moments: Sequence[str] = MOMENTS) -> None:
         self.folder, self.left, self.moments, self.on = str(folder), number, moments, False
@@ -60,12 +60,12 @@ class KillAt:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def concerns(self, place: object) -> bool:
-        """``shutil.rmtree`` names what it removes by a folder that it has opened."""
+        """``shutil.rmtree`` identifies what it removes by the descriptor of an open folder."""
         return isinstance(place, int) or not str(place).startswith("/") or str(place).startswith(self.folder)
 
 
 def save_until_killed(folder: Path, moment: int) -> None:
-    """Two saves, and a third that ends at a moment of it; before its own end it removes the second."""
+    """Save twice, then a third time until killed at that moment; the third save would finally remove the second."""
     torch.set_num_threads(1)
     with Job(Topology([1])) as job:
         kill = KillAt(folder, moment)
@@ -103,7 +103,7 @@ def test_a_kill_at_every_moment_of_a_save(tmp_path: Path) -> None:
 
 
 def goes_on(folder: Path, step: int) -> None:
-    """The next job loads it, and its first save removes what the killed one left."""
+    """The next job loads it, and its first save removes what the killed job left."""
     with Job(Topology([1]), seed=7) as job:
         assert job.load(folder) == ldt.LoadedCheckpoint(step)
         assert filled_with(job) == {step}
@@ -113,14 +113,14 @@ def goes_on(folder: Path, step: int) -> None:
 
 
 def load_and_save(folder: Path, who: int, after: float) -> int:
-    """Goes on from where it was; rank ``who`` is killed so many seconds later, or (0) when it would name a stage."""
+    """Resume; rank ``who`` is killed ``after`` that many seconds, or if 0, when it is about to rename a stage."""
     with Job(SHAPE) as job:
         path = [folder / str(stage) for stage in range(SHAPE.num_stages)]
         loaded = job.load(path)
         first = 0 if loaded is None else loaded.step
         assert loaded is None or filled_with(job) == {first}
         if job.mesh.rank == who and not after:
-            KillAt(folder, 1, ["os.rename"]).on = True  # the first is that of torch's metadata
+            KillAt(folder, 1, ["os.rename"]).on = True  # the first one is the metadata file of torch
         elif job.mesh.rank == who:
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
         for step in range(first + 1, first + 1000):
@@ -165,7 +165,7 @@ def test_ranks_of_a_stage_that_see_different_folders(pool: RankPool, tmp_path: P
 
 
 def slow_disk(path: Path) -> set[float]:
-    """Rank 1 takes longer to write than a transfer may."""
+    """Rank 1 takes longer to write than the transfer timeout."""
     with Job(SHAPE, transfer_timeout=paced(1.5)) as job:
         if job.mesh.rank == 1:
             pause = paced(0.8).total_seconds()
@@ -187,7 +187,7 @@ def test_a_disk_may_be_slower_than_any_transfer(tmp_path: Path) -> None:
 
 
 def stuck(path: Path) -> str:
-    """A rank that is gone in the middle of writing."""
+    """Rank 2 is killed while it writes."""
     with Job(SHAPE) as job:
         if job.mesh.rank == 2:
             KillAt(path, 1, ["os.mkdir", "open"]).on = True
@@ -204,7 +204,7 @@ def test_a_rank_that_is_gone_ends_the_save_of_the_others(tmp_path: Path) -> None
 
 @contextmanager
 def file_sizes_limited(limit: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond so many bytes: writing fails as on a full disk."""
+    """Limit the size of files that this process writes: a larger write fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
@@ -216,7 +216,7 @@ def file_sizes_limited(limit: int) -> Iterator[None]:
 
 
 def on_a_full_disk(edge: Path, cloud: Path, who: list[int], filler: Path | None) -> str:
-    """A save, one that fails on the ranks ``who`` or because ``filler`` takes the room, and one when there is room."""
+    """Save, fail to save on the ranks ``who`` or because ``filler`` fills the disk, and save once there is room."""
     with Job(SHAPE) as job:
         mine = edge if job.mesh.is_edge else cloud
         fill(job, 1)
@@ -241,7 +241,7 @@ def on_a_full_disk(edge: Path, cloud: Path, who: list[int], filler: Path | None)
 
 
 def fill_disk(filler: Path) -> None:
-    """But for what goes before the tensors, so that it is among these that no room is left."""
+    """Leave room for what precedes the tensors, so that the disk is full while these are written."""
     with filler.open("wb", buffering=0) as stream, suppress(OSError):
         while True:
             stream.write(bytes(1 << 12))

@@ -58,7 +58,7 @@ Damage = Callable[[Path], None]
 
 
 def outcomes(path: Path, cases: list[tuple[str, str, bool]]) -> list[list[str]]:
-    """For each case of damage, a file that has it, and whether an older save is there: what load says on this rank."""
+    """Return what load raises on this rank for each case: the damage, the file, and whether an older save exists."""
     with Job(SHAPE) as job:
         found = []
         for number, (damage, file, older) in enumerate(cases):
@@ -100,7 +100,7 @@ CASES = [
 
 
 def test_the_only_save_is_damaged(pool: RankPool, tmp_path: Path) -> None:
-    """Today's job would start at step 0, and in time remove what could have been repaired."""
+    """Otherwise the job would start at step 0, and eventually remove what could have been repaired."""
     answers = pool.run(outcomes, tmp_path, [(damage.__name__, file, False) for damage, file, _ in CASES])
     for number, (_, _, sentence) in enumerate(CASES):
         kinds, texts = zip(*(answer[number] for answer in answers), strict=True)
@@ -112,7 +112,7 @@ def test_the_only_save_is_damaged(pool: RankPool, tmp_path: Path) -> None:
         )
     for number, (damage, file, sentence) in enumerate(CASES):
         if "random_states" in file:
-            continue  # of which the merged file has nothing
+            continue  # the merged file does not use it
         with pytest.raises(ldt.CheckpointError, match=sentence.replace(".", r"\.")):
             ldt.merge_checkpoint(tmp_path / str(number), tmp_path / "merged")
         assert not (tmp_path / "merged").exists(), damage
@@ -130,7 +130,7 @@ EDGE_FILES += ["rank-0.0/checksums.json"]
 
 
 def folder_of_the_edge(path: Path) -> list[str]:
-    """What each rank says of each file of the edge, damaged and then away, in a folder that the others do not use."""
+    """Return this rank's errors for damaged or missing files of the edge, in a folder that others do not use."""
     with Job(SHAPE) as job:
         mine = path / ("secret" if job.mesh.is_edge else "cloud")
         job.save(mine, 1)
@@ -150,7 +150,7 @@ def folder_of_the_edge(path: Path) -> list[str]:
 
 
 def test_paths_of_the_edge_stay_there(pool: RankPool, tmp_path: Path) -> None:
-    """All ranks are told which file it is, from the folder of the save on."""
+    """All ranks learn the file's name, relative to the folder of the save."""
     edge, *cloud = pool.run(folder_of_the_edge, tmp_path)
     for texts in cloud:
         assert not [text for text in texts if "secret" in text]

@@ -20,7 +20,7 @@ Refuse = Callable[[Job, Path, Path], Any]
 
 
 def refused(edge: Path, cloud: Path, name: str) -> list[str]:
-    """One text of each rank. The edge's folder is not seen by the others; the attempt is a function of this module."""
+    """Return each rank's error. Only the edge sees its folder; ``name`` is a function of this module that must fail."""
     with Job(SHAPE) as job:
         job.train([0])
         job.save(edge if job.mesh.is_edge else cloud, 1)
@@ -99,7 +99,7 @@ def more_extra(job: Job, edge: Path, cloud: Path) -> Any:
 
 
 def other_groups(job: Job, edge: Path, cloud: Path) -> Any:
-    """What was in two groups with two learning rates is in one."""
+    """Parameters saved in two groups with two learning rates are in one group."""
     optimizer = torch.optim.AdamW(job.pipeline.parameters())
     ldt.load_checkpoint([edge, cloud], job.pipeline, optimizer)
 
@@ -137,7 +137,7 @@ def test_what_is_refused(pool: RankPool, tmp_path: Path, attempt: Refuse, senten
 
 
 def not_in_the_optimizer(path: Path) -> list[str]:
-    """Saved while a stage was frozen, loaded when it is not any more."""
+    """Save while a stage is frozen, load after it was unfrozen."""
     with Job(SHAPE, frozen=[1]) as job:
         job.save(path, 1)
     with Job(SHAPE) as job:
@@ -155,7 +155,7 @@ def test_an_optimizer_that_was_not_saved(pool: RankPool, tmp_path: Path) -> None
 
 
 def rounds(edge: Path, cloud: Path) -> list[Any]:
-    """Nothing to load; saves of which the last two are kept; one step twice; a stage that is lost."""
+    """Load without a save; keep the last two saves; save a step twice; lose a stage."""
     with Job(SHAPE) as job:
         mine = edge if job.mesh.is_edge else cloud
         assert job.load(mine) is None

@@ -1,4 +1,4 @@
-"""Optimizers of all kinds come back as they were; values beside tensors keep their types."""
+"""Optimizers of all kinds are restored exactly; values other than tensors keep their types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Ends(nn.Module):
-    """One chunk. Its weight may be another's, too."""
+    """A chunk that may share its weight with another."""
 
     def __init__(self, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -126,11 +126,11 @@ def test_state_that_is_not_kept_is_named(
     with pytest.raises(ldt.LdtError, match=sentence):
         ldt.save_checkpoint(tmp_path, pipeline, optimizer, step=1)
     with pytest.raises(ldt.LdtError, match=sentence):
-        ldt.load_checkpoint(tmp_path, pipeline, optimizer)  # before training, as there is nothing yet
+        ldt.load_checkpoint(tmp_path, pipeline, optimizer)  # before training, there is no state yet
 
 
 class EightBits(torch.optim.Optimizer):
-    """State as that of optimizers in eight bits: bytes, a table that all share, other shapes, and things nested."""
+    """Has state like 8-bit optimizers: bytes, a shared table, other shapes, and nested values."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -222,7 +222,7 @@ def test_state_of_a_whole_group_needs_that_group(mesh: ldt.Mesh, tmp_path: Path)
 
 
 def test_states_in_single_precision_of_half_parameters(mesh: ldt.Mesh, tmp_path: Path) -> None:
-    """torch would cast them to the type of the parameters."""
+    """torch would cast such states to the parameters' dtype."""
 
     class Single(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

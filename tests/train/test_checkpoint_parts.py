@@ -1,4 +1,4 @@
-"""Each rank of a stage writes its own part: ranks exchange no pickles, and the parts make up whole tensors."""
+"""Each rank of a stage writes its own part: ranks exchange no pickles, and the parts form whole tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse(*_: Any, **__: Any) -> Any:
 
 
 def without_objects(path: Path, shape: dict[str, Any], way: str) -> State:
-    """A save and a load, during which whoever would send or receive a pickle fails."""
+    """Save and load, with every object collective of torch.distributed replaced by an error."""
     with Job(Topology(**shape), way) as job, pytest.MonkeyPatch.context() as patch:
         job.train([0])
         for module in (dist, distributed_c10d):
@@ -53,7 +53,7 @@ def without_objects(path: Path, shape: dict[str, Any], way: str) -> State:
     [
         (SHAPE, "plain"),
         (SHAPE, "fully_shard"),
-        ({"tp": [1, 1], "dp": 4, "edge_dp": 1}, "fully_shard"),  # of three elements, so that a shard is empty
+        ({"tp": [1, 1], "dp": 4, "edge_dp": 1}, "fully_shard"),  # three elements, so that a shard is empty
         ({"tp": [1, 1], "dp": 2}, "ddp"),
     ],
 )
@@ -74,7 +74,7 @@ def test_no_pickle_goes_from_rank_to_rank(
 
 
 def keys_of_part() -> set[str]:
-    """What this rank would write of tensors that its stage has in all ways."""
+    """Return the names of the tensors that this rank would write, of tensors distributed in every way."""
     with ldt.connect(Topology(**SHAPE)) as mesh:
         tensors: State = {"plain": torch.zeros(2)}
         if not mesh.is_edge:
@@ -111,7 +111,7 @@ def saved(path: Path) -> None:
 def checkpoint(pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("checkpoint")
     pool.run(saved, path)
-    as_of_an_earlier_version(path)  # whose sums would tell first
+    as_of_an_earlier_version(path)  # because the checksums would detect it first
     return path
 
 
@@ -197,7 +197,7 @@ def test_a_part_that_is_not_there(checkpoint: Path, tmp_path: Path) -> None:
 
 
 def other_names(path: Path) -> str:
-    """A rank of the cloud has a parameter that the first rank of its stage has not."""
+    """One rank of the cloud has a buffer that the first rank of its stage lacks."""
     with Job(Topology(**SHAPE)) as job:
         if job.mesh.rank == 4:
             job.pipeline.chunks[0].register_buffer("own", torch.zeros(2))
@@ -217,7 +217,7 @@ def test_ranks_of_a_stage_have_tensors_of_the_same_names(pool: RankPool, tmp_pat
 def test_what_torch_answers_up_to_2_11_is_understood(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: bool
 ) -> None:
-    """Up to 2.11 it returned whether a checkpoint is complete, later a list of errors."""
+    """Up to torch 2.11 the function returns whether a checkpoint is complete, later a list of errors."""
     monkeypatch.setattr(
         "torch.distributed.checkpoint.default_planner._validate_global_plan", lambda *unused: good
     )

@@ -1,4 +1,4 @@
-"""Steps after a load are those of a job that never stopped, bit for bit; other topologies load the same state."""
+"""Steps after a load equal those of an uninterrupted job, bit for bit; other topologies load the same state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POSITION = {"epoch": 1, "sample": 48, "order": [3, (1, 2)]}
 
 
 def resumed(path: Path, shape: dict[str, Any], frozen: list[int]) -> Any:
-    """Six steps at once; three, a save and three; and three more after a load into a job that was as new."""
+    """Run six steps; three, a save and three; and three more after loading into a new job."""
     topology = Topology(**shape)
     options: dict[str, Any] = {"dropout": 0.3, "frozen": frozen}
     with Job(topology, **options) as job:
@@ -53,7 +53,7 @@ def test_a_resumed_job_goes_on_as_if_it_never_stopped(
 
 
 def saved(path: Path, shape: dict[str, Any], way: str) -> tuple[State, State]:
-    """The state when it was saved, and one step later."""
+    """Return the state when it was saved, and one step later."""
     with Job(Topology(**shape), way) as job:
         job.train(range(3))
         job.save(path, 3)
@@ -104,7 +104,7 @@ def test_another_topology(pool: RankPool, tmp_path: Path, one: Case, other: Case
     state, later_there = (merged(some) for some in zip(*found, strict=True))
     assert_equal_states(state, expected)
     assert any("exp_avg_sq" in name for name in expected)
-    for name in later.keys() - {name for name in later if name.endswith("forwards")}:  # of a replica
+    for name in later.keys() - {name for name in later if name.endswith("forwards")}:  # of each replica
         torch.testing.assert_close(later_there[name], later[name], rtol=1e-4, atol=1e-5)
 
 
@@ -132,7 +132,7 @@ def test_the_edge_keeps_what_is_its_own(pool: RankPool, tmp_path: Path) -> None:
 
 
 def test_a_load_drops_gradients(tmp_path: Path) -> None:
-    """Those that a step left which failed would be added to the next one's."""
+    """Gradients left by a failed step would be added to those of the next one."""
     with Job(Topology([1])) as job:
         job.train([0])
         job.save(tmp_path, 1)

@@ -43,7 +43,7 @@ def saved(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FILES)
 def test_one_bit(job: Job, saved: Path, tmp_path: Path, name: str) -> None:
-    """Anywhere: here at the ends and at places that are drawn, by load and by merge."""
+    """Change a bit at both ends and at random positions; load and merge must detect it."""
     file = saved / STAGE / name
     whole = file.read_bytes()
     drawn = random.Random(name)
@@ -77,7 +77,7 @@ def test_files_that_grew(job: Job, saved: Path, name: str) -> None:
 
 
 def test_files_of_another_save(job: Job, saved: Path, tmp_path: Path) -> None:
-    """Whole, but not of this save: weights would be of two steps."""
+    """The files are complete, but of another save: weights would come from two steps."""
     job.save(tmp_path, 1)
     shutil.rmtree(tmp_path / STAGE / "rank-0.0")
     shutil.copytree(saved / STAGE / "rank-0.0", tmp_path / STAGE / "rank-0.0")
@@ -122,7 +122,7 @@ def test_each_byte_is_read_once(job: Job, saved: Path, monkeypatch: pytest.Monke
     assert sum(length for _, length in seen) == (saved / STAGE / FILES[2]).stat().st_size
 
 
-# -- files that have no sums, or have other ones ---------------------------------------------------------------------
+# -- files without checksums, or with other ones -------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_a_change_loads_or_is_the_one_error(job: Job, old: Path, name: str, data
     shorter = json.loads(whole)
     if "python" in shorter:
         shorter = {"python": [3, [1, 2], None], "torch": "AAAA", "numpy": ["MT19937", [1, 2], 1, 0, 0.0]}
-    else:  # what can be changed in few places
+    else:  # parts in which a small change matters
         shorter["aliases"] = {}
         shorter["optimizer"]["state"] = dict(list(shorter["optimizer"]["state"].items())[:1])
         shorter["optimizer"]["groups"] = [

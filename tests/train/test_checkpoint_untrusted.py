@@ -19,7 +19,7 @@ from ldt.topology import Topology
 
 
 class Evil:
-    """Unpickling one makes a folder."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -35,18 +35,18 @@ def job() -> Iterator[Job]:
 
 
 def tampered(job: Job, path: Path, change: Callable[[Metadata], Any]) -> Path:
-    """Save step 1 and write what ``change`` makes of its metadata in their place. Returns the rank's folder."""
+    """Save step 1 and apply ``change`` to its metadata. Returns the rank's folder."""
     job.train([0])
     job.save(path, 1)
     file = path / "step-1" / "stage-0" / "rank-0.0" / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     file.write_bytes(pickle.dumps(change(metadata) or metadata))
-    as_of_an_earlier_version(path)  # whose sums would tell
+    as_of_an_earlier_version(path)  # whose checksums would detect it
     return file.parent
 
 
 def refusal(job: Job, path: Path) -> str:
-    """Of load and merge; neither changes anything."""
+    """Return the error of load and merge; neither changes anything."""
     before = job.state()
     with pytest.raises(ldt.LdtError) as caught:
         job.load(path)
@@ -74,7 +74,7 @@ def test_metadata_that_run_code(job: Job, tmp_path: Path) -> None:
     "target", ["pathlib.PosixPath", "torch.distributed.checkpoint.metadata.Metadata", "torch.float32"]
 )
 def test_metadata_that_change_a_class(job: Job, tmp_path: Path, target: str) -> None:
-    """An instruction that gives an object its state would change all objects, if it were given their class."""
+    """An instruction that sets an object's state would change all objects if applied to their class."""
     folder = tampered(job, tmp_path, lambda metadata: None)
     module, _, name = target.rpartition(".")
     change = f"c{module}\n{name}\n(N(dVmark_of_another\nVyes\nstb0".encode()
@@ -95,7 +95,7 @@ def test_other_names_of_the_modules_that_are_needed(job: Job, tmp_path: Path, na
 
 
 def test_a_tensor_that_is_a_pickle(job: Job, tmp_path: Path) -> None:
-    """torch would unpickle such an entry, whatever is in it."""
+    """torch would unpickle such an entry, whatever it contains."""
 
     def change(metadata: Metadata) -> None:
         key = next(iter(metadata.state_dict_metadata))
@@ -118,7 +118,7 @@ def test_files_outside(job: Job, tmp_path: Path, name: str) -> None:
 
 
 def nested() -> Any:
-    """Small in a file, and for who counts on: each tuple has the one before twice."""
+    """Return a value that is small in a file and huge when traversed: each tuple contains the previous one twice."""
     value: Any = (1, 1)
     for _ in range(60):
         value = (value, value)
@@ -126,7 +126,7 @@ def nested() -> Any:
 
 
 def no_key(metadata: Metadata) -> bytes:
-    """No dict with such a key can be made here."""
+    """Python cannot build a dict with such a key, so it is pickled by hand."""
     nest = pickle.dumps(nested(), protocol=2)[2:-1]
     return b"\x80\x02}" + nest + b"K\x01s."
 
@@ -140,7 +140,7 @@ def pieces(metadata: Metadata) -> None:
 
 
 def enormous(metadata: Metadata) -> None:
-    """More than there is memory, in the state of an optimizer, which is made as large as the file says."""
+    """Declare more elements than fit in memory for an optimizer state, which is allocated as large as the file says."""
     key = next(key for key in metadata.state_dict_metadata if key.endswith("exp_avg"))
     entry: Any = metadata.state_dict_metadata[key]
     entry.size, entry.chunks = torch.Size([10**14]), entry.chunks[:1]
@@ -186,7 +186,7 @@ def test_metadata_that_are_damaged(job: Job, tmp_path: Path, content: bytes) -> 
 
 
 def test_a_tensor_that_is_damaged(job: Job, tmp_path: Path) -> None:
-    """This is found while reading: the error says what that left."""
+    """It is detected while reading: the error describes the state that this leaves."""
     folder = tampered(job, tmp_path, lambda metadata: None)
     with next(folder.glob("*.distcp")).open("r+b") as stream:
         stream.write(bytes(64))

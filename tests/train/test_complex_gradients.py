@@ -1,4 +1,4 @@
-"""Complex and other dtypes of gradients: norms, averages and loss scaling equal torch's on the unsplit model."""
+"""Gradients of complex and other dtypes: norms, averages and loss scaling equal torch's on the unsplit model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH = 16
 
 
 class Turned(nn.Module):
-    """Multiplies by complex numbers; of what it sends, one tensor is complex."""
+    """Multiplies by complex numbers; one of its two outputs is complex."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def clipped(dtype: torch.dtype, dp: int, norm_type: float, bad: float | None) ->
     if bad is not None:
         reference[1].turn.grad[3] = complex(0.0, bad)  # type: ignore[index, union-attr]
     whole = nn.ModuleList(reference)
-    filled = [p for p in whole.parameters() if p.numel()]  # torch has no infinity norm of nothing
+    filled = [p for p in whole.parameters() if p.numel()]  # torch has no infinity norm of an empty tensor
     expected = nn.utils.clip_grad_norm_(filled, 0.1, norm_type)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
@@ -90,7 +90,7 @@ def test_norms_and_averages(
 
 
 def scaled(bad: bool) -> None:
-    """Complex gradients are divided by the scale, and looked at."""
+    """Complex gradients are unscaled, and checked for infinities."""
     topology = Topology([1, 1])
     chunks = model(topology, torch.complex64)
     batch = toy_microbatches(2, WIDTH)
@@ -123,7 +123,7 @@ def test_loss_scaling(pool: RankPool, bad: bool) -> None:
 
 
 def of_dtype(kind: Any) -> list[float]:
-    """Norms of gradients of other kinds, on a mesh of one rank."""
+    """Norms of gradients of other dtypes, on a mesh of one rank."""
     parameter = nn.Parameter(torch.zeros(4, 2))
     if kind == "sparse":
         indices = torch.tensor([[0, 3, 0]])

@@ -58,7 +58,7 @@ class TwoLayers(nn.Module):
 
 
 def sharded(tp: list[int], dp: int, over_replicas: bool) -> list[float]:
-    """Layers split over the ranks of a stage, beside one that is whole on each."""
+    """Layers sharded over the ranks of a stage, beside a replicated one."""
     topology = Topology(tp, dp=dp)
     torch.manual_seed(0)
     chunks = [TwoLayers() for _ in range(topology.num_chunks)]

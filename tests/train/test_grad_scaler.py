@@ -23,7 +23,7 @@ OPTIONS: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
 def train_unsplit(
     chunks: list[nn.Module], batch: list[Any], bad: int | None
 ) -> tuple[list[nn.Module], float]:
-    """Four steps; in the step ``bad`` a gradient of chunk 1 is infinite."""
+    """Run four steps; in step ``bad`` a gradient of chunk 1 is infinite."""
     model = copy.deepcopy(nn.ModuleList(chunks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", **OPTIONS)
@@ -78,7 +78,7 @@ def test_ranks_of_a_stage_agree(pool: RankPool) -> None:
 
 
 class PartlySplit(nn.Module):
-    """Has a layer that every rank of the stage has whole, and two that are split over them."""
+    """Has one replicated layer, and two that are sharded over the ranks of the stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class PartlySplit(nn.Module):
 
 
 def partly_split(bad: int | None) -> float:
-    """In the step ``bad`` a gradient is infinite in what the first rank of the stage has of it."""
+    """In step ``bad``, the first rank's shard of a gradient is infinite."""
     topology = Topology([1, 2])
     chunks: list[nn.Module] = toy_chunks(topology)
     torch.manual_seed(1)

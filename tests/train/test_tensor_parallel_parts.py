@@ -1,4 +1,4 @@
-"""Layers that shard their own weights, as Megatron's do: every part counts and is saved, whatever its rank."""
+"""Layers that shard their own weights, as in Megatron-LM: every part counts and is saved, on whatever rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Sum(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Two layers, of which ``cut`` leaves one rank its part of the hidden units."""
+    """Two layers; ``cut`` reduces them to one rank's part of the hidden units."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_the_norm_is_of_all_parts(pool: RankPool, tp: list[int], dp: int) -> Non
 
 
 def skipped() -> tuple[float, bool]:
-    """An infinity in the part of the second rank skips the step on all."""
+    """An infinity in the second rank's part skips the step on all ranks."""
     topology = Topology([1, 2, 1])
     with ldt.connect(topology) as mesh:
         chunks = model(0, topology.num_chunks)
@@ -142,7 +142,7 @@ def whole(value: Tensor, dim: int | None, mesh: ldt.Mesh) -> Tensor:
 
 
 def state(mesh: ldt.Mesh, chunks: list[nn.Module], optimizer: Any) -> dict[str, Tensor]:
-    """All that was trained here, whole, by name."""
+    """Return all trained tensors of this rank, unsharded, by name."""
     found = {}
     dims = {"up": 0, "up_bias": 0, "down": 1}
     for index in mesh.topology.chunks_of(mesh.stage):
@@ -154,7 +154,7 @@ def state(mesh: ldt.Mesh, chunks: list[nn.Module], optimizer: Any) -> dict[str, 
 
 
 def saved(path: Path, tp: list[int], load: bool) -> dict[str, Tensor]:
-    """Train and save; or load into other random weights."""
+    """Train and save, or load into different random weights."""
     topology = Topology(tp)
     with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
         chunks, batch = model(int(load), topology.num_chunks), toy_microbatches(2)
@@ -182,7 +182,7 @@ def test_all_parts_are_saved(pool: RankPool, tmp_path: Path, first: list[int], s
 
 
 def refused(path: Path) -> str:
-    """Parts that are cut in strides cannot be put together."""
+    """Parts with a stride cannot be merged."""
     with ldt.connect(Topology([1, 2]), ranks=range(3)) as mesh:
         pipeline = pipeline_of(mesh, model(0, 3), stride=2)
         with pytest.raises(ldt.LdtError) as caught:

@@ -1,4 +1,4 @@
-// Announcements of messages: what is equal, and what is refused.
+// Announcements of messages: which are equal, and which are refused.
 #include "common/error.h"
 #include "lanes/announcement.h"
 #include "testing.h"

@@ -42,7 +42,7 @@ TEST(one_piece_is_broadcast_while_the_next_is_still_on_its_way) {
   const auto bytes = source.view(at::kByte);
   sender.send(bytes.narrow(0, 0, 64), 1, GroupComm::kPayload);
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-  // The member has started both of its halves, the leader that of the piece that has landed.
+  // The member has started both of its pieces, the leader the one that has arrived.
   while (wire->posted(MemoryGroupComm::kBroadcast) < 3 &&
          std::chrono::steady_clock::now() < deadline) {
     std::this_thread::yield();

@@ -1,4 +1,4 @@
-// How host lanes end: errors and whom they name, timeouts, aborts, and a clean end at any moment.
+// How host lanes end: errors that name a rank, timeouts, aborts, and a clean end at any moment.
 #include <random>
 
 #include "lanes/host_lanes.h"
@@ -10,7 +10,7 @@ using std::chrono::milliseconds;
 
 namespace {
 
-/// Its stage group refuses every broadcast, as one does that was destroyed.
+/// Its stage group refuses every broadcast, like a destroyed one.
 class RefusingGroupComm final : public MemoryGroupComm {
  public:
   using MemoryGroupComm::MemoryGroupComm;

@@ -1,4 +1,4 @@
-// What a host message does by itself, without a lane around it.
+// A host message by itself, without a lane.
 #include "lanes/host_message.h"
 
 #include "common/timeout.h"

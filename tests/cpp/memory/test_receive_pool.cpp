@@ -1,4 +1,4 @@
-// The receive pool on the CPU: reuse, fresh tensors, and a bound on what it keeps.
+// The receive pool on the CPU: reuse, new tensors, and a limit on the memory it keeps.
 #include "common/error.h"
 #include "memory/receive_pool.h"
 #include "testing.h"

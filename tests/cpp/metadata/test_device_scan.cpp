@@ -1,5 +1,5 @@
-// What the kernel finds out leads to the bytes that the host finds by itself. The kernel runs on
-// host threads; a plain loop by the definitions in kernels.h says what its output must be.
+// The kernel's results lead to the same bytes as a scan on the host. The kernel runs on
+// host threads; a plain loop by the definitions in kernels.h gives the expected output.
 #include <ATen/ATen.h>
 
 #include <random>
@@ -19,7 +19,7 @@ using namespace ldt::metadata;
 
 namespace {
 
-// A tensor without elements may have no address, which memcmp must not be given.
+// An empty tensor may have no address, which memcmp must not be given.
 bool holds_bytes_of(const at::Tensor& tensor, const void* bytes) {
   return tensor.nbytes() == 0 || std::memcmp(bytes, tensor.const_data_ptr(), tensor.nbytes()) == 0;
 }
@@ -115,7 +115,7 @@ int64_t random_up_to(int64_t limit) {
   return std::uniform_int_distribution<int64_t>(0, limit)(generator);
 }
 
-// A row of one of the forms in which masks come.
+// A row of one of the forms that masks have.
 at::Tensor random_row(int64_t length) {
   auto row = at::zeros({length}, at::kLong);
   const int64_t form = random_up_to(5);
@@ -232,7 +232,7 @@ TEST(tensors_of_all_widths_are_fetched_in_one_copy) {
   }
 }
 
-// What RUNS and RAW come to, by the integers alone: facts that hold nothing allow no other code.
+// The sizes of RUNS and RAW, by the integers alone: facts without elements allow no other code.
 std::vector<uint8_t> by_integers(const std::vector<int64_t>& row) {
   struct Integers final : RowValues {
     explicit Integers(const int64_t* data) : data(data) {}
@@ -244,7 +244,7 @@ std::vector<uint8_t> by_integers(const std::vector<int64_t>& row) {
   return out.bytes();
 }
 
-// From `begin` to `end` segments, one begun at each bit of the pattern.
+// From `begin` to `end` segments, one starting at each bit of the pattern.
 std::vector<int64_t> segments_row(int length, int begin, int end, uint64_t pattern) {
   std::vector<int64_t> row(static_cast<size_t>(length));
   int64_t number = 1;

@@ -16,7 +16,7 @@
 
 namespace ldt::testing {
 
-/// Ends when both sides are there; its wait returns false after an abort, as gloo's does.
+/// Completes when both sides have joined; its wait returns false after an abort, as gloo's does.
 class MemoryWork final : public c10d::Work {
  public:
   MemoryWork() : future_(c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get())) {}
@@ -48,7 +48,7 @@ class MemoryWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-/// What two or more threads have in common: the posted halves of transfers that have not met yet.
+/// State that the threads share: the posted halves of transfers that have not been matched yet.
 class MemoryWire {
  public:
   struct Half {
@@ -73,7 +73,7 @@ class MemoryWire {
     return work;
   }
 
-  /// How many transfers with this tag were started, on both ends together.
+  /// Returns how many transfers with this tag were started, on both sides together.
   int posted(int tag) {
     std::lock_guard<std::mutex> lock(mutex_);
     return posted_[tag];
@@ -116,7 +116,7 @@ class MemoryGroupComm : public GroupComm {
   Work broadcast(const at::Tensor& bytes) override {
     return wire_->post({1, 2, kBroadcast}, bytes, /*sends=*/rank_ == 1);
   }
-  // With one member: what it says goes to the leader, whose own word is always 0.
+  // With one member: the leader receives its value, and contributes 0 itself.
   Work maximum(const at::Tensor& value) override {
     return wire_->post({2, 1, kMaximum}, value, /*sends=*/rank_ == 2);
   }

@@ -19,7 +19,7 @@ namespace {
 
 const c10::Device kDevice(c10::DeviceType::PrivateUse1, 0);
 
-// What happened, and waits for it.
+// Records what happened, and waits for it.
 class Events {
  public:
   void set(const std::string& what) {

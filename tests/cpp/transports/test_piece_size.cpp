@@ -1,4 +1,4 @@
-// Into how many pieces a message is cut that a stage passes on.
+// Into how many pieces a message is split when a stage passes it on.
 #include "testing.h"
 #include "transports/piece_size.h"
 

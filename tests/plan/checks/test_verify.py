@@ -106,7 +106,7 @@ def test_local_order_on_one_stage():
 
 
 def test_cyclic_wait(broken):
-    """The edge wants the gradient of 0 before it sends 3, whose receive cloud 1.0 wants before that gradient."""
+    """The edge waits for gradient 0 before it sends 3, which cloud 1.0 receives before it sends that gradient."""
     broken.move(EDGE, "0F3", before="0B1")
     broken.move(EDGE, "0SEND_F3", before="0B1")
     broken.move(CLOUD, "1F3", before="1B0")
@@ -121,7 +121,7 @@ def test_cyclic_wait(broken):
 
 
 def test_head_of_line_on_a_paired_lane():
-    """Every channel keeps its order, yet the queue of the shared lane is blocked by its head."""
+    """Every channel keeps its order, but the head of the shared lane's queue blocks it."""
     broken = Broken(stages=4, lanes="paired")
     broken.swap(CLOUD, "1RECV_B0", "1RECV_F3")
     error = broken.error()
@@ -198,7 +198,7 @@ def test_reductions():
 
 
 def test_reductions_that_wait_for_each_other():
-    """Replica 1 of the edge waits for replica 0, which waits for a gradient behind a reduction of the cloud."""
+    """Replica 1 of the edge waits for replica 0, which waits for a gradient after a reduction of the cloud."""
     broken = Broken(stages=2, dp=2)
     broken.move(CLOUD, "1REDUCE_GRAD", before="1SEND_B3")
     broken.move(Node(0, 1), "2REDUCE_GRAD", before="2SEND_B3")
@@ -252,7 +252,7 @@ def test_a_microbatch_of_another_replica():
 
 
 def test_replicas_that_share_an_edge_wait_for_each_other():
-    """The edge does all for replica 0 first, which reduces chunk 3 before it gives back what the edge goes on with."""
+    """The edge does all work for replica 0 first, which reduces chunk 3 before it sends the gradient the edge needs."""
     topology = Topology([1, 1], dp=2, edge_dp=1, laps=2)
     rows = {
         Node(0, 0): "0F0 2F0 4F0 4B0 2B0 0B0 0F1 2F1 4F1 4B1 2B1 0B1",
@@ -274,7 +274,7 @@ def test_the_fixed_order_keeps_replicas_in_step(stages, laps, dp, edge_dp, num_m
 
 
 def test_replicas_in_step_wait_for_one_another():
-    """The edge does all for replica 0 before it begins for replica 1, which replica 0 meets in its first forward."""
+    """The edge does all work for replica 0 before any for replica 1, which replica 0 waits for in its first forward."""
     topology = Topology([1, 1], dp=2, edge_dp=1)
     edge = parse(*(text for m in (0, 1) for text in (f"0F{m}", f"2F{m}", f"2B{m}", f"0B{m}")))
     plan = Plan(topology, 2, {EDGE: edge, CLOUD: parse("1F0", "1B0"), Node(1, 1): parse("1F1", "1B1")})

@@ -13,7 +13,7 @@ from ldt.plan import Action, Kind, ushape, verify
 
 @st.composite
 def shuffled_plan(draw, movable):
-    """A valid plan in which a few actions were swapped with others of their row, mostly near ones."""
+    """Draw a valid plan in which a few actions were swapped with others of their row, mostly nearby ones."""
     policy = draw(st.sampled_from(["dedicated", "paired"]))
     plan = ushape(
         draw(topologies(min_stages=2)),
@@ -37,7 +37,7 @@ def shuffled_plan(draw, movable):
 
 @st.composite
 def plan_with_scattered_receives(draw):
-    """Each channel's receives in order and in time, but anywhere otherwise: fine if dedicated, not if paired."""
+    """Scatter each channel's receives, in order and in time: valid if dedicated, maybe not if paired."""
     plan = ushape(
         draw(topologies(min_stages=2, max_edge_dp=1)),
         draw(st.integers(1, 4)),
@@ -64,7 +64,7 @@ def plan_with_scattered_receives(draw):
 
 @st.composite
 def plan_with_scattered_reductions(draw):
-    """Reductions anywhere behind their backwards, in one order for all replicas: fine, or wait for each other."""
+    """Scatter reductions after their backwards, in one order for all replicas: valid, or a deadlock."""
     plan = ushape(
         draw(topologies(max_stages=3).filter(lambda topology: topology.dp > 1)),
         draw(st.integers(1, 2)),

@@ -37,7 +37,7 @@ def test_its_times_are_those_of_the_simulator(data, topology, microbatches, spli
     costs = data.draw(costs_of(topology))
     if (
         topology.laps > 1 or topology.num_stages == 2
-    ):  # channels share links: messages of one moment may take them in another order
+    ):  # channels share links: simultaneous messages may use them in another order
         costs = replace(costs, bandwidth=None)
     replica_costs = ReplicaCosts.of(topology, costs, split=split)
     policy = data.draw(policies(replica_costs, microbatches, st.none()))
@@ -46,7 +46,7 @@ def test_its_times_are_those_of_the_simulator(data, topology, microbatches, spli
     assert timeline.end == pytest.approx(scheduled.makespan)
     if (
         min(replica_costs.forward + replica_costs.backward) > 0
-    ):  # what lasts no time is not seen on a timeline
+    ):  # actions of zero duration are not visible on a timeline
         for stage, peak in enumerate(scheduled.peaks):
             assert peak == max(live for node, live in timeline.peak_live.items() if node.stage == stage)
 

@@ -33,7 +33,7 @@ def test_a_split_backward_leaves_no_tail_behind_weights():
 
 
 def test_a_slow_link_bounds_the_step():
-    """Two directions of the link, each with 16 messages of 3 s of activations or gradients per hop."""
+    """Each direction of the link carries 16 messages of 3 s, activations or gradients, per hop."""
     costs = Costs(forward=0.01, backward=0.01, bandwidth=1, bytes=3)
     assert lower_bound(Topology([1, 1]), 16, costs) > 2 * 16 * 3
 
@@ -46,7 +46,7 @@ def test_a_slow_replica_bounds_the_step():
 
 
 def test_a_shared_edge_by_hand():
-    """Its 16 microbatches of 1.5 s each, or the cloud's 8 of 3 s behind the other replica's first backward."""
+    """The edge's 16 microbatches of 1.5 s, or the cloud's 8 of 3 s after the other replica's first backward."""
     topology = Topology([1, 1], dp=2, edge_dp=1)
     assert lower_bound(topology, 16, Costs(forward=0.5, backward=[1, 0, 1])) == pytest.approx(16 * 3)
     cloud = Costs(forward=[0.125, 1, 0.125], backward=[0.25, 2, 0.25], latency=1)
@@ -79,7 +79,7 @@ def test_the_fixed_order_is_not_below_the_bound(data, topology, microbatches):
 
 @given(st.data(), any_compute_plan().filter(lambda plan: plan.training), st.booleans())
 def test_an_order_without_any_rule_is_not_below_the_bound(data, plan, split):
-    """Nodes of any speeds, microbatches in any order: an edge that is shared need not take its replicas in turn."""
+    """Nodes of any speeds, microbatches in any order: a shared edge need not serve its replicas in turn."""
     nodes = plan.topology.nodes
     speeds = data.draw(st.lists(st.floats(0.5, 2), min_size=len(nodes), max_size=len(nodes)))
     costs = replace(data.draw(costs_of(plan.topology)), speed=dict(zip(nodes, speeds, strict=True)))
@@ -95,7 +95,7 @@ def parts(action):
 
 
 def solved(topology, microbatches, costs, seconds):
-    """(least possible, found) makespan by a constraint solver; whole numbers and one replica of the edge only."""
+    """Return the (lowest possible, found) makespan by a constraint solver; integers and one edge replica only."""
     cp_model = pytest.importorskip("ortools.sat.python.cp_model")
     model = cp_model.CpModel()
     replica_costs = ReplicaCosts.of(topology, costs)
@@ -124,7 +124,7 @@ def solved(topology, microbatches, costs, seconds):
         model.add(backward[-1] >= forward[-1] + int(replica_costs.forward[-1]))
         model.add(end >= backward[0] + int(replica_costs.backward[0]))
         for earlier, later in zip(before.get(replica, []), forward + backward, strict=False):
-            model.add(earlier <= later)  # microbatches of one replica are alike
+            model.add(earlier <= later)  # microbatches of one replica are interchangeable
         before[replica] = forward + backward
     for intervals in on_node.values():
         model.add_no_overlap(intervals)
@@ -150,7 +150,7 @@ def solved(topology, microbatches, costs, seconds):
     ],
 )
 def test_against_a_solver(served, laps, microbatches, forward, backward, latency):
-    """The bound is not above the optimum, and the planner is within 1 % of it."""
+    """The bound does not exceed the optimum, and the planner is within 1 % of it."""
     topology = Topology([1] * ((len(forward) - 1) // laps), dp=served, edge_dp=1, laps=laps)
     costs = Costs(forward, backward, latency=latency)
     _, found = solved(topology, microbatches, costs, seconds=8)

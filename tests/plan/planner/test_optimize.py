@@ -1,4 +1,4 @@
-"""The planner: every plan is proven, never longer than the fixed order, within its memory, and the same each time."""
+"""The planner: every plan is proven, never longer than the fixed order, within its memory, and deterministic."""
 
 import itertools
 
@@ -26,7 +26,7 @@ from ldt.topology import Node, Topology
 
 @st.composite
 def tasks(draw, max_laps=3, max_dp=1, max_served=2):
-    """A topology, a number of microbatches, and costs in which every chunk, hop and node differs."""
+    """Draw a topology, a number of microbatches, and costs in which every chunk, hop and node differs."""
     topology = draw(topologies(1, 5, max_laps, max_dp, max_served))
 
     def figures(count, least, most):
@@ -198,7 +198,7 @@ def test_bytes_need_costs_in_bytes():
 @pytest.mark.parametrize("laps", [1, 2])
 @pytest.mark.parametrize("served", [2, 4])
 def test_a_shared_edge_plays_all_its_replicas_at_once(served, laps):
-    """Edge and cloud with equal work, or more on the edge: close to the bound, also where shares are not equal."""
+    """Edge and cloud with equal work, or more on the edge: close to the bound, also with unequal shares."""
     topology = Topology([1, 1, 1], dp=served, edge_dp=1, laps=laps)
     for share, microbatches in ((0.5 / served, 8 * served), (0.25, 8 * served + 1)):
         shares = [share if topology.stage_of(c) == 0 else 1.0 for c in range(topology.num_chunks)]

@@ -1,4 +1,4 @@
-"""The figures of docs/planner.md. Simulated times are the same on every machine, so they can be asserted."""
+"""The numbers of docs/planner.md. Simulated times are the same on every machine, so they can be asserted."""
 
 import importlib.util
 import statistics
@@ -12,13 +12,13 @@ _SPEC = importlib.util.spec_from_file_location("plan_quality", _FILE)
 quality = sys.modules["plan_quality"] = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(quality)
 
-EXACT = 1 + 1e-9  # rounding
+EXACT = 1 + 1e-9  # for rounding
 
 
 @pytest.mark.parametrize("microbatches", [8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("laps", [1, 2])
 def test_every_setting_reaches_the_bound(laps, microbatches):
-    """The bound is below every plan, so these are optimal."""
+    """No plan is below the bound, so these are optimal."""
     for setting in quality.settings(laps, microbatches):
         ratio = quality.planned(setting).makespan / quality.bound(setting)
         assert 1 / EXACT <= ratio <= EXACT, setting
@@ -26,7 +26,7 @@ def test_every_setting_reaches_the_bound(laps, microbatches):
 
 @pytest.mark.parametrize(("laps", "most_stages", "most_served"), [(1, 4, 4), (2, 3, 2)])
 def test_a_shared_edge_reaches_the_bound(laps, most_stages, most_served):
-    """So does the fixed order, all but, as long as there is no latency to hide."""
+    """The fixed order is nearly optimal, too, as long as there is no latency to hide."""
     for setting in quality.shared_settings(laps):
         if setting.stages <= most_stages and setting.served <= most_served:
             assert 1 / EXACT <= quality.planned(setting).makespan / quality.bound(setting) <= EXACT, setting
@@ -35,7 +35,7 @@ def test_a_shared_edge_reaches_the_bound(laps, most_stages, most_served):
 
 
 def test_what_the_fixed_order_loses():
-    """At a latency of one forward, with three stages and more."""
+    """The latency is one forward, with three or more stages."""
     for setting in quality.settings(1, 32):
         if setting.latency == 1 and setting.stages > 2:
             assert 1.1 < quality.fixed(setting).makespan / quality.bound(setting) < 1.45
@@ -44,7 +44,7 @@ def test_what_the_fixed_order_loses():
 @pytest.mark.parametrize("stages", [4, 8])
 @pytest.mark.parametrize("microbatches", [8, 32])
 def test_a_split_backward_idles_a_third(stages, microbatches):
-    """Without latency, edge and cloud with equal work: idle time per node, against the fixed order's."""
+    """Idle time per node without latency, edge and cloud with equal work, against the fixed order's."""
     setting = quality.Setting(1, microbatches, stages, 0.5, 0.0)
     fixed, split = quality.fixed(setting), quality.planned(setting, split_backward=True)
     assert split.bubble * split.makespan <= fixed.bubble * fixed.makespan / 3
@@ -63,7 +63,7 @@ def test_a_split_backward_is_near_its_bound(laps):
 
 @pytest.mark.parametrize("laps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_memory_buys_time(laps):
-    """With the fixed order's own peak it is no slower, and each further half of it makes it no slower."""
+    """With the fixed order's own peak it is no slower, and each additional half of it makes it no slower."""
     for stages in (3, 4):
         setting = quality.Setting(laps, 32, stages, 0.5, 2.0)
         fixed = quality.fixed(setting).makespan / quality.bound(setting)

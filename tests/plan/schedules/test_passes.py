@@ -1,4 +1,4 @@
-"""Passes: pure, undone by their inverse, right for any compute order, bounded in buffers."""
+"""Passes: pure, undone by their inverse, right for any compute order, with bounded buffers."""
 
 import pytest
 from brute_force import works
@@ -48,7 +48,7 @@ def test_receives_are_hoisted_as_far_as_buffers_allow():
 
 
 def test_buffers_grow_where_the_order_needs_them():
-    """The edge sends all its forwards before it takes one back: the cloud's results must be waited for meanwhile."""
+    """The edge sends all its forwards before its first receive, so the cloud's results must be received in between."""
     plan = ushape(Topology([1] * 8), 32, receive_buffers=1)
     assert set(buffers_needed(plan)) == set(plan.topology.channels)
     assert 1 <= max(buffers_needed(plan).values()) <= 8
@@ -72,7 +72,7 @@ def test_reduction_pass_is_idempotent_and_leaves_single_replicas_alone():
 
 
 def test_replicas_of_different_order_reduce_at_the_end():
-    """Of a shared edge, one cloud replica may be through with a chunk before another has begun with it."""
+    """With a shared edge, one cloud replica may finish a chunk before another starts it."""
     topology = Topology([1, 1], dp=2, edge_dp=1, laps=2)
     edge = "0F0 2F0 4F0 4B0 2B0 0B0 0F1 2F1 4F1 4B1 2B1 0B1"
     rows = {Node(0, 0): edge, Node(1, 0): "1F0 3F0 3B0 1B0", Node(1, 1): "1F1 3F1 3B1 1B1"}

@@ -1,4 +1,4 @@
-"""The fixed order: every shape is proven, its counts are the published ones, its memory is bounded."""
+"""The fixed order: every shape is proven, warmup counts equal the published ones, memory is bounded."""
 
 import itertools
 
@@ -15,10 +15,10 @@ UNIT = Costs(forward=1.0, backward=2.0)
 @pytest.mark.parametrize("laps", [1, 2])
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_shape_is_proven(stages, laps):
-    """The plans that ushape verifies and returns: every M of 1..12 in both modes under both policies.
+    """Build plans, which ushape verifies: every M of 1..12 in both modes with both policies.
 
-    Of M in 13..32, where orders have long become periodic, each of these shapes (P, laps, mode, policy) has two,
-    ten apart. The next shape has others, so that every M is tried with six shapes or more.
+    For M in 13..32, where orders are periodic, each shape (P, laps, mode, policy) tests two values, ten apart. The next
+    shape tests others, so that every M is tested with at least six shapes.
     """
     topology = Topology([1] * stages, laps=laps)
     for number, (training, policy) in enumerate(itertools.product((True, False), ("dedicated", "paired"))):
@@ -30,7 +30,7 @@ def test_every_shape_is_proven(stages, laps):
 @pytest.mark.parametrize("served", [2, 3, 4])
 @pytest.mark.parametrize("stages", range(2, 9))
 def test_every_shape_of_a_shared_edge_is_proven(stages, served):
-    """Every M up to one more than the replicas served, and two of those to 32 that differ from shape to shape."""
+    """Test every M up to one more than the replicas served, and two up to 32 that differ from shape to shape."""
     shapes = itertools.product((1, 2), (True, False), ("dedicated", "paired"))
     for number, (laps, training, policy) in enumerate(shapes):
         topology = Topology([1] * stages, dp=served, edge_dp=1, laps=laps)
@@ -59,7 +59,7 @@ def test_two_laps_by_hand():
 
 
 def test_a_shared_edge_by_hand():
-    """What the edge does for one replica it does for both in turn; the second has one microbatch less."""
+    """The edge does each action for both replicas in turn; the second has one microbatch less."""
     plan = ushape(Topology([1, 1, 1], dp=2, edge_dp=1), 5)
     head = "0F0 0F1 0F2 0F3 0F4"
     edge = f"{head} 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 0B0 0B1 0B2 0B3 0B4"
@@ -101,7 +101,7 @@ def test_counts(stages, laps, stage, counts):
 @pytest.mark.parametrize("laps", [1, 2])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_no_time_is_lost_without_a_link(stages, laps):
-    """With free links and many microbatches, the edge (laps + 1 chunks of each) is all but always busy."""
+    """With free links and many microbatches, the edge (laps + 1 chunks of each) is almost always busy."""
     microbatches = 48
     for training, work in ((True, 3.0), (False, 1.0)):
         plan = ushape(Topology([1] * stages, laps=laps), microbatches, training=training)

@@ -1,4 +1,4 @@
-"""Simulated times: by hand for small cases, and the link's rules."""
+"""Simulated times: by hand for small cases, and the rules of links."""
 
 import itertools
 
@@ -14,7 +14,7 @@ EDGE, CLOUD = Node(0, 0), Node(1, 0)
 
 
 def forward_plan(microbatches, lanes="dedicated", receive_buffers=9):
-    """Edge first does all heads, then all tails; the cloud one after the other."""
+    """The edge runs all heads first, then all tails; the cloud runs one microbatch after the other."""
     heads, middles, tails = (
         [Action.parse(f"{chunk}F{m}") for m in range(microbatches)] for chunk in range(3)
     )
@@ -55,7 +55,7 @@ def test_latencies_of_messages_overlap():
 
 
 def test_bytes_take_turns_on_the_link():
-    """A message of 40 bytes at 10 bytes/s keeps its direction for 4 s, and arrives 3 s later."""
+    """A message of 40 bytes at 10 bytes/s occupies its direction for 4 s, and arrives 3 s later."""
     costs = Costs(forward=1, backward=0, latency=3, bandwidth=[10, 1e9], bytes=[40, 1])
     timeline = simulate(forward_plan(3), costs)
     assert [times(timeline, f"0SEND_F{m}") for m in range(3)] == [(1, 8), (5, 12), (9, 16)]
@@ -71,7 +71,7 @@ def test_directions_of_a_link_do_not_share():
 
 
 def test_channels_between_two_nodes_share_their_direction():
-    """In training with two stages, activations of chunk 0 and gradients of chunk 2 go the same way."""
+    """In training with two stages, activations of chunk 0 and gradients of chunk 2 have the same direction."""
     costs = Costs(forward=1, backward=1, bandwidth=1, bytes=5)
     timeline = simulate(ushape(Topology([1, 1]), 6), costs)
     upwards = sorted((e.start, e.end) for e in timeline.transfers if e.node == EDGE)
@@ -80,7 +80,7 @@ def test_channels_between_two_nodes_share_their_direction():
 
 
 def test_one_buffer_makes_the_sender_wait():
-    """With one receive buffer, the next message is taken only when the one before has been used."""
+    """With one receive buffer, the next message is received only after the previous one was used."""
     cloud = "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1"
     plan = forward_plan(2)
     plan = plan.with_rows({**plan.rows, CLOUD: [Action.parse(text) for text in cloud.split()]}, "dedicated")
@@ -157,7 +157,7 @@ def test_a_plan_that_cannot_run_is_refused():
 
 
 def test_the_busy_share_of_each_node():
-    """By hand: the edge computes 3 of 9, the cloud 6."""
+    """By hand: the edge computes during 3 of 9, the cloud during 6."""
     timeline = simulate(
         ushape(Topology([1, 1]), 1), Costs(forward=[0.5, 2, 0.5], backward=[1, 4, 1], latency=0)
     )
