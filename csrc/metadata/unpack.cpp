@@ -34,6 +34,7 @@ at::Tensor rebuild_on_host(const Decoded& decoded, bool pinned) {
 }
 
 at::Tensor rebuild(const Decoded& decoded, c10::Device device) {
+  if (device.is_meta()) return at::empty({decoded.bytes}, at::dtype(at::kByte).device(device));
   if (device.is_cpu()) return rebuild_on_host(decoded, false);
   if (has_kernels(device)) return rebuild_on_device(decoded, device);
   // Only pinned memory may be freed while a copy still reads it.

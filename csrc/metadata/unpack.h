@@ -11,7 +11,7 @@ namespace ldt::metadata {
 
 /// The content of a message and its tensors, in the order of the microbatches' forms, as views of
 /// one buffer on `device`. On a device with streams the tensors are ready in order of its current
-/// stream; the host does not wait.
+/// stream; the host does not wait. On the meta device no rows are rebuilt.
 struct Unpacked {
   Content content;
   std::vector<at::Tensor> tensors;

@@ -52,6 +52,21 @@ def test_any_message(message: StepMessage) -> None:
     assert torch.equal(data, pack(opened(data)))
 
 
+@given(messages())
+def test_on_the_meta_device_tensors_have_the_same_specs(message: StepMessage) -> None:
+    data = pack(message)
+    for with_elements, without in zip(
+        opened(data).microbatches, opened(data, "meta").microbatches, strict=True
+    ):
+        assert (with_elements.id, with_elements.hops) == (without.id, without.hops)
+        assert all(tensor.is_meta for tensor in without.tensors.values())
+        assert specs_by_name(with_elements) == specs_by_name(without)
+
+
+def specs_by_name(microbatch: MicrobatchMetadata) -> dict[str, TensorSpec]:
+    return {name: TensorSpec.of(tensor) for name, tensor in microbatch.tensors.items()}
+
+
 def test_a_name_is_its_text() -> None:
     """Compared by value: of most names Python has one object only."""
     mask = torch.ones(2, 3, dtype=torch.int64)

@@ -44,8 +44,10 @@ class Handshake:
         self._shapes = shapes
         self._plans = plans
         self._announcer = announcer
+        # Shapes of hops mostly follow from those of metadata: on the meta device no elements are rebuilt.
+        self._shapes_device = torch.device("cpu" if shapes.reads_values else "meta")
         self._contents: dict[int, bytes] = {}  # the last content from each edge replica
-        self._messages: dict[int, StepMessage | StepCalledOff] = {}  # unpacked anew for each call
+        self._messages: dict[int, StepMessage | StepCalledOff] = {}  # unpacked contents
 
     def open(self, call: Call, upcoming: Call | None = None) -> StepContext:
         """Agree on ``call``; the edge also announces ``upcoming``. A collective call of all ranks.
@@ -68,7 +70,7 @@ class Handshake:
             for replica, edge_message in enumerate(edge_messages)
         ]
         plan = self._agreed_plan(call, messages)
-        keywords = self._keywords(call, messages[mesh.rank_info.edge_replica])
+        keywords = self._keywords(call)
         hops = [
             self._shapes.hops(message, replica, call.training, keywords)
             for replica, message in enumerate(messages)
@@ -76,24 +78,22 @@ class Handshake:
         return StepContext(plan, hops[mesh.rank_info.edge_replica], keywords)
 
     def _read(self, replica: int, edge_message: EdgeMessage) -> None:
-        """Unpack the message, even if its content did not change: chunks may have modified the last tensors."""
+        """Unpack the message, also on the edge that packed it: so all ranks ask the same about shapes."""
         if edge_message.subject is Subject.STEP:
             self._contents[replica] = edge_message.content
-        if replica in self._contents:
-            self._messages[replica] = self._unpacked(replica, torch.device("cpu"))
+            self._messages[replica] = self._unpacked(replica, self._shapes_device)
 
     def _unpacked(self, replica: int, device: torch.device) -> StepMessage | StepCalledOff:
         with torch.inference_mode(False):  # so that chunks may modify the tensors
             return unpack(as_tensor(self._contents[replica]), device)
 
-    def _keywords(self, call: Call, message: StepMessage) -> list[Mapping[str, Any]]:
+    def _keywords(self, call: Call) -> list[Mapping[str, Any]]:
+        """Return the keywords of each microbatch. Metadata are rebuilt for each call, as chunks may modify them."""
         if call.microbatches is not None:
             return [microbatch.kwargs for microbatch in call.microbatches]
-        on_device: StepMessage | StepCalledOff = message
-        if self._mesh.device.type != "cpu":
-            on_device = self._unpacked(self._mesh.rank_info.edge_replica, self._mesh.device)
-        assert isinstance(on_device, StepMessage)
-        return [microbatch.tensors for microbatch in on_device.microbatches]
+        message = self._unpacked(self._mesh.rank_info.edge_replica, self._mesh.device)
+        assert isinstance(message, StepMessage)
+        return [microbatch.tensors for microbatch in message.microbatches]
 
     def _raise_if_called_off(self, replica: int, call: Call, announcement: Announcement | None) -> None:
         """Raise StepRejected if a leader of the edge calls it off."""

@@ -98,7 +98,7 @@ def unpack(
 
     ``data`` may be untrusted: anything but a message of this version raises MetadataError, and at most ``max_elements``
     elements are allocated. On a device the tensors are ready for its current stream; the host does not wait. The
-    tensors share one buffer, which lives as long as any of them.
+    tensors share one buffer, which lives as long as any of them. On the meta device they have shapes and no elements.
     """
     content = unpack_message(
         data,

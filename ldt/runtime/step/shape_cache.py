@@ -73,6 +73,11 @@ class ShapeCache:
         self._heads: LruCache[HopSpecs] = LruCache(CACHE_SIZE)
         self._outputs: LruCache[InferredOutputs] = LruCache(CACHE_SIZE)
 
+    @property
+    def reads_values(self) -> bool:
+        """Whether ``hops`` reads elements of metadata, not only their shapes."""
+        return any(self._reads.values())
+
     def autocast(self) -> str | None:
         """Return the autocast dtype on this rank's device, None if autocast is off."""
         kind = self._mesh.device.type
