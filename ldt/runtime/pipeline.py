@@ -13,7 +13,7 @@ from ldt.plan import Costs, Plan
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.edge_chunks import make_runner
-from ldt.runtime.execution.loss import LossFn, LossReduction
+from ldt.runtime.execution.loss import LossFn, LossOptions, LossReduction
 from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.profile_costs import measure_costs
 from ldt.runtime.execution.step_result import StepResult, StepStats
@@ -99,9 +99,8 @@ class Pipeline:
     ) -> None:
         self._mesh = mesh
         self._weights = WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
-        arguments = PipelineArguments(
-            chunks, plan, plan_factory, loss_fn, loss_reduction, grad_scaler, audit, self._weights
-        )
+        loss = LossOptions(loss_fn, loss_reduction, grad_scaler)
+        arguments = PipelineArguments(chunks, plan, plan_factory, loss, audit, self._weights)
         parts, summary = set_up(mesh, arguments)
         self._plans, self._loss_module = parts.plans, parts.loss_module
         number = mesh.next_pipeline_number()
@@ -116,7 +115,7 @@ class Pipeline:
             announcer = Announcer(mesh, self._shapes, parts.plans, summary.metadata, parts.audit)
         handshake = Handshake(mesh, self._shapes, parts.plans, announcer)
         nan_check = NanCheck(activations=check_finite, gradients=check_finite and not summary.scaled)
-        options = StepOptions(loss_fn, parts.loss_module, loss_reduction, grad_scaler, nan_check, parts.audit)
+        options = StepOptions(loss, parts.loss_module, nan_check, parts.audit)
         self._steps = StepRunner(mesh, number, self._runners, handshake, parts.buffers, options)
 
     @property
@@ -174,10 +173,11 @@ class Pipeline:
             TypeError: A microbatch has the wrong type.
             PlanError: The given plan is for another number of microbatches.
             LdtError: The call is under ``torch.inference_mode``.
-            RemoteStageError: Another rank raised. After one of the errors above, which the edge raises before anything
-                is sent, the pipeline stays usable. After any other failure the text says which rank failed and where,
-                the rank that failed raises its own error, and the mesh can no longer be used.
-                ``connect(share_edge_errors=...)`` decides what other ranks learn of an error on the edge.
+            RemoteStageError: Another rank raised. If a leader of the edge raises one of the errors above, it does so
+                before anything is sent, and the pipeline stays usable. After any other failure, such as one of these
+                errors on the cloud alone, the text says which rank failed and where, the rank that failed raises its
+                own error, and the mesh can no longer be used. ``connect(share_edge_errors=...)`` decides what other
+                ranks learn of an error on the edge.
         """
         return self._steps.run("step", microbatches, upcoming)
 

@@ -7,14 +7,13 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ldt.plan import Plan
 from ldt.runtime.common.peer_messages import as_str_dict, as_str_list
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.execution.grad_hooks import check_gradients
-from ldt.runtime.execution.loss import LossFn, LossReduction, check_reduction, check_scaler
+from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
+from ldt.runtime.execution.loss import LossOptions
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.buffer_sync import BufferSync
 from ldt.runtime.model.data_parallel import check_equal_sharding, check_groups, sharding_of, unwrapped
@@ -141,9 +140,7 @@ class PipelineArguments:
     chunks: Sequence[nn.Module]
     plan: Plan | None
     plan_factory: PlanFactory | None
-    loss_fn: LossFn | None
-    loss_reduction: LossReduction
-    grad_scaler: torch.amp.GradScaler | None
+    loss: LossOptions
     audit: str | Path | None
     weights: WeightOptions
 
@@ -156,23 +153,22 @@ class PipelineParts:
 
     def __init__(self, mesh: Mesh, arguments: PipelineArguments) -> None:
         self.modules = modules = _modules_by_chunk(arguments.chunks, mesh)
-        check_reduction(arguments.loss_reduction)
-        check_scaler(arguments.grad_scaler)
-        self.loss_module = loss_module(arguments.loss_fn) if mesh.is_edge else None
+        arguments.loss.check()
+        self.loss_module = loss_module(arguments.loss.function) if mesh.is_edge else None
         if self.loss_module is not None:
             check_groups("loss_fn", self.loss_module, mesh.rank_info)
-        check_gradients(modules, self.loss_module, mesh, arguments.loss_reduction == "token")
+        check_hooks_and_layers(modules, self.loss_module, mesh, arguments.loss.per_token)
         self.plans = PlanCache(mesh.topology, mesh.lanes, arguments.plan, arguments.plan_factory)
         self.required_equal = {
             "plans": self.plans.digest_of_all(),
-            "values of loss_reduction": arguments.loss_reduction,
+            "values of loss_reduction": arguments.loss.reduction,
             **arguments.weights.required_equal(),
         }
         self.report = SetupReport(
             sharding=sharding_of(modules),
             metadata=[] if mesh.is_edge else metadata_accepted(modules),
             reads=metadata_read_by_output_spec(modules),
-            scaled=arguments.grad_scaler is not None,
+            scaled=arguments.loss.grad_scaler is not None,
         )
         self.weights = WeightChecks(mesh, modules, self.loss_module, arguments.weights)
         self.weights.fill(self.report)

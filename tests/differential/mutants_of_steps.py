@@ -69,7 +69,10 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "hooks on gradients are not checked",
-        ("ldt.runtime.pipeline_setup:check_gradients", "ldt.runtime.execution.step_runner:check_gradients"),
+        (
+            "ldt.runtime.pipeline_setup:check_hooks_and_layers",
+            "ldt.runtime.execution.step_runner:check_hooks_and_layers",
+        ),
         _nothing,
         lambda job: job.has("GradHook", "PostHook") and _changes_gradients(job),
     ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 
 from torch.autograd.graph import Node
 
-__all__ = ["accumulate_grad_nodes", "children", "depth_first", "reachable"]
+__all__ = ["REENTRANT_CHECKPOINT", "accumulate_grad_nodes", "children", "depth_first", "reachable"]
+
+REENTRANT_CHECKPOINT = "CheckpointFunction"  # prefix of the name of its nodes
 
 
 def children(node: Node) -> list[Node]:
@@ -14,12 +16,12 @@ def children(node: Node) -> list[Node]:
     return [child for child, _ in node.next_functions if child is not None]
 
 
-def accumulate_grad_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
-    """The AccumulateGrad nodes reachable from ``nodes``."""
-    return (node for node in reachable(nodes, set()) if node.name().endswith("AccumulateGrad"))
+def accumulate_grad_nodes(starts: Iterable[Node], ends: Container[Node] = ()) -> Iterator[Node]:
+    """The AccumulateGrad nodes that backward runs from ``starts`` up to ``ends``."""
+    return (node for node in reachable(starts, ends) if node.name().endswith("AccumulateGrad"))
 
 
-def reachable(starts: Iterable[Node], ends: set[Node]) -> Iterator[Node]:
+def reachable(starts: Iterable[Node], ends: Container[Node] = ()) -> Iterator[Node]:
     """The nodes that backward runs from ``starts`` up to and including ``ends``."""
     return depth_first(starts, lambda node: () if node in ends else children(node))
 

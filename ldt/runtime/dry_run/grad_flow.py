@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from ldt.runtime.common.autograd_graph import reachable
+from ldt.runtime.common.autograd_graph import REENTRANT_CHECKPOINT, accumulate_grad_nodes, reachable
 from ldt.runtime.common.tensor_spec import HopSpecs
 
 __all__ = ["DryRun", "InferredOutputs", "Reach", "of_loss", "unknown", "used"]
@@ -77,21 +77,22 @@ class DryRun:
 
     def reentrant(self, outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Return the inputs on which alone reentrant checkpoints before ``outputs`` depend."""
-        checkpoints = [node for node in _behind(outputs) if node.name().startswith("CheckpointFunction")]
+        checkpoints = [node for node in _behind(outputs) if node.name().startswith(REENTRANT_CHECKPOINT)]
         return tuple(sorted({i for node in checkpoints for i in self._only_by(node)}))
 
     def _only_by(self, start: Node | None) -> tuple[int, ...]:
         """Return the inputs that a node depends on, none if it depends on parameters as well."""
         if start is None:
             return ()
-        nodes = set(reachable([start], set(self.inputs.values())))
-        if any(node.name().endswith("AccumulateGrad") for node in nodes):
+        ends = set(self.inputs.values())
+        if any(accumulate_grad_nodes([start], ends)):
             return ()
+        nodes = set(reachable([start], ends))
         return tuple(i for i, node in self.inputs.items() if node in nodes)
 
     def _is_whole(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether the run took all branches, as far as one can tell: it used every parameter."""
-        leaves = [getattr(node, "variable", None) for node in _behind(outputs)]
+        leaves = [node.variable for node in accumulate_grad_nodes(_roots(outputs))]  # type: ignore[attr-defined]
         variables = {id(variable) for variable in (*leaves, *outputs)}
         return not self.state_changed and all(id(parameter) in variables for parameter in self.parameters)
 
@@ -139,4 +140,8 @@ def used(
 
 
 def _behind(outputs: Sequence[torch.Tensor]) -> set[Node]:
-    return set(reachable([output.grad_fn for output in outputs if output.grad_fn is not None], set()))
+    return set(reachable(_roots(outputs)))
+
+
+def _roots(outputs: Sequence[torch.Tensor]) -> list[Node]:
+    return [output.grad_fn for output in outputs if output.grad_fn is not None]

@@ -27,7 +27,7 @@ __all__ = ["ChunkRunner"]
 
 
 @dataclass
-class _InFlight:
+class _Graph:
     """What a forward keeps for its backward: the roots and, once computed, the gradients of the inputs."""
 
     roots: list[GradientEdge | None]
@@ -50,7 +50,7 @@ class _AttachInputs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, graph: _InFlight, anchor: torch.Tensor, *tensors: torch.Tensor
+        ctx: Any, graph: _Graph, anchor: torch.Tensor, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.graph = graph
         ctx.set_materialize_grads(False)
@@ -71,7 +71,7 @@ _attach: Callable[..., tuple[torch.Tensor, ...]] = _AttachInputs.apply
 
 
 class ChunkRunner:
-    """Runs the forward and the backward of one chunk for any number of microbatches in flight.
+    """Runs the forward and the backward of one chunk for any number of microbatches at once.
 
     With ``free_outputs`` the runner keeps only the graph of an output after the forward, not its memory: the caller
     owns the returned tensors. Inputs and outputs are this rank's ``shards`` of tensors that are split over its node.
@@ -81,7 +81,6 @@ class ChunkRunner:
         self,
         index: int,
         module: nn.Module,
-        device: torch.device,
         free_outputs: bool,
         shards: NodeShards | None = None,
         sync: GradientSync | None = None,
@@ -95,7 +94,7 @@ class ChunkRunner:
         self._shards = shards or NodeShards()
         self._keywords = keywords_of(module)
         self.declares = declares(module)
-        self._graphs: dict[int, _InFlight] = {}
+        self._graphs: dict[int, _Graph] = {}
         self._watch = FunctionWatch(module)
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -189,7 +188,7 @@ class ChunkRunner:
         """Turn tensors received over a hop that carries ``specs`` into inputs of a new graph."""
         if not (torch.is_grad_enabled() and any(spec.requires_grad for spec in specs)):
             return self._whole(tensors, specs)
-        graph = _InFlight([], specs)
+        graph = _Graph([], specs)
         self._graphs[microbatch] = graph
         inputs = _attach(graph, self._anchor, *tensors)
         graph.input_edges = [get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
@@ -198,11 +197,11 @@ class ChunkRunner:
     def detach_outputs(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Keep the graph of ``outputs`` for the backward and return detached tensors for the next chunk.
 
-        They share the memory of the outputs; ``in_flight`` says who else may refer to it.
+        They share the memory of the outputs; ``own_memory`` says who else may refer to it.
         """
         detached = [output.detach() for output in outputs]
         if torch.is_grad_enabled():
-            graph = self._graphs.setdefault(microbatch, _InFlight([]))
+            graph = self._graphs.setdefault(microbatch, _Graph([]))
             graph.roots = [get_gradient_edge(o) if o.requires_grad else None for o in outputs]
             graph.outputs = [] if self._free_outputs else list(detached)
         return detached
@@ -213,7 +212,8 @@ class ChunkRunner:
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
 
     @property
-    def in_flight(self) -> int:
+    def num_graphs(self) -> int:
+        """The number of forwards whose backward is still to come."""
         return len(self._graphs)
 
     def drop(self) -> None:

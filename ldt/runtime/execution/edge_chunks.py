@@ -85,7 +85,7 @@ def make_runner(
     kind = {0: HeadRunner, mesh.topology.tail: TailRunner}.get(index, ChunkRunner)
     shared = mesh.topology.served > 1 and not mesh.is_edge
     sync = GradientSync(module, divisor=mesh.topology.edge_dp if shared else None)
-    runner = kind(index, module, mesh.device, free_outputs, mesh.shards, sync, aliasing)
+    runner = kind(index, module, free_outputs, mesh.shards, sync, aliasing)
     if isinstance(runner, TailRunner):
         runner.loss_module = loss_module
     return runner

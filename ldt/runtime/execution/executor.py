@@ -19,7 +19,7 @@ from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, backward_specs,
 from ldt.runtime.execution.absent_grads import AbsentGrads, pack_grads, unpack_grads
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
-from ldt.runtime.execution.grad_reduce import GradReduction, refuse_sparse_gradient
+from ldt.runtime.execution.grad_reduce import GradReduction, check_sparse_gradient
 from ldt.runtime.execution.in_flight import InFlightTensors, own_memory, self_overlapping
 from ldt.runtime.execution.recorder import Entry, Recorder
 from ldt.runtime.execution.run_ahead import RunAheadLimit
@@ -94,7 +94,7 @@ class Executor:
             self._stash.clear()
             self._outbox.clear()
             self._in_flight_tensors.clear()
-        assert not any(runner.in_flight for runner in self._runners.values()), "a graph was left behind"
+        assert not any(runner.num_graphs for runner in self._runners.values()), "a graph was left behind"
 
     def error_context(self) -> str:
         """This node's row around the current action, which is marked."""
@@ -204,7 +204,7 @@ class Executor:
     def _separate_gradients(self, chunk: int) -> None:
         of_chunk = (parameter for _, parameter in self._runners[chunk].named_parameters())
         for parameter in self._gradients.separate(chunk, of_chunk):
-            refuse_sparse_gradient(parameter, self._mesh, f"the gradients of chunk {chunk}")
+            check_sparse_gradient(parameter, self._mesh, f"the gradients of chunk {chunk}")
 
     def _check_divergence(self, hop: int, direction: Direction, microbatch: int, tensors: list[Any]) -> None:
         """Raise LdtError on all ranks of the node if tensors that should be equal on them differ."""

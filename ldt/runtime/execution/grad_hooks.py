@@ -10,19 +10,19 @@ from torch import nn
 
 from ldt._torch_private import backward_optimizers, grad_hooks, with_grad_hooks
 from ldt.runtime.common.redact import InputValueError
-from ldt.runtime.execution.grad_reduce import is_reduced_elsewhere, refuse_sparse_layers
+from ldt.runtime.execution.grad_reduce import check_sparse_layers, is_reduced_elsewhere
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.module_state import all_submodules
 
-__all__ = ["check_gradients"]
+__all__ = ["check_hooks_and_layers"]
 
 _WRAPPERS = ("torch.distributed", "torch.nn.parallel")  # their hooks are not the user's
 
 
-def check_gradients(
+def check_hooks_and_layers(
     modules: Mapping[int, nn.Module], loss_module: nn.Module | None, mesh: Mesh, per_token: bool
 ) -> None:
-    """Check the parameters of the chunks and of the loss.
+    """Check the hooks on parameters, and the layers, of the chunks and of the loss.
 
     A hook sees what a microbatch adds (or, after accumulation, the sum so far), as in the whole model. It would see
     other values where the step divides gradients at its end (``per_token``) or reduces them over replicas.
@@ -36,7 +36,7 @@ def check_gradients(
     owners = {f"chunk {index}": module for index, module in modules.items()}
     if loss_module is not None:
         owners["loss_fn"] = loss_module
-    refuse_sparse_layers(owners, mesh)
+    check_sparse_layers(owners, mesh)
     for owner, module in owners.items():
         for parameter in _hooked(module):
             reduced = replicated and not is_reduced_elsewhere(parameter, mesh)

@@ -18,9 +18,9 @@ from ldt.runtime.model.module_state import all_submodules
 __all__ = [
     "EarlierGradients",
     "GradReduction",
+    "check_sparse_gradient",
+    "check_sparse_layers",
     "is_reduced_elsewhere",
-    "refuse_sparse_gradient",
-    "refuse_sparse_layers",
 ]
 
 
@@ -45,7 +45,7 @@ class GradReduction:
         buckets: dict[tuple[torch.dtype, torch.device], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.requires_grad and not is_reduced_elsewhere(parameter, mesh):
-                refuse_sparse_gradient(parameter, mesh, what)
+                check_sparse_gradient(parameter, mesh, what)
                 buckets.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         reduced = [parameter for bucket in buckets.values() for parameter in bucket]
         self._versions = [(p, p.grad, None if p.grad is None else p.grad._version) for p in reduced]
@@ -128,7 +128,7 @@ def is_reduced_elsewhere(parameter: torch.Tensor, mesh: Mesh) -> bool:
     return isinstance(parameter, DTensor) and mesh.rank_info.spans_replicas(parameter.device_mesh)
 
 
-def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
+def check_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
     """Raise ValueError for a layer whose sparse gradient would have to be averaged. Keys name the ``modules``."""
     if mesh.topology.replicas(mesh.stage) == 1:
         return
@@ -145,7 +145,7 @@ def refuse_sparse_layers(modules: Mapping[str, nn.Module], mesh: Mesh) -> None:
                 )
 
 
-def refuse_sparse_gradient(parameter: nn.Parameter, mesh: Mesh, what: str) -> None:
+def check_sparse_gradient(parameter: nn.Parameter, mesh: Mesh, what: str) -> None:
     """Raise LdtError if the gradient of ``parameter`` is sparse and would have to be averaged."""
     grad = parameter.grad
     sparse = grad is not None and grad.layout is not torch.strided

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -17,26 +18,38 @@ from ldt.runtime.model.loss_module import check_trained_leaves
 from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import Call
 
-__all__ = ["LossFn", "LossReduction", "StepLoss", "TokenScale", "check_reduction", "check_scaler"]
+__all__ = ["LossFn", "LossOptions", "LossReduction", "StepLoss", "TokenScale"]
 
 _COUNT = struct.Struct("<d")  # number of tokens, on the wire
 LossReduction = Literal["mean", "token"]
 LossFn = Callable[[Any, Any], Any]
 
 
-def check_reduction(reduction: str) -> None:
-    """Raise ValueError for anything but a LossReduction."""
-    if reduction not in get_args(LossReduction):
-        raise InputValueError(f"loss_reduction must be 'mean' or 'token', got {reduction!r}")
+@dataclass(frozen=True)
+class LossOptions:
+    """The arguments of ``Pipeline`` about the loss. ``function`` and ``grad_scaler`` are needed on the edge only."""
 
+    function: LossFn | None
+    reduction: LossReduction
+    grad_scaler: torch.amp.GradScaler | None
 
-def check_scaler(scaler: object) -> None:
-    """Raise TypeError for torch's own GradScaler, which does not see overflows on other stages."""
-    if scaler is not None and not hasattr(scaler, "over_stages"):
-        raise InputTypeError(
-            f"grad_scaler must be an ldt.GradScaler, got {type(scaler).__name__}: make ldt.GradScaler(mesh) with the "
-            "same options on every rank"
-        )
+    def check(self) -> None:
+        """Raise ValueError for an unknown reduction, and TypeError for torch's own GradScaler.
+
+        That one does not see overflows on other stages.
+        """
+        if self.reduction not in get_args(LossReduction):
+            raise InputValueError(f"loss_reduction must be 'mean' or 'token', got {self.reduction!r}")
+        if self.grad_scaler is not None and not hasattr(self.grad_scaler, "over_stages"):
+            raise InputTypeError(
+                f"grad_scaler must be an ldt.GradScaler, got {type(self.grad_scaler).__name__}: make "
+                "ldt.GradScaler(mesh) with the same options on every rank"
+            )
+
+    @property
+    def per_token(self) -> bool:
+        """Whether gradients are divided by the number of tokens at the end of the step."""
+        return self.reduction == "token"
 
 
 class StepLoss:

@@ -26,7 +26,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ldt._torch_private import recompute_once
 from ldt.errors import LdtError
-from ldt.runtime.common.autograd_graph import accumulate_grad_nodes, children, depth_first, reachable
+from ldt.runtime.common.autograd_graph import (
+    REENTRANT_CHECKPOINT,
+    accumulate_grad_nodes,
+    children,
+    depth_first,
+    reachable,
+)
 from ldt.runtime.execution.side_effects import FunctionWatch, SecondPart
 
 __all__ = ["Start", "WeightPart", "backward_input"]
@@ -36,7 +42,7 @@ Start = tuple[torch.Tensor | GradientEdge, torch.Tensor]  # a root of a backward
 _UNSPLITTABLE = {
     "CompiledFunction": "a compiled function",
     "RegisterPostBackwardFunction": "fully_shard",
-    "CheckpointFunction": "torch.utils.checkpoint with use_reentrant=True",
+    REENTRANT_CHECKPOINT: "torch.utils.checkpoint with use_reentrant=True",
 }
 _Grads = tuple[torch.Tensor | None, ...]  # the gradients that flow into a node, one per output
 

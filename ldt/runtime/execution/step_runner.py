@@ -13,9 +13,9 @@ from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.executor import Executor
-from ldt.runtime.execution.grad_hooks import check_gradients
+from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.grad_reduce import EarlierGradients
-from ldt.runtime.execution.loss import LossFn, LossReduction, StepLoss, TokenScale
+from ldt.runtime.execution.loss import LossOptions, StepLoss, TokenScale
 from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.recorder import Recorder
 from ldt.runtime.execution.step_result import StepResult, StepStats
@@ -37,12 +37,10 @@ __all__ = ["StepOptions", "StepRunner"]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the arguments of ``Pipeline`` say about its steps. ``loss_module`` has the parameters of ``loss_fn``."""
+    """What the arguments of ``Pipeline`` say about its steps. ``loss_module`` has the parameters of the loss."""
 
-    loss_fn: LossFn | None
+    loss: LossOptions
     loss_module: nn.Module | None
-    loss_reduction: LossReduction
-    grad_scaler: torch.amp.GradScaler | None
     nan_check: NanCheck
     audit: Audit | None
 
@@ -141,8 +139,8 @@ class StepRunner:
             raise LdtError("step() computes gradients and cannot run under torch.inference_mode(): leave it")
         options = self._options
         modules = {index: runner.module for index, runner in self._runners.items()}
-        check_gradients(modules, options.loss_module, self._mesh, options.loss_reduction == "token")
-        if self._mesh.is_edge and options.loss_fn is None:
+        check_hooks_and_layers(modules, options.loss_module, self._mesh, options.loss.per_token)
+        if self._mesh.is_edge and options.loss.function is None:
             raise InputValueError("step() needs a loss on the edge: give Pipeline(..., loss_fn=...) there")
 
     def _parse(self, mode: Mode, microbatches: Any) -> list[Microbatch] | None:
@@ -171,27 +169,27 @@ class StepRunner:
         return step
 
     def _step_loss(self, num_microbatches: int) -> StepLoss | None:
-        options = self._options
-        if options.loss_fn is None:
+        loss = self._options.loss
+        if loss.function is None:
             return None
         optional: dict[str, Any] = {}
-        if options.grad_scaler is not None:
-            optional["scale"] = options.grad_scaler.scale
+        if loss.grad_scaler is not None:
+            optional["scale"] = loss.grad_scaler.scale
         if self._changes_gradients:
             optional["trained"] = set(map(id, self.parameters()))
-        return StepLoss(options.loss_fn, options.loss_reduction, num_microbatches, **optional)
+        return StepLoss(loss.function, loss.reduction, num_microbatches, **optional)
 
     @property
     def _changes_gradients(self) -> bool:
         """Whether a step divides or reduces gradients after its backwards."""
-        return self._options.loss_reduction == "token" or self._mesh.topology.dp > 1
+        return self._options.loss.per_token or self._mesh.topology.dp > 1
 
     def _execute(self, executor: Executor, step: StepState, call: Call) -> None:
         training = step.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             scale: TokenScale | None = None
             earlier = EarlierGradients(self.parameters() if training and self._changes_gradients else ())
-            if training and self._options.loss_reduction == "token":
+            if training and self._options.loss.per_token:
                 scale = TokenScale(self._mesh.edge_broadcast, call, self.parameters(), self._options.audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
                     step.token_scale = scale

@@ -80,7 +80,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
         self._known = threading.Event()
-        self._stop = threading.Event()
+        self._poll_ended = threading.Event()
         self.on_exit: Callable[[], None] = self.close  # called at interpreter exit unless closed by then
         self._thread = threading.Thread(target=self._run, name="ldt-watchdog", daemon=True)
         self._thread.start()
@@ -122,7 +122,7 @@ class Watchdog:
         """Stop the thread. If it is blocked on the store, shut its connection down after two seconds."""
         _running.discard(self)
         self._closed.set()
-        self._stop.set()
+        self._poll_ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS)
             if self._thread.is_alive():
@@ -147,7 +147,7 @@ class Watchdog:
             if self._first is not None:
                 return self._first
             self._first = report
-        self._stop.set()
+        self._poll_ended.set()
         atexit.register(_freeze)
         try:
             self._on_failure(report)
@@ -184,7 +184,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         lost_since: float | None = None
-        while not self._stop.wait(POLL_SECONDS):
+        while not self._poll_ended.wait(POLL_SECONDS):
             asked = time.monotonic()
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None

@@ -95,7 +95,7 @@ def as_unsplit() -> None:
         (toy_loss(nn.Sequential(*whole)(inputs), target) / len(batch)).backward()
     with ldt.connect(topology, ranks=range(2)) as mesh:
         pipeline, given = build(mesh, chunks), batch if mesh.is_edge else None
-        with mock.patch("ldt.runtime.execution.step_runner.check_gradients") as looked:
+        with mock.patch("ldt.runtime.execution.step_runner.check_hooks_and_layers") as looked:
             pipeline.step(given, upcoming=given)
         assert looked.call_count == 1, "they are looked for once in a step"
         assert assert_equal_grads(mesh, chunks, whole) > 0

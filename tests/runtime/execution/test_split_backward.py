@@ -23,7 +23,7 @@ from ldt.plan import Action, Kind, Plan, ushape
 from ldt.plan.schedules.passes import add_communication, remove_communication
 from ldt.runtime.common.tensor_spec import specs_of
 from ldt.runtime.execution.chunk_runner import ChunkRunner
-from ldt.runtime.execution.grad_hooks import check_gradients
+from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.side_effects import FunctionWatch
 from ldt.runtime.execution.step_state import StepState
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
@@ -169,7 +169,7 @@ def run(runner: ChunkRunner, split: bool, free_outputs: bool, leaves: bool = Tru
             found += runner.backward(WORK, index, grad)
     for index in range(2 if split else 0):
         runner.backward_weight(WORK, index)
-    assert runner.in_flight == 0
+    assert runner.num_graphs == 0
     return [torch.empty(0) if grad is None else grad for grad in found]
 
 
@@ -179,7 +179,7 @@ def test_gradients_are_those_of_a_whole_backward(name: str, free_outputs: bool) 
     torch.manual_seed(0)
     module = MODULES[name]()
     twin = copy.deepcopy(module)
-    one, other = (ChunkRunner(1, m, torch.device("cpu"), free_outputs) for m in (module, twin))
+    one, other = (ChunkRunner(1, m, free_outputs) for m in (module, twin))
     expected, got = run(other, False, free_outputs), run(one, True, free_outputs)
     assert len(expected) == 2
     assert list(map(torch.equal, expected, got)) == [True] * 2
@@ -201,7 +201,7 @@ class Counted(nn.Linear):
 )
 def test_a_checkpoint_is_recomputed_once_in_each_part() -> None:
     layers = [Counted(16, 16) for _ in range(8)]
-    runner = ChunkRunner(1, Checkpointed(block=nn.Sequential(*layers)), torch.device("cpu"), True)
+    runner = ChunkRunner(1, Checkpointed(block=nn.Sequential(*layers)), True)
     run(runner, True, True)
     assert [layer.calls for layer in layers] == [2 * (1 + 2)] * 8, (
         "two microbatches, one forward, two recomputed"
@@ -217,7 +217,7 @@ CANNOT = {compiled: "a compiled function", lambda: Checkpointed(True): "use_reen
 
 @pytest.mark.parametrize("make", CANNOT)
 def test_what_cannot_be_split_says_so(make: Callable[[], nn.Module]) -> None:
-    runner = ChunkRunner(7, make(), torch.device("cpu"), True)
+    runner = ChunkRunner(7, make(), True)
     with pytest.raises(LdtError) as caught:
         run(runner, True, True)
     assert f"chunk 7 ({type(runner.module).__name__}): its backward cannot be split" in str(caught.value)
@@ -274,7 +274,7 @@ def test_functions_that_accumulate_run_once(how: str) -> None:
         torch.manual_seed(0)
         made.append(nn.Sequential(Fused(how), Fused(how)))
     module, twin = made
-    one, other = (ChunkRunner(1, m, torch.device("cpu"), True) for m in (module, twin))
+    one, other = (ChunkRunner(1, m, True) for m in (module, twin))
     for _ in range(2):
         expected, got = run(other, False, True), run(one, True, True, how == "returned")
         assert all(map(torch.equal, expected, got))
@@ -290,7 +290,7 @@ def test_functions_that_accumulate_run_once(how: str) -> None:
     [("of another", "other.grad"), ("buffer", "amax"), ("another buffer", "amax")],
 )
 def test_functions_that_would_change_something_twice(how: str, changed: str) -> None:
-    runner = ChunkRunner(7, Fused(how), torch.device("cpu"), True)
+    runner = ChunkRunner(7, Fused(how), True)
     with pytest.raises(LdtError) as caught:
         run(runner, True, True)
     assert "chunk 7 (Fused): its backward cannot be split" in str(caught.value)
@@ -313,7 +313,7 @@ def test_a_look_at_many_parameters_is_cheap() -> None:
     sys.setprofile(count)
     try:
         watch.begin().check([])
-        check_gradients({0: module}, None, mesh, per_token=True)
+        check_hooks_and_layers({0: module}, None, mesh, per_token=True)
     finally:
         sys.setprofile(None)
     assert calls < 100
@@ -322,7 +322,7 @@ def test_a_look_at_many_parameters_is_cheap() -> None:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("end", ["run", "drop"])
 def test_the_graph_goes_with_its_second_part(end: str) -> None:
-    runner = ChunkRunner(1, nn.Sequential(Block(), nn.Linear(16, 16)), torch.device("cpu"), True)
+    runner = ChunkRunner(1, nn.Sequential(Block(), nn.Linear(16, 16)), True)
     x = torch.randn(2, 8, 16)
     (output,) = runner.detach_outputs(0, runner.forward(WORK, 0, [x], specs_of([x.requires_grad_()])))
     held = weakref.ref(x.untyped_storage())

@@ -65,7 +65,7 @@ def test_hooks_and_checkpoints_that_would_change_something_twice(how: str, chang
     module = Noting(how)
     if how == "grad":
         module.linear.bias.grad = torch.zeros(16)
-    runner = ChunkRunner(7, module, torch.device("cpu"), True)
+    runner = ChunkRunner(7, module, True)
     with pytest.raises(LdtError, match=rf"^chunk 7 \(Noting\): .* it changes ({changed}) itself"):
         run(runner, True, True, leaves=False)
 
@@ -78,7 +78,7 @@ def test_hooks_that_change_something_in_one_part() -> None:
         module = Noting("no parameter")
         module.linear.weight.register_hook(module.count)
         made.append(module)
-    one, other = (ChunkRunner(1, m, torch.device("cpu"), True) for m in made)
+    one, other = (ChunkRunner(1, m, True) for m in made)
     assert all(map(torch.equal, run(one, False, True), run(other, True, True)))
     for mine, theirs in zip(made[0].buffers(), made[1].buffers(), strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -92,4 +92,4 @@ def test_what_a_hook_raises_stays_what_it_is() -> None:
 
     module.weight.register_hook(refuse)
     with pytest.raises(NonFiniteError, match=r"^not finite$"):
-        run(ChunkRunner(1, module, torch.device("cpu"), True), True, True)
+        run(ChunkRunner(1, module, True), True, True)
