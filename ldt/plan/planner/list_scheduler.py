@@ -1,8 +1,8 @@
 """Schedules a step by simulating it: a free node takes the first ready and allowed action of its priority list.
 
-Clock, links and receive buffers are those of ``ldt.plan.sim.engine`` with dedicated lanes, so the times are the
-simulated ones, except for which of two simultaneous messages takes a link first. Microbatches pass each chunk in
-order, so counters are the whole state. That makes it fast enough to try many policies.
+Clock and links are those of the engine (``ldt.plan.sim.link``), receive buffers those of its dedicated lanes. So the
+times are the simulated ones, except for which of two simultaneous messages takes a link first. Microbatches pass each
+chunk in order, so counters are the whole state. That makes it fast enough to try many policies.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from ldt.plan.action import Kind
 from ldt.plan.planner.policy import Policy, Schedule, Scheduled
 from ldt.plan.planner.replica_costs import ReplicaCosts
 from ldt.plan.planner.scheduler_state import ChunkState, NodeState, Queue, scheduler_state
+from ldt.plan.sim.link import EventQueue
 
 __all__ = ["schedule"]
 
@@ -30,11 +31,11 @@ class _Scheduler:
         self.nodes = scheduler_state(costs, num_microbatches, policy)
         self.split = costs.weight is not None
         self.buffers = num_microbatches if policy.limits.buffers is None else policy.limits.buffers
-        self.heap: list[tuple[float, int, Kind, ChunkState | Queue]] = []
-        self.sequence = 0
+        self.events = EventQueue()  # what happens is the end of an action of that kind
+        self.push = self.events.push
 
     def run(self) -> Schedule:
-        heap, nodes = self.heap, self.nodes
+        heap, nodes = self.events.heap, self.nodes
         resolution = self.costs.critical_path * _RESOLUTION
         now, makespan, left = 0.0, 0.0, self.costs.num_chunks * self.total * (3 if self.split else 2)
         free = {0}
@@ -55,7 +56,7 @@ class _Scheduler:
                     left -= 1
                     makespan = now
                     self._finish(subject, kind, now)
-                elif kind.is_receive:
+                elif kind is subject.kind:  # a receive
                     subject.arrived += 1
                     if kind is Kind.RECV_F:
                         subject.receiver.count_inputs()
@@ -70,10 +71,6 @@ class _Scheduler:
             max(node.peak for node in self.nodes if node.stage == s) for s in range(self.costs.num_stages)
         ]
 
-    def _push(self, time: float, kind: Kind, subject: ChunkState | Queue) -> None:
-        self.sequence += 1  # first come, first served at equal times
-        heapq.heappush(self.heap, (time, self.sequence, kind, subject))
-
     # -- nodes -----------------------------------------------------------------------------------------------
 
     def _dispatch(self, node: NodeState, now: float) -> None:
@@ -84,7 +81,7 @@ class _Scheduler:
                 seconds, microbatch = self._start(state, kind)
                 node.busy = True
                 node.scheduled.append(Scheduled(now + seconds, state.chunk, kind, microbatch))
-                self._push(now + seconds, kind, state)
+                self.push(now + seconds, kind, state)
                 return
 
     def _is_ready(self, state: ChunkState, kind: Kind) -> bool:
@@ -161,7 +158,7 @@ class _Scheduler:
 
     def _on_sent(self, queue: Queue, now: float) -> None:
         queue.leaving = False
-        self._push(now + queue.latency, queue.kind, queue)
+        self.push(now + queue.latency, queue.kind, queue)
         self._transfer(queue, now)
 
     def _transfer(self, queue: Queue, now: float) -> None:
@@ -169,9 +166,10 @@ class _Scheduler:
             if queue.started >= queue.used + self.buffers:
                 return
             queue.started += 1
-            if queue.occupancy == 0:
-                self._push(now + queue.latency, queue.kind, queue)
-                continue
-            queue.leaving = True
-            queue.link[0] = max(now, queue.link[0]) + queue.occupancy
-            self._push(queue.link[0], Kind.SEND_F if queue.kind is Kind.RECV_F else Kind.SEND_B, queue)
+            link = queue.link
+            link.take(now, queue.occupancy)
+            if link.free_at > now:
+                queue.leaving = True
+                self.push(link.free_at, Kind.SEND_F if queue.kind is Kind.RECV_F else Kind.SEND_B, queue)
+            else:
+                self.push(now + queue.latency, queue.kind, queue)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from ldt.plan.action import Kind
 from ldt.plan.planner.policy import Policy, Scheduled
 from ldt.plan.planner.replica_costs import ReplicaCosts
+from ldt.plan.sim.link import Link
 
 __all__ = ["ChunkState", "NodeState", "Queue", "scheduler_state"]
 
@@ -42,7 +43,7 @@ class Queue:
     )  # fmt: skip
 
     def __init__(
-        self, receiver: ChunkState, kind: Kind, link: list[float], occupancy: float, latency: float
+        self, receiver: ChunkState, kind: Kind, link: Link, occupancy: float, latency: float
     ) -> None:
         self.receiver, self.kind = receiver, kind  # of its receives
         self.link, self.occupancy, self.latency = link, occupancy, latency
@@ -119,11 +120,11 @@ def scheduler_state(costs: ReplicaCosts, num_microbatches: int, policy: Policy) 
 
 def _connect(costs: ReplicaCosts, states: Mapping[int, ChunkState]) -> None:
     """Add the channels of one cloud replica. ``states`` are by chunk."""
-    links: dict[tuple[int, int], list[float]] = {}
+    links: dict[tuple[int, int], Link] = {}
     for hop, (occupancy, latency) in enumerate(zip(costs.occupancy, costs.latency, strict=True)):
         below, above = states[hop], states[hop + 1]
         to, back = (
-            links.setdefault(ends, [0.0])
+            links.setdefault(ends, Link())
             for ends in (
                 (below.node.number, above.node.number),
                 (above.node.number, below.node.number),

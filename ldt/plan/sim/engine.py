@@ -14,15 +14,16 @@ The engine ignores dependencies within a node: verify checks beforehand that the
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ldt.plan.action import Action
 from ldt.plan.costs import Costs
 from ldt.plan.message import Message, message_into, message_out_of
 from ldt.plan.plan import Plan
+from ldt.plan.sim.link import EventQueue
 from ldt.plan.sim.network import Flow, LaneQueue, Network
 from ldt.topology import LanePolicy, Node
 
@@ -121,15 +122,15 @@ class _Engine:
         self._barriers: dict[Hashable, _Barrier] = {}
         self._waiting: dict[Flow, _Worker] = {}
         self._workers = [_Worker(node, list(self._steps_of(node))) for node in plan.rows]
-        self._heap: list[tuple[float, int, Callable[[Any, float], None], Any]] = []
-        self._sequence = 0
+        self._events = EventQueue()  # what happens is a method of this class
+        self._push = self._events.push
         self._result = Run()
 
     def run(self) -> Run:
         for worker in self._workers:
             self._advance(worker, 0.0)
-        while self._heap:
-            now, _, handle, subject = heapq.heappop(self._heap)
+        while self._events.heap:
+            now, _, handle, subject = heapq.heappop(self._events.heap)
             handle(subject, now)
         self._result.stuck = dict(self._find_stuck())
         return self._result
@@ -163,11 +164,6 @@ class _Engine:
         return self._barriers.setdefault(key, _Barrier(self._plan.topology.replicas(node.stage)))
 
     # -- running ---------------------------------------------------------------------------------------------
-
-    def _push(self, time: float, handle: Callable[[Any, float], None], subject: object) -> None:
-        # The number serves equal times first come, first served, and the heap never compares handles.
-        self._sequence += 1
-        heapq.heappush(self._heap, (time, self._sequence, handle, subject))
 
     def _advance(self, worker: _Worker, now: float) -> None:
         steps = worker.steps
@@ -213,8 +209,7 @@ class _Engine:
             return
         if receiver is not None and (not receiver.flows or receiver.flows[0] is not flow):
             return
-        flow.start = max(now, link.free_at)
-        link.free_at = flow.start + occupancy
+        flow.start = link.take(now, occupancy)
         self._push(link.free_at, self._on_sent, flow)
 
     def _on_sent(self, flow: Flow, now: float) -> None:

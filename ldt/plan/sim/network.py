@@ -7,18 +7,10 @@ from typing import NamedTuple
 
 from ldt.plan.costs import Costs
 from ldt.plan.message import Message
+from ldt.plan.sim.link import Link
 from ldt.topology import Channel, Direction, LanePolicy, Node, Topology, lanes
 
 __all__ = ["Flow", "LaneQueue", "Network"]
-
-
-class Link:
-    """One direction between two nodes, which carries one message at a time."""
-
-    __slots__ = ("free_at",)
-
-    def __init__(self) -> None:
-        self.free_at = 0.0
 
 
 class LaneQueue:
