@@ -1,4 +1,4 @@
-"""What is between two stages: lanes, ways of transfer, and what crosses."""
+"""Pictures of the link between two stages: lanes, transfer modes, and what crosses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ _STAYS = ("samples", "labels", "losses and outputs", "first and last layers", "t
 def lanes() -> str:
     """Two dedicated lanes between an edge of one rank and a stage of two."""
     d = Drawing(880, 270, "Lanes between two stages")
-    d.box(20, 44, 190, 190, EDGE)
-    d.box(620, 44, 240, 190, CLOUD)
-    d.label(115, 24, "edge", bold=True)
-    d.label(740, 24, "stage 1: two ranks", bold=True)
+    d.sites(190, (20, 190, "edge"), (620, 240, "stage 1: two ranks"))
     d.named_box(50, 114, 120, 50, "rank 0", "#ffffff", BLUE)
     d.named_box(650, 74, 120, 50, "rank 1, leader", "#ffffff", GREEN)
     d.named_box(720, 164, 120, 50, "rank 2", "#ffffff", GREEN)
@@ -45,7 +42,7 @@ def _lane(d: Drawing, y: float, name: str, messages: tuple[str, ...], colour: st
 
 
 def transfers() -> str:
-    """The ways of a message from a stage of two ranks to another."""
+    """The paths of a message from a stage of two ranks to another."""
     d = Drawing(880, 250, "Ways of transfer: leader, scatter, direct")
     ways = (
         ("leader", "all, then broadcast", ((0, 0),), ("1", ""), True),
@@ -74,12 +71,9 @@ def transfers() -> str:
 
 
 def crossing() -> str:
-    """What goes over the link, which way, and what does not."""
+    """What crosses the link, in which direction, and what stays on the edge."""
     d = Drawing(880, 300, "What crosses the link and what stays on the edge")
-    d.box(20, 44, 220, 236, EDGE)
-    d.box(660, 44, 200, 236, CLOUD)
-    d.label(130, 24, "edge", bold=True)
-    d.label(760, 24, "cloud", bold=True)
+    d.sites(236, (20, 220, "edge"), (660, 200, "cloud"))
     d.label(130, 68, "stays here", colour=GREY, size=13)
     for index, text in enumerate(_STAYS):
         d.named_box(40, 84 + 38 * index, 180, 28, text, "#ffffff", BLUE)

@@ -1,4 +1,4 @@
-"""A few shapes as SVG text. The same calls give the same bytes on every machine, so pictures can be compared."""
+"""Draws a few shapes as SVG text. The same calls give the same bytes everywhere, so pictures can be compared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Drawing:
         self._colours: list[str] = []
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, line: str = "none") -> None:
-        """A rectangle with round corners."""
+        """Draw a rectangle with round corners."""
         frame = f'x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}"'
         self._parts.append(f'<rect {frame} rx="6" fill="{fill}" stroke="{line}"/>')
 
@@ -45,7 +45,7 @@ class Drawing:
         bold: bool = False,
         anchor: str = "middle",
     ) -> None:
-        """One line of text, its middle (or with ``anchor="start"`` its begin) at (x, y)."""
+        """Draw a line of text with its middle at (x, y), or with ``anchor="start"`` its beginning."""
         style = f'fill="{colour}" font-size="{size}" text-anchor="{anchor}"' + (
             ' font-weight="600"' if bold else ""
         )
@@ -54,9 +54,16 @@ class Drawing:
     def named_box(
         self, x: float, y: float, width: float, height: float, text: str, fill: str, line: str
     ) -> None:
-        """A rectangle with a text in its middle."""
+        """Draw a rectangle with a text in its middle."""
         self.box(x, y, width, height, fill, line)
         self.label(x + width / 2, y + height / 2, text)
+
+    def sites(self, height: float, *sites: tuple[float, float, str]) -> None:
+        """Draw the edge and the cloud side by side, each from its left, its width and its name."""
+        for (x, width, _), fill in zip(sites, (EDGE, CLOUD), strict=True):
+            self.box(x, 44, width, height, fill)
+        for x, width, name in sites:
+            self.label(x + width / 2, 24, name, bold=True)
 
     def line(
         self, points: list[tuple[float, float]], colour: str, *, width: float = 1, dashed: bool = False
@@ -66,7 +73,7 @@ class Drawing:
     def arrow(
         self, points: list[tuple[float, float]], colour: str, *, width: float = 2, dashed: bool = False
     ) -> None:
-        """A line through ``points`` with a head at its end."""
+        """Draw a line through ``points`` with an arrow head at its end."""
         if colour not in self._colours:
             self._colours.append(colour)
         self._path(points, colour, width, dashed, f' marker-end="url(#{_marker(colour)})"')
@@ -93,5 +100,5 @@ def _marker(colour: str) -> str:
 
 
 def _n(value: float) -> str:
-    """A number without digits that nobody sees."""
+    """Format a number without invisible digits."""
     return f"{value:.1f}".rstrip("0").rstrip(".")

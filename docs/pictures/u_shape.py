@@ -1,4 +1,4 @@
-"""The U: where layers are, how many chunks laps make, and when they run."""
+"""Pictures of the U: where layers are, the chunks of one and two laps, and when they run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ _NAMES = ("edge", "cloud 1", "cloud 2")
 
 
 def the_u() -> str:
-    """The way of a microbatch through edge and cloud."""
+    """The path of a microbatch through edge and cloud."""
     d = Drawing(880, 310, "A U-shaped pipeline")
-    d.box(20, 44, 300, 222, EDGE)
-    d.box(500, 44, 360, 222, CLOUD)
-    d.label(170, 24, "edge: stage 0, your site", bold=True)
-    d.label(680, 24, "cloud: stages 1 to P-1, rented", bold=True)
+    d.sites(222, (20, 300, "edge: stage 0, your site"), (500, 360, "cloud: stages 1 to P-1, rented"))
     d.label(410, 24, "slow link", colour=ORANGE, bold=True)
     for x in (340, 480):
         d.line([(x, 44), (x, 266)], ORANGE, dashed=True)
@@ -103,7 +100,7 @@ def timeline() -> str:
 
 
 def _message(d: Drawing, event: Event, x: object) -> None:
-    """From the middle of the sender's row to that of the receiver's, where there is no bar."""
+    """Draw a line from the middle of the sender's row to that of the receiver's, where there is no bar."""
     assert callable(x)
     assert event.channel is not None
     ends = [(event.node, event.start), (event.channel.target, event.end)]
