@@ -41,7 +41,7 @@ class CopyEngine {
   /// Sets the flag's count once all earlier work of the stream is visible to every device.
   virtual void write(const c10::Stream& stream, Flag& flag, uint64_t count) = 0;
 
-  /// Whether a graph capture is under way on `stream`.
+  /// Whether a graph capture is active on `stream`.
   virtual bool is_capturing(const c10::Stream& stream) = 0;
 };
 

@@ -29,11 +29,11 @@ bool StageAgreement::anyone_objects(bool we_do) {
 }
 
 bool StageAgreement::lead(const Announcement& own, const Announcement& theirs) {
-  auto told = theirs;
-  told.matches_leader = own.matches(theirs);
-  const auto encoded = told.encode().to(device_);
+  auto answer = theirs;
+  answer.matches_leader = own.matches(theirs);
+  const auto encoded = answer.encode().to(device_);
   wait_(in_stage([&] { return comm_.broadcast(encoded); }));
-  return !told.matches_leader || !anyone_objects(false);
+  return !answer.matches_leader || !anyone_objects(false);
 }
 
 void StageAgreement::follow(const std::string& name, const Announcement& own) {

@@ -11,7 +11,7 @@ Lane::Lane(LaneOptions options, std::shared_ptr<GroupComm> comm)
       stats_(std::make_shared<LaneStats>()),
       failure_(std::make_shared<Failure>()) {}
 
-// Our own errors leave the lane as it was. A backend's error may leave half a message under way, so
+// Our own errors leave the lane as it was. A backend's error may leave half a message in flight, so
 // that the two ends are desynchronized for good: it fails the lane.
 template <typename Launch>
 Lane::Work Lane::guarded(const MessageName& name, Launch launch) {

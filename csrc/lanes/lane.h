@@ -65,7 +65,7 @@ class Lane {
   virtual void close(std::chrono::milliseconds timeout) = 0;
   /// Fails everything pending and everything later with `reason`. Returns at once.
   virtual void abort(const std::string& reason) = 0;
-  /// Describes a message that has been under way for longer than the timeout; empty if there is
+  /// Describes a message that has been in flight for longer than the timeout; empty if there is
   /// none or if the backend times messages out itself.
   virtual std::string overdue() { return {}; }
 

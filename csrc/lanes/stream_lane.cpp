@@ -60,7 +60,7 @@ void StreamLane::refuse_capture(const MessageName& name) const {
       "be: capture what computes, and send and receive outside of the graph");
 }
 
-// A message that the transport refuses may be half under way, so that the two ends are
+// A message that the transport refuses may be half in flight, so that the two ends are
 // desynchronized for good: this fails the lane. Keeps the tensors while the device may use them.
 template <typename Step>
 auto StreamLane::run_or_abort(c10d::OpType type, MessageTensors& message, const MessageName& name,

@@ -37,7 +37,7 @@ class Transport {
   /// Admits no further call that the abort of a communicator could disturb, and waits a bounded
   /// time for a running one.
   virtual void shutdown() {}
-  /// Ends transfers under way, as far as possible. The transport is unusable afterwards.
+  /// Ends transfers in flight, as far as possible. The transport is unusable afterwards.
   virtual void abort() = 0;
   /// The stream for the lane.
   virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }

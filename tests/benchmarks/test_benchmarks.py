@@ -129,7 +129,7 @@ def test_what_goes_between_two_hosts_goes_through_cards_of_that_rate(monkeypatch
     assert not {edge, cloud} & set(netns.listnetns())
 
 
-def test_links_that_cannot_be_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_that_cannot_be_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("pyroute2")
     monkeypatch.syspath_prepend(BENCHMARKS)
     from transports import by_network
@@ -248,7 +248,7 @@ def test_wrong_data_fail(broken: int, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rows.json").read_text())["rows"][0]["wrong"] == broken
 
 
-def test_too_few_gpus_are_told() -> None:
+def test_too_few_gpus_are_reported() -> None:
     done = run(BENCHMARKS / "p2p_overlap.py", "--device", "cuda", "--pairs", "500")
     assert done.returncode == 2
     assert "expected 1000 GPUs" in done.stderr

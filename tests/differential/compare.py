@@ -12,7 +12,7 @@ from differential.reference import Records
 from differential.spec import Job
 from ldt.topology import Node
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "compare"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Verdict:
         return "differs" if self.name.startswith("differs") else self.name
 
 
-def judge(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] | Exception) -> Verdict:
+def compare(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] | Exception) -> Verdict:
     """Compare ``endings``, by rank. ``expected`` is the reference's result, or what it raised."""
     raised = [ending.raised for ending in endings]
     if any(raised):
-        return _judge_errors(job, raised, expected)
+        return _compare_errors(job, raised, expected)
     must = [refusal.name for refusal in MUST_REFUSE if refusal.holds(job)]
     if must:
         return Verdict("finding", f"not refused: {must[0]}")
@@ -58,7 +58,7 @@ def judge(job: Job, endings: Sequence[Ending], expected: Mapping[Node, Records] 
     return Verdict("finding", f"differs: {_kind_of(lines[0])}", "\n".join(lines[:12]))
 
 
-def _judge_errors(
+def _compare_errors(
     job: Job, raised: Sequence[Raised | None], expected: Mapping[Node, Records] | Exception
 ) -> Verdict:
     text = "\n".join(

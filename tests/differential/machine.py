@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from differential.compare import Verdict, judge
+from differential.compare import Verdict, compare
 from differential.job import Ending, run_jobs
 from differential.reference import reference
 from differential.spec import Job
@@ -68,7 +68,7 @@ class Machine:
             yield from self._run_apart(jobs, expected, by_rank, mutant)
             return
         for job, endings, right in zip(jobs, zip(*by_rank, strict=True), expected, strict=True):
-            yield Outcome(job, judge(job, endings, right))
+            yield Outcome(job, compare(job, endings, right))
 
     def _run_apart(
         self, jobs: Sequence[Job], expected: Sequence[Any], error: RankError, mutant: str

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 import torch
 
 import ldt
-from differential.compare import judge
+from differential.compare import compare
 from differential.grammar import draw
 from differential.job import Ending, Raised
 from differential.machine import Outcome
@@ -91,9 +91,9 @@ REMOTE = error(remote=True)
         ([REMOTE, error(kind="KeyError", ours=False)], "unnamed error: KeyError"),
     ],
 )
-def test_errors_of_ranks_are_judged(raised: list[Raised | None], name: str) -> None:
+def test_errors_of_ranks_are_compared(raised: list[Raised | None], name: str) -> None:
     ends = [replace(ending, raised=one) for ending, one in zip(endings(), raised, strict=True)]
-    verdict = judge(JOB, ends, reference(JOB))
+    verdict = compare(JOB, ends, reference(JOB))
     assert verdict.name == name
     assert verdict.is_finding == any(raised)
 
@@ -105,7 +105,7 @@ def test_different_values_are_a_finding(name: str) -> None:
     ends = endings()
     record = next(record for record in ends[0].records if name in record)
     record[name] = torch.nextafter(record[name], torch.ones(()).to(record[name]))
-    verdict = judge(JOB, ends, reference(JOB))
+    verdict = compare(JOB, ends, reference(JOB))
     assert verdict.is_finding
     assert f"{name}:" in verdict.text
 
@@ -114,7 +114,7 @@ def test_none_is_not_zero() -> None:
     ends = endings()
     name = "gradient of chunk 1.parts.0.factor"
     ends[1].records[0][name] = None
-    assert judge(JOB, ends, reference(JOB)).name == "differs: gradient of chunk #.parts.#.factor"
+    assert compare(JOB, ends, reference(JOB)).name == "differs: gradient of chunk #.parts.#.factor"
 
 
 def test_a_job_shrinks_to_what_fails() -> None:

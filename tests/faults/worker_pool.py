@@ -145,10 +145,10 @@ class WorkerPool:
         remote.close()
         return _Process(process, local, stack)
 
-    def _remove(self, rank: int, patience: float) -> int | None:
-        """Return the exit code of a process that ends within ``patience`` seconds; None if it must be killed."""
+    def _remove(self, rank: int, timeout: float) -> int | None:
+        """Return the exit code of a process that ends within ``timeout`` seconds; None if it must be killed."""
         entry = self._processes.pop(rank)
-        entry.process.join(patience)
+        entry.process.join(timeout)
         code: int | None = entry.process.exitcode
         entry.process.kill()
         entry.process.join()

@@ -42,7 +42,7 @@ class Wire {
   void fail(const std::string& text) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (error_.empty()) error_ = text;
-    if (under_way_) under_way_->abort();
+    if (pending_) pending_->abort();
   }
   void throw_if_failed() const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -58,18 +58,18 @@ class Wire {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       TORCH_CHECK_WITH(DistBackendError, error_.empty(), error_);
-      work = under_way_ = start(tensors);
+      work = pending_ = start(tensors);
       timeout = timeout_;
     }
     work->wait(timeout);
     std::lock_guard<std::mutex> lock(mutex_);
-    under_way_.reset();
+    pending_.reset();
   }
 
   const c10::intrusive_ptr<c10d::Backend> gloo_;
   mutable std::mutex mutex_;
   std::chrono::milliseconds timeout_;
-  c10::intrusive_ptr<c10d::Work> under_way_;
+  c10::intrusive_ptr<c10d::Work> pending_;
   std::string error_;
 };
 

@@ -114,11 +114,11 @@ def test_a_bad_card_names_its_rank(card: bytes) -> None:
         check_in(store, "mesh", 4, [4, 7], {"lanes": "paired"}, 5.0)
 
 
-@pytest.mark.parametrize("told", [b"", DEEP, b"1_0", b"-1", b"true", b"1.5", b"9" * 5000, b'"1"', b"\xff"])
-def test_a_bad_index_of_an_output_names_its_rank(told: bytes) -> None:
+@pytest.mark.parametrize("sent", [b"", DEEP, b"1_0", b"-1", b"true", b"1.5", b"9" * 5000, b'"1"', b"\xff"])
+def test_a_bad_index_of_an_output_names_its_rank(sent: bytes) -> None:
     store = HashStore()
     Aliasing(store, "mesh").passes(0, [(0, 3)])
-    store.set("mesh/aliasing/step/0/passed/0", told)
+    store.set("mesh/aliasing/step/0/passed/0", sent)
     with pytest.raises(LdtError, match="the rank of chunk 1 sent malformed data"):
         Aliasing(store, "mesh").shares(0, [0])
 

@@ -12,16 +12,16 @@ import ldt
 from ldt.testing import paced, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
-PATIENCE = paced(15)
+TIMEOUT = paced(15)
 
 
 def main(rank: int, port: int) -> None:
-    store = TCPStore("127.0.0.1", port, None, False, timeout=PATIENCE)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=PATIENCE)
+    store = TCPStore("127.0.0.1", port, None, False, timeout=TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=TIMEOUT)
     topology = Topology([1, 1, 1])
     chunks, batch = toy_chunks(topology), toy_microbatches(2)
     losses, reference = unsplit_step(chunks, batch, toy_loss)
-    with ldt.connect(topology, timeout=PATIENCE) as mesh:
+    with ldt.connect(topology, timeout=TIMEOUT) as mesh:
         mine = topology.chunks_of(mesh.stage)
         pipeline = ldt.Pipeline([chunks[i] for i in mine], mesh, loss_fn=toy_loss if mesh.is_edge else None)
         result = pipeline.step(batch if mesh.is_edge else None)

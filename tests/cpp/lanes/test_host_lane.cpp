@@ -36,7 +36,7 @@ TEST(one_piece_is_broadcast_while_the_next_is_still_on_its_way) {
   auto leader = lane_of(wire, 1, true), member = lane_of(wire, 2, true);
   const auto source = numbers(3, 16), at_member = at::zeros({16}, at::kLong);  // two pieces
   auto led = leader->receive({at::empty({16}, at::kLong)}, 0, "");
-  auto heard = member->receive({at_member}, -1, "");
+  auto received = member->receive({at_member}, -1, "");
   EXPECT_EQ(wire->posted(GroupComm::kPayload), 2);  // every receive is posted at launch
   MemoryGroupComm sender(wire, 0, false);
   const auto bytes = source.view(at::kByte);
@@ -50,7 +50,7 @@ TEST(one_piece_is_broadcast_while_the_next_is_still_on_its_way) {
   EXPECT_EQ(wire->posted(MemoryGroupComm::kBroadcast), 3);
   EXPECT(!led->isCompleted());
   sender.send(bytes.narrow(0, 64, 64), 1, GroupComm::kPayload);
-  EXPECT(led->wait(kNoTimeout) && heard->wait(kNoTimeout));
+  EXPECT(led->wait(kNoTimeout) && received->wait(kNoTimeout));
   EXPECT(at::equal(at_member, source));
 }
 
@@ -73,16 +73,16 @@ TEST(waiting_issues_nothing) {
   EXPECT_EQ(wire->posted(MemoryGroupComm::kBroadcast), broadcasts);
 }
 
-TEST(a_stage_that_disagrees_is_told_and_the_lane_goes_on) {
+TEST(a_disagreeing_stage_is_notified_and_the_lane_goes_on) {
   auto wire = std::make_shared<MemoryWire>();
   auto sender = lane_of(wire, 0, false, true), leader = lane_of(wire, 1, true, true);
   auto member = lane_of(wire, 2, true, true);
   auto sent = sender->send({at::ones({8})}, 1, "");
   auto led = leader->receive({at::empty({8})}, 0, ""),
-       heard = member->receive({at::empty({9})}, -1, "");
+       received = member->receive({at::empty({9})}, -1, "");
   EXPECT(sent->wait(kNoTimeout));
   EXPECT_THROW(led->wait(kNoTimeout), LaneError, "another rank of this stage");
-  EXPECT_THROW(heard->wait(kNoTimeout), LaneError, "here float32[9] (36 bytes), the sender and");
+  EXPECT_THROW(received->wait(kNoTimeout), LaneError, "here float32[9] (36 bytes), the sender and");
   const auto at_leader = at::empty({8}), at_member = at::empty({8});
   sender->send({at::ones({8})}, 1, "");
   led = leader->receive({at_leader}, 0, "");
@@ -95,13 +95,13 @@ TEST(a_stage_that_disagrees_is_told_and_the_lane_goes_on) {
 TEST(crossing_announced_messages_do_not_wait_for_one_another) {
   auto wire = std::make_shared<MemoryWire>();
   auto left = lane_of(wire, 0, false, true), right = lane_of(wire, 1, false, true);
-  const auto heard_left = at::empty({7}, at::kLong), heard_right = at::empty({9}, at::kLong);
+  const auto from_left = at::empty({7}, at::kLong), from_right = at::empty({9}, at::kLong);
   std::vector<Lane::Work> works{
       left->send({numbers(1, 9)}, 1, ""), right->send({numbers(2, 7)}, 0, ""),
-      left->receive({heard_left}, 1, ""), right->receive({heard_right}, 0, "")};
+      left->receive({from_left}, 1, ""), right->receive({from_right}, 0, "")};
   for (const auto& work : works) EXPECT(work->wait(kNoTimeout));
-  EXPECT(at::equal(heard_left, numbers(2, 7)));
-  EXPECT(at::equal(heard_right, numbers(1, 9)));
+  EXPECT(at::equal(from_left, numbers(2, 7)));
+  EXPECT(at::equal(from_right, numbers(1, 9)));
 }
 
 TEST(a_mismatch_is_an_error_on_both_sides_and_the_lane_goes_on) {

@@ -25,12 +25,12 @@ TEST(a_broken_broadcast_is_not_blamed_on_the_peer) {
        member = lane_of(wire, 2, true);
   auto sent = sender->send({at::ones({8})}, 1, "");
   auto led = leader->receive({at::empty({8})}, 0, "F0"),
-       heard = member->receive({at::empty({9})}, -1, "F0");
+       received = member->receive({at::empty({9})}, -1, "F0");
   sent->wait(kNoTimeout);
   const std::string failed = ": the broadcast inside the stage failed after ";
   EXPECT_THROW(led->wait(kNoTimeout), LaneError,
                "receive F0 from group rank 0 of float32[8] (32 bytes)" + failed);
-  EXPECT_THROW(heard->wait(kNoTimeout), LaneError,
+  EXPECT_THROW(received->wait(kNoTimeout), LaneError,
                "receive F0 from the stage's leader of float32[9] (36 bytes)" + failed);
   EXPECT_THROW(led->wait(kNoTimeout), LaneError, " s: sizes differ");
 }

@@ -99,7 +99,7 @@ std::string error_of_send(Lane& lane) {
 
 }  // namespace
 
-TEST(an_abort_waits_for_the_call_that_is_under_way) {
+TEST(an_abort_waits_for_the_call_in_flight) {
   Events seen;
   events = &seen;
   inside_send = [&](void*) {

@@ -65,7 +65,7 @@ def test_every_plan_is_proven_and_round_trips(task, options):
 
 
 @given(tasks(), OPTIONS)
-def test_a_second_judge_agrees(task, options):
+def test_a_second_verifier_agrees(task, options):
     plan = optimize(*task, **(options | {"split_backward": False}))
     assert works(plan, options["lanes"])
 

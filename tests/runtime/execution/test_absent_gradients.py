@@ -125,7 +125,7 @@ def test_replicas_of_which_one_has_a_gradient(pool: RankPool) -> None:
     pool.run(over_replicas)
 
 
-def told_ahead(path: str) -> list[tuple[str, list[int], str]]:
+def announced(path: str) -> list[tuple[str, list[int], str]]:
     """Run announced steps with an eval between. Returns the edge's audit of the gradients it received."""
     topology = Topology([1, 1])
     chunks = made((Two, Sometimes, First))
@@ -145,8 +145,8 @@ def told_ahead(path: str) -> list[tuple[str, list[int], str]]:
     ]
 
 
-def test_calls_told_ahead_and_audits(pool: RankPool, tmp_path: Path) -> None:
-    gradients, _ = pool.run(told_ahead, str(tmp_path / "audit"), ranks=range(2))
+def test_announced_calls_and_audits(pool: RankPool, tmp_path: Path) -> None:
+    gradients, _ = pool.run(announced, str(tmp_path / "audit"), ranks=range(2))
     assert [tuple(line) for line in gradients] == [("B1:0.0->1.0", [4, 16], "float32")] * 4
 
 

@@ -367,7 +367,7 @@ def undeclared(kind: type[nn.Module], at: int) -> str:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_chunk_whose_shapes_cannot_be_told(pool: RankPool, at: int) -> None:
+def test_a_chunk_whose_shapes_cannot_be_inferred(pool: RankPool, at: int) -> None:
     texts = pool.run(undeclared, Kept, at, ranks=[0, 1])
     assert all(f"cannot tell what chunk {at} (Kept) returns" in text for text in texts), texts
     assert all("output_spec" in text for text in texts)

@@ -65,7 +65,7 @@ def expanded_parameter(split: bool) -> None:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_gradient_under_way_is_not_that_of_an_expanded_parameter(pool: RankPool, split: bool) -> None:
+def test_a_gradient_in_flight_is_not_that_of_an_expanded_parameter(pool: RankPool, split: bool) -> None:
     pool.run(expanded_parameter, split, ranks=range(2))
 
 
@@ -136,7 +136,7 @@ def written_to(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F0", "F1", "B1", "B0"])
-def test_what_is_written_to_under_way_is_an_error(pool: RankPool, kind: str) -> None:
+def test_writing_to_a_tensor_in_flight_is_an_error(pool: RankPool, kind: str) -> None:
     pool.run(written_to, kind, ranks=range(2))
 
 

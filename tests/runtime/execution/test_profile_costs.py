@@ -52,7 +52,7 @@ def failing_probe() -> str:
         return str(caught.value)
 
 
-def test_a_failing_probe_is_told_to_all(pool: RankPool) -> None:
+def test_a_failing_probe_is_reported_to_all(pool: RankPool) -> None:
     at_edge, _ = pool.run(failing_probe, ranks=[0, 1])
     assert "rank 1 (stage 1, replica 0) failed first in measure_costs(): ZeroDivisionError" in at_edge
 
@@ -78,7 +78,7 @@ def mistaken(steps: list[Any]) -> tuple[str, str]:
         ([1, 2], "all ranks must be given equal numbers of steps"),
     ],
 )
-def test_mistakes_are_told_to_all(pool: RankPool, steps: list[Any], sentence: str) -> None:
+def test_mistakes_are_reported_to_all(pool: RankPool, steps: list[Any], sentence: str) -> None:
     (at_edge, refused), (at_cloud, refused_too) = pool.run(mistaken, steps, ranks=[0, 1])
     assert at_edge == "division by zero"
     assert "the edge, called step() off" in at_cloud

@@ -129,8 +129,8 @@ def test_a_store_that_hangs_or_dies(how: signal.Signals) -> None:
         port = int(keeper.stdout.readline())
         store = dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=60))
         seen: list[FailureReport] = []
-        patience = paced(1.5).total_seconds()
-        watch = Watchdog(dist.PrefixStore("job", store), "failure", seen.append, store_timeout=patience)
+        timeout = paced(1.5).total_seconds()
+        watch = Watchdog(dist.PrefixStore("job", store), "failure", seen.append, store_timeout=timeout)
         time.sleep(0.5)
         assert watch.first is None
         keeper.send_signal(how)

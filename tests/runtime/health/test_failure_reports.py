@@ -291,7 +291,7 @@ def closing() -> tuple[list[str], str, bool, list[str]]:
     """Two of three fake lanes and one group cannot be closed; everything else is closed nevertheless."""
     ended: list[str] = []
     mesh = ldt.connect(Topology([1, 1]), ranks=[0, 1])
-    post, groups, control = mesh.edge_broadcast.lanes(), mesh._groups, mesh.control
+    broadcasts, groups, control = mesh.edge_broadcast.lanes(), mesh._groups, mesh.control
     lanes = mesh.all_lanes()
     stuck: list[Any] = [Stuck("one", ended, BoomError), *lanes, Stuck("two", ended, ValueError)]
     mesh._lane_set.all = lambda: stuck  # type: ignore[method-assign]
@@ -308,7 +308,7 @@ def closing() -> tuple[list[str], str, bool, list[str]]:
     ):
         mesh.close()
     states = []
-    for lane in [*lanes, *post]:
+    for lane in [*lanes, *broadcasts]:
         with pytest.raises(ldt.LaneError) as refused:
             lane.send([torch.zeros(1)], 1 - mesh.rank)
         states.append(str(refused.value))

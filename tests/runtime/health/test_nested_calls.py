@@ -147,7 +147,7 @@ def test_a_call_before_anything_is_sent(pool: RankPool, where: str) -> None:
 def from_two_threads(call: str) -> tuple[str, str]:
     """Another thread of rank 1 makes a call while its step is in a forward; the others do not."""
     begun, refused = threading.Event(), threading.Event()
-    heard: list[BaseException] = []
+    raised: list[BaseException] = []
 
     class Waiting(ToyChunk):
         def forward(self, x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def from_two_threads(call: str) -> tuple[str, str]:
         try:
             CALLS[call](other)
         except ldt.LdtError as error:
-            heard.append(error)
+            raised.append(error)
         refused.set()
 
     with ldt.connect(TOPOLOGY) as mesh:
@@ -181,7 +181,7 @@ def from_two_threads(call: str) -> tuple[str, str]:
             text = str(error)
         if mesh.rank == 1:
             thread.join()
-        return text, "".join(map(str, heard))
+        return text, "".join(map(str, raised))
 
 
 def test_two_threads_step_on_one_mesh(pool: RankPool) -> None:

@@ -261,7 +261,7 @@ class Moody:
         raise ZeroDivisionError("neither")
 
 
-@pytest.mark.parametrize(("code", "told"), [(0, False), (None, False), (3, True), ("", True), (Moody, True)])
-def test_the_exit_code_is_read_without_user_code(pool: RankPool, code: Any, told: bool) -> None:
+@pytest.mark.parametrize(("code", "named"), [(0, False), (None, False), (3, True), ("", True), (Moody, True)])
+def test_the_exit_code_is_read_without_user_code(pool: RankPool, code: Any, named: bool) -> None:
     text = pool.run(exiting_oddly, code, ranks=[0, 1])[0]
-    assert ("rank 1 (stage 1, replica 0) failed first" in text) == told
+    assert ("rank 1 (stage 1, replica 0) failed first" in text) == named

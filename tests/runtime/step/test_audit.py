@@ -159,15 +159,15 @@ def audited(path: str | None, tp: list[int], token: bool) -> list[dict[str, floa
             for name, lane in result.stats.lanes.items():
                 lanes[name] = lanes.get(name, 0.0) + lane["sent_bytes"]
         mesh.control.all_gather(None)
-        posts = sum(lane.stats()["sent_bytes"] for lane in mesh.edge_broadcast.lanes())
-        return [lanes, {"posts": posts}]
+        broadcast = sum(lane.stats()["sent_bytes"] for lane in mesh.edge_broadcast.lanes())
+        return [lanes, {"broadcast": broadcast}]
 
 
 @pytest.mark.parametrize("token", [False, True])
 def test_the_audit_logs_every_byte(pool: RankPool, token: bool, tmp_path: Path) -> None:
     """The file accounts for each byte that the edge's lanes sent in steps."""
     path = tmp_path / "audit.jsonl"
-    lanes, posts = pool.run(audited, str(path), [1, 1, 1], token, ranks=range(3))[0]
+    lanes, broadcasts = pool.run(audited, str(path), [1, 1, 1], token, ranks=range(3))[0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     by_purpose: dict[str, int] = {}
     for line in lines:
@@ -177,7 +177,7 @@ def test_the_audit_logs_every_byte(pool: RankPool, token: bool, tmp_path: Path) 
     assert by_purpose["activation"] + by_purpose["gradient"] == sum(lanes.values())
     peers = 2
     metadata_bytes = by_purpose["metadata"] + by_purpose.get("tokens", 0)
-    assert peers * metadata_bytes == posts["posts"]
+    assert peers * metadata_bytes == broadcasts["broadcast"]
     assert ("tokens" in by_purpose) == token
     first = next(line for line in lines if line["purpose"] == "activation")
     assert first == {
