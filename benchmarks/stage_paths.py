@@ -56,7 +56,7 @@ def _pairs(arguments: argparse.Namespace, device: torch.device) -> Iterator[tupl
         for chunk in [None, *(arguments.chunk_bytes or [])]:
             pair = made_or_noted(
                 lambda transport=transport, chunk=chunk: FusedPair(  # type: ignore[misc]
-                    device, transport, backend=backend, announce=False, chunk_bytes=chunk
+                    device, transport, backend=backend, chunk_bytes=chunk
                 ),
                 transport,
                 arguments,

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import DistBackendError, ProcessGroup, Work
 
 class LaneError(DistBackendError):
-    """A lane or one of its works failed. The text names it and says what both ends have."""
+    """A lane or one of its works failed. The text names it."""
 
 class Lane:
     """Carries messages between two nodes first in, first out (design, section 5).
@@ -23,13 +23,10 @@ class Lane:
         chunk_bytes: Size of a piece: its broadcast overlaps the next receive. Equal on both ends and all ranks.
         timeout: How long one message may take once it is its turn; a number counts seconds. Infinity is allowed and
             means 100 years.
-        announce: Compare size, dtype and shape with the other end before each payload (default: on the CPU only).
-            Equal on both ends and all ranks.
         transport: Moves the payload on a device with streams; None: the groups do. The same kind on both ends.
 
-    With announcements, different ``chunk_bytes``, sizes, dtypes or shapes raise an error on every rank concerned, and
-    the lane remains usable. Without, the result is undefined. If only one end announces, each waits for what the other
-    never sends, and the timeout fails the lane; on the CPU, the error of the announcing end says so.
+    All ranks of a lane must agree on ``chunk_bytes`` and on the sizes, dtypes and shapes of each message; otherwise the
+    result is undefined.
     """
 
     def __init__(
@@ -42,7 +39,6 @@ class Lane:
         device: torch.device = ...,
         chunk_bytes: int | None = None,
         timeout: timedelta | float = ...,
-        announce: bool | None = None,
         transport: NcclCommunicators | IpcLinks | None = None,
     ) -> None: ...
     @property

@@ -40,11 +40,11 @@ void destroy(std::shared_ptr<Lane> lane) {
 std::shared_ptr<Lane> new_lane(std::string name, c10d::ProcessGroup* p2p, c10d::ProcessGroup* stage,
                                int stage_root, c10::Device device,
                                std::optional<int64_t> chunk_bytes, Timeout timeout,
-                               std::optional<bool> announce, const TransportChoice& transport) {
+                               const TransportChoice& transport) {
   const auto milliseconds = checked_timeout(timeout.seconds, c10::str("lane ", name));
-  auto made = make_lane({std::move(name), torch_private::share(p2p), torch_private::share(stage),
-                         stage_root, global_ranks_of(p2p), device, chunk_bytes, milliseconds,
-                         announce, transport});
+  auto made =
+      make_lane({std::move(name), torch_private::share(p2p), torch_private::share(stage),
+                 stage_root, global_ranks_of(p2p), device, chunk_bytes, milliseconds, transport});
   Lane* raw = made.get();
   std::shared_ptr<Lane> lane(raw,
                              [made = std::move(made)](Lane*) mutable { destroy(std::move(made)); });
@@ -74,8 +74,7 @@ void bind_lanes(py::module_& module) {
       .def(py::init(&new_lane), py::arg("name"), py::kw_only(), py::arg("p2p").none(true),
            py::arg("stage").none(true), py::arg("stage_root") = 0,
            py::arg("device") = c10::Device(at::kCPU), py::arg("chunk_bytes") = py::none(),
-           py::arg("timeout") = Timeout{1800}, py::arg("announce") = py::none(),
-           py::arg("transport") = py::none())
+           py::arg("timeout") = Timeout{1800}, py::arg("transport") = py::none())
       .def("send", &Lane::send, py::arg("tensors"), py::arg("peer"), py::arg("label") = "",
            py::call_guard<py::gil_scoped_release>())
       .def(

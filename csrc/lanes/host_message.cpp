@@ -1,4 +1,4 @@
-// The course of a message: announcements, payload, error texts.
+// The course of a message: waits, aborts, error texts.
 #include "lanes/host_message.h"
 
 namespace ldt {
@@ -22,22 +22,6 @@ HostMessage::HostMessage(std::shared_ptr<const HostContext> context, c10d::OpTyp
       name_(std::move(name)),
       work_(c10::make_intrusive<HostWork>(type, name_, context_->stats)) {}
 
-void HostMessage::post() {
-  if (context_->options.announce) {
-    announce();
-  } else {
-    start_payload();
-  }
-}
-
-void HostMessage::run() {
-  if (context_->options.announce) {
-    agree();
-    start_payload();
-  }
-  finish_payload();
-}
-
 void HostMessage::finish() {
   using Clock = std::chrono::steady_clock;
   const auto start = Clock::now();
@@ -45,8 +29,6 @@ void HostMessage::finish() {
   try {
     context_->failure->throw_if_happened();
     run();
-  } catch (const MismatchError&) {
-    error = std::current_exception();
   } catch (...) {
     const std::chrono::duration<double> elapsed = Clock::now() - start;
     context_->failure->set(failure_text(std::current_exception(), elapsed.count()));
@@ -58,7 +40,7 @@ void HostMessage::finish() {
     std::lock_guard<std::mutex> lock(mutex_);
     started_.clear();
   }
-  payload_.clear();
+  transfers_.clear();
   pieces_.clear();
   tensors_.release();
   work_->complete(error);
@@ -130,39 +112,6 @@ void HostMessage::wait_for_collective(const GroupComm::Work& collective) {
   if (future->hasError()) {
     in_stage([&] { std::rethrow_exception(future->exception_ptr()); });
   }
-}
-
-void HostMessage::post_announcements(GroupComm::Tag own, GroupComm::Tag theirs) {
-  outgoing_ = announcement().encode();
-  incoming_ = at::empty({Announcement::kBytes}, at::kByte);
-  sent_announcement_ = started(context_->comm->send(outgoing_, peer_, own));
-  received_announcement_ = started(context_->comm->receive(incoming_, peer_, theirs));
-}
-
-Announcement HostMessage::exchange_announcements() {
-  using Clock = std::chrono::steady_clock;
-  const auto start = Clock::now();
-  try {
-    wait_for_transfer(received_announcement_);
-  } catch (...) {
-    if (Clock::now() - start < context_->options.timeout) throw;
-    // A lane without announcements never sends one.
-    throw_lane_error(text_of(std::current_exception()),
-                     "; no announcement came: the peer is late, or its lane has announce off, ",
-                     "which must be the same on both ends");
-  }
-  wait_for_transfer(sent_announcement_);
-  return Announcement::decode(incoming_);
-}
-
-Announcement HostMessage::announcement() const {
-  return Announcement::of(tensors_.tensors(), tensors_.bytes(), context_->options.chunk_bytes);
-}
-
-StageAgreement HostMessage::stage_agreement() {
-  return StageAgreement(
-      *context_->comm, context_->options.device,
-      [this](const GroupComm::Work& collective) { wait_for_collective(collective); });
 }
 
 }  // namespace ldt

@@ -23,7 +23,6 @@ struct LaneOptions {
   int64_t chunk_bytes = 0;        // size of a piece: its broadcast overlaps the next receive
   // How long one message may take once it is its turn. overdue() reports where no backend does.
   std::chrono::milliseconds timeout{};
-  bool announce = false;  // compare size, dtype and shape with the other end before each payload
   std::vector<int> global_ranks;  // of the peers, for error texts; empty: group ranks
 };
 

@@ -45,7 +45,6 @@ std::shared_ptr<Lane> make_lane(LaneConfig config) {
   options.device = on_cpu ? c10::Device(at::kCPU) : config.device;  // "cpu:0" is the CPU
   options.chunk_bytes = config.chunk_bytes.value_or(on_cpu ? kHostChunkBytes : kStreamChunkBytes);
   options.timeout = config.timeout;
-  options.announce = config.announce.value_or(on_cpu);
   options.global_ranks = std::move(config.global_ranks);
   auto transport = make_transport(config, options, comm);
   return make_lane(std::move(options), std::move(comm), std::move(transport));

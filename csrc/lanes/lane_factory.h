@@ -22,7 +22,6 @@ struct LaneConfig {
   c10::Device device = at::kCPU;
   std::optional<int64_t> chunk_bytes;  // 4 MiB on the CPU, else 16 MiB
   std::chrono::milliseconds timeout{};
-  std::optional<bool> announce;  // on the CPU only
   TransportChoice transport;
 };
 
@@ -30,8 +29,7 @@ struct LaneConfig {
 std::shared_ptr<Lane> make_lane(LaneConfig config);
 
 /// The same from parts: a host lane on the CPU, a stream lane on any device that has streams (CUDA,
-/// NPU). The payload of a stream lane moves by `transport`, by `comm` where that is null;
-/// announcements always go by `comm`.
+/// NPU). The payload of a stream lane moves by `transport`, by `comm` where that is null.
 std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> comm,
                                 std::unique_ptr<Transport> transport = nullptr);
 

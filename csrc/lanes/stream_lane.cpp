@@ -24,8 +24,6 @@ constexpr int64_t kMaxPendingOperations = 896;
 constexpr int64_t kOperationsOfSend = 2;
 constexpr int64_t kOperationsOfReceive = 5;
 
-void order_after(const GroupComm::Work& transfer) { transfer->wait(); }
-
 }  // namespace
 
 StreamLane::StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
@@ -86,11 +84,6 @@ Lane::Work StreamLane::launch_send(const std::vector<at::Tensor>& tensors, int p
   auto message = MessageTensors::for_send(tensors, options_.device, name);
   wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
-  if (options_.announce) {
-    const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
-    const auto theirs = exchange_announcements(own, peer, /*send_first=*/true);
-    if (!own.matches(theirs)) throw_mismatch(name.text(), own, theirs, "the receiver expects");
-  }
   auto done = run_or_abort(c10d::OpType::SEND, message, name,
                            [&] { return transport_->send(stream_, message, peer); });
   if (!done) done = events_->record(stream_);
@@ -111,16 +104,10 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   if (!pooled) wait_for_current_stream();
   const c10::StreamGuard on_lane(stream_);
   auto message = MessageTensors::for_receive(tensors, options_.device, name, pool_->block_finder());
-  const bool agreed = !options_.announce || agree(message, peer, name);
   const bool broadcasts = comm_->has_stage();
   const auto events = run_or_abort(c10d::OpType::RECV, message, name, [&] {
-    return transport_->receive(stream_, message, claims, peer, broadcasts && agreed);
+    return transport_->receive(stream_, message, claims, peer, broadcasts);
   });
-  if (!agreed) {
-    const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
-    finish(c10d::OpType::RECV, events_->record(stream_), std::move(message), name.label());
-    throw_disagreement(name.text(), own);
-  }
   message.unstage();
   count_received(message.bytes(), broadcasts);
   // A pooled block is not written to again before this message ends, so nothing has to keep it
@@ -161,46 +148,12 @@ int64_t StreamLane::pending_operations() {
   return pending;
 }
 
-// Compares with the sender and, inside the stage, with all ranks. False: sender and leader agree,
-// but another rank of the stage does not, so there must be no broadcast.
-bool StreamLane::agree(const MessageTensors& message, int peer, const MessageName& name) {
-  const auto own = Announcement::of(message.tensors(), message.bytes(), options_.chunk_bytes);
-  if (!comm_->is_leader()) {
-    stage_agreement().follow(name.text(), own);
-    return true;
-  }
-  const auto theirs = exchange_announcements(own, peer, /*send_first=*/false);
-  const bool agreed = !comm_->has_stage() || stage_agreement().lead(own, theirs);
-  if (!own.matches(theirs)) throw_mismatch(name.text(), own, theirs, "the sender has");
-  return agreed;
-}
-
 void StreamLane::count_received(int64_t bytes, bool broadcasts) {
   if (comm_->is_leader()) {
     stats_->received_bytes += bytes;
     stats_->received_messages += 1;
   }
   if (broadcasts) stats_->broadcast_bytes += bytes;
-}
-
-Announcement StreamLane::exchange_announcements(const Announcement& own, int peer,
-                                                bool send_first) {
-  const auto mine = own.encode().to(options_.device);
-  const auto theirs = at::empty_like(mine);
-  const auto own_tag = send_first ? GroupComm::kAnnouncement : GroupComm::kExpectation;
-  const auto their_tag = send_first ? GroupComm::kExpectation : GroupComm::kAnnouncement;
-  const auto send = [&] { order_after(comm_->send(mine, peer, own_tag)); };
-  const auto receive = [&] { order_after(comm_->receive(theirs, peer, their_tag)); };
-  // A communicator may run one transfer at a time: the sender sends first, the receiver receives
-  // first.
-  if (send_first) send();
-  receive();
-  if (!send_first) send();
-  return Announcement::decode(theirs.cpu());
-}
-
-StageAgreement StreamLane::stage_agreement() {
-  return StageAgreement(*comm_, options_.device, order_after);
 }
 
 Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> done,

@@ -8,7 +8,6 @@
 #include <mutex>
 
 #include "copy_engine/copy_engine.h"
-#include "lanes/agreement.h"
 #include "lanes/lane.h"
 #include "memory/message_tensors.h"
 #include "transports/transport.h"
@@ -19,9 +18,8 @@ namespace ldt {
 /// run the same code. A backend's wait() orders the current stream, which is the lane's here.
 ///
 /// A launch first makes the lane's stream wait for what the message needs, and last records an
-/// event behind its transfers. The host does not wait in between, unless messages are announced (a
-/// debug mode: the host compares announcements). A transport moves the payload. A launch during a
-/// graph capture throws LaneError.
+/// event behind its transfers. The host does not wait in between. A transport moves the payload. A
+/// launch during a graph capture throws LaneError.
 class StreamLane final : public Lane {
  public:
   StreamLane(LaneOptions options, std::shared_ptr<GroupComm> comm,
@@ -61,10 +59,7 @@ class StreamLane final : public Lane {
   void wait_for_room(const MessageName& name);
   /// The operations of all messages that are not done.
   int64_t pending_operations();
-  bool agree(const MessageTensors& message, int peer, const MessageName& name);
   void count_received(int64_t bytes, bool broadcasts);
-  Announcement exchange_announcements(const Announcement& own, int peer, bool send_first);
-  StageAgreement stage_agreement();
   template <typename Step>
   auto run_or_abort(c10d::OpType type, MessageTensors& message, const MessageName& name,
                     const Step& step);

@@ -4,6 +4,11 @@
 #include "common/error.h"
 
 namespace ldt {
+namespace {
+
+constexpr int kTag = 0;  // the groups are the lane's own
+
+}  // namespace
 
 C10dGroupComm::C10dGroupComm(Group point_to_point, Group stage, int stage_root)
     : point_to_point_(std::move(point_to_point)),
@@ -31,14 +36,14 @@ C10dGroupComm::C10dGroupComm(Group point_to_point, Group stage, int stage_root)
   }
 }
 
-GroupComm::Work C10dGroupComm::send(const at::Tensor& bytes, int peer, Tag tag) {
+GroupComm::Work C10dGroupComm::send(const at::Tensor& bytes, int peer) {
   std::vector<at::Tensor> tensors{bytes};
-  return point_to_point_->send(tensors, peer, tag);
+  return point_to_point_->send(tensors, peer, kTag);
 }
 
-GroupComm::Work C10dGroupComm::receive(const at::Tensor& bytes, int peer, Tag tag) {
+GroupComm::Work C10dGroupComm::receive(const at::Tensor& bytes, int peer) {
   std::vector<at::Tensor> tensors{bytes};
-  return point_to_point_->recv(tensors, peer, tag);
+  return point_to_point_->recv(tensors, peer, kTag);
 }
 
 GroupComm::Work C10dGroupComm::broadcast(const at::Tensor& bytes) {
@@ -46,13 +51,6 @@ GroupComm::Work C10dGroupComm::broadcast(const at::Tensor& bytes) {
   c10d::BroadcastOptions options;
   options.rootRank = stage_root_;
   return stage_->broadcast(tensors, options);
-}
-
-GroupComm::Work C10dGroupComm::maximum(const at::Tensor& value) {
-  std::vector<at::Tensor> tensors{value};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MAX;
-  return stage_->allreduce(tensors, options);
 }
 
 void C10dGroupComm::abort() {

@@ -16,10 +16,9 @@ class C10dGroupComm final : public GroupComm {
 
   C10dGroupComm(Group point_to_point, Group stage, int stage_root);
 
-  Work send(const at::Tensor& bytes, int peer, Tag tag) override;
-  Work receive(const at::Tensor& bytes, int peer, Tag tag) override;
+  Work send(const at::Tensor& bytes, int peer) override;
+  Work receive(const at::Tensor& bytes, int peer) override;
   Work broadcast(const at::Tensor& bytes) override;
-  Work maximum(const at::Tensor& value) override;
   void abort() override;
   bool is_leader() const override { return is_leader_; }
   bool has_stage() const override { return has_stage_; }

@@ -8,22 +8,18 @@ namespace ldt {
 
 /// Sends byte tensors between leaders and broadcasts them from a receiving leader to its stage.
 ///
-/// Every call starts its transfer and returns. Sends and receives of two peers with the same tag
-/// match in call order, and so do broadcasts. Wait for the returned work exactly once (gloo's
+/// Every call starts its transfer and returns. Sends and receives of two peers match in call order,
+/// and so do broadcasts. Wait for the returned work exactly once (gloo's
 /// point-to-point works allow no more), and keep the tensor alive until then.
 class GroupComm {
  public:
-  /// The two directions of an announcement have different tags, so that crossing ones do not match.
-  enum Tag : int { kPayload = 0, kAnnouncement = 1, kExpectation = 2 };
   using Work = c10::intrusive_ptr<c10d::Work>;
 
   virtual ~GroupComm() = default;
-  virtual Work send(const at::Tensor& bytes, int peer, Tag tag) = 0;
-  virtual Work receive(const at::Tensor& bytes, int peer, Tag tag) = 0;
+  virtual Work send(const at::Tensor& bytes, int peer) = 0;
+  virtual Work receive(const at::Tensor& bytes, int peer) = 0;
   /// From the stage's root to its other ranks.
   virtual Work broadcast(const at::Tensor& bytes) = 0;
-  /// The largest value over the stage's ranks, in place; one int32.
-  virtual Work maximum(const at::Tensor& value) = 0;
 
   /// Aborts transfers on a device, as far as the backend can. The object is unusable afterwards.
   virtual void abort() = 0;

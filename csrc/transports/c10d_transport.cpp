@@ -15,7 +15,7 @@ std::shared_ptr<const Event> C10dTransport::send(const c10::Stream& /*stream*/,
                                                  const MessageTensors& message, int peer) {
   std::vector<GroupComm::Work> transfers;
   for (const auto& piece : message.pieces(chunk_bytes_)) {
-    transfers.push_back(comm_->send(piece, peer, GroupComm::kPayload));
+    transfers.push_back(comm_->send(piece, peer));
     enqueued_ += kOperationsOfCall;
   }
   for (const auto& transfer : transfers) transfer->wait();
@@ -29,7 +29,7 @@ ReceiveEvents C10dTransport::receive(const c10::Stream& /*stream*/, const Messag
                                      bool broadcasts) {
   std::vector<GroupComm::Work> broadcast;
   for (const auto& piece : message.pieces(chunk_bytes_)) {
-    if (comm_->is_leader()) comm_->receive(piece, peer, GroupComm::kPayload)->wait();
+    if (comm_->is_leader()) comm_->receive(piece, peer)->wait();
     if (broadcasts) broadcast.push_back(in_stage([&] { return comm_->broadcast(piece); }));
     enqueued_ += kOperationsOfCall * (broadcasts ? 2 : 1);
   }

@@ -16,7 +16,7 @@ SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]
 
 
-def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float | timedelta = 20.0) -> Lane:
+def fused_lane(*, chunk_bytes: int = 1 << 12, timeout: float | timedelta = 20.0) -> Lane:
     """Return a lane from rank 0 to a stage of ranks 1 (leader) and 2. Every rank of the world calls it."""
     p2p, stage = dist.new_group([SENDER, LEADER]), dist.new_group([LEADER, MEMBER])
     rank = dist.get_rank()
@@ -26,11 +26,10 @@ def fused_lane(*, announce: bool, chunk_bytes: int = 1 << 12, timeout: float | t
         stage=None if rank == SENDER else stage,
         chunk_bytes=chunk_bytes,
         timeout=timeout,
-        announce=announce,
     )
 
 
-def pair_lane(*, announce: bool, chunk_bytes: int = 1 << 20, timeout: float = 20.0) -> Lane | None:
+def pair_lane(*, chunk_bytes: int = 1 << 20, timeout: float = 20.0) -> Lane | None:
     """Return a lane between ranks 0 and 1; None on others. Every rank of the world calls it."""
     p2p = dist.new_group([SENDER, LEADER])
     if dist.get_rank() == MEMBER:
@@ -41,7 +40,6 @@ def pair_lane(*, announce: bool, chunk_bytes: int = 1 << 20, timeout: float = 20
         stage=None,
         chunk_bytes=chunk_bytes,
         timeout=timedelta(seconds=timeout),
-        announce=announce,
     )
 
 

@@ -23,7 +23,7 @@ WORLD_SIZE = 3
 
 
 def _abort() -> None:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     works = [launch(lane, [torch.ones(10)])[0] for _ in range(3 if dist.get_rank() != SENDER else 0)]
     start = time.monotonic()
     lane.abort("stage 2 has failed")
@@ -39,7 +39,7 @@ def test_an_abort_ends_pending_and_later_messages(pool: RankPool) -> None:
 
 
 def _timeout() -> str:
-    lane = fused_lane(announce=False, timeout=0.3)
+    lane = fused_lane(timeout=0.3)
     if dist.get_rank() == SENDER:
         return ""
     work, _ = launch(lane, [torch.ones(10)], "F0 microbatch 3")
@@ -56,7 +56,7 @@ def test_a_message_that_times_out_is_named(pool: RankPool) -> None:
 
 def _endless_timeouts() -> None:
     for timeout in (timedelta.max, 1e18, float("inf"), 10**30):
-        lane = fused_lane(announce=False, timeout=timeout)
+        lane = fused_lane(timeout=timeout)
         work, arrived = launch(lane, [torch.arange(5.0)])
         work.wait(timedelta(days=100_000_000))  # torch's own conversion overflows beyond 292,000 years
         assert torch.equal(arrived[0], torch.arange(5.0))
@@ -68,7 +68,7 @@ def test_no_timeout_is_too_long(pool: RankPool) -> None:
 
 
 def _invalid_timeouts() -> None:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     for timeout in (float("nan"), -1.0, -1, float("-inf"), timedelta(seconds=-1), timedelta.min):
         make = partial(Lane, "x", p2p=dist.group.WORLD, stage=None, timeout=timeout)
         assert "lane x: timeout: expected a time of 0 or more, got" in error_of(make)
@@ -89,7 +89,7 @@ def test_invalid_timeouts_are_refused_by_name(pool: RankPool) -> None:
 
 
 def _lose_the_member() -> None:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     rank = dist.get_rank()
     launch(lane, [torch.ones(1)])[0].wait()
     dist.barrier()
@@ -113,7 +113,7 @@ def test_a_member_that_dies_is_not_mistaken_for_the_sender() -> None:
 
 
 def _lose_the_sender() -> str:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     rank = dist.get_rank()
     dist.barrier()
     if rank == SENDER:
@@ -149,7 +149,7 @@ def _script(body: str) -> subprocess.Popen[str]:
         threads = [threading.Thread(target=world, args=(rank, groups)) for rank in range(2)]
         [t.start() for t in threads]; [t.join() for t in threads]
         s = datetime.timedelta(seconds=1)
-        lane = Lane("solo", p2p=groups[0], stage=None, announce=False)
+        lane = Lane("solo", p2p=groups[0], stage=None)
         work = lane.recv([torch.empty(8)], 1)
     """
     code = textwrap.dedent(head) + textwrap.dedent(body)

@@ -30,8 +30,8 @@ from ldt.testing import RankPool
 WORLD_SIZE = 3
 
 
-def _random_messages(announce: bool, chunk_bytes: int, in_inference_mode: bool) -> None:
-    lane = fused_lane(announce=announce, chunk_bytes=chunk_bytes)
+def _random_messages(chunk_bytes: int, in_inference_mode: bool) -> None:
+    lane = fused_lane(chunk_bytes=chunk_bytes)
     messages = [random_message(seed) for seed in range(30)]
     with torch.inference_mode(in_inference_mode):
         launched = [launch(lane, message) for message in messages]
@@ -45,17 +45,13 @@ def _random_messages(announce: bool, chunk_bytes: int, in_inference_mode: bool) 
     lane.close()
 
 
-@pytest.mark.parametrize(
-    ("announce", "chunk_bytes", "inference"), [(True, 64, False), (False, 100, False), (False, 1 << 20, True)]
-)
-def test_any_tensors_arrive_bit_exact_and_in_order(
-    pool: RankPool, announce: bool, chunk_bytes: int, inference: bool
-) -> None:
-    pool.run(_random_messages, announce, chunk_bytes, inference)
+@pytest.mark.parametrize(("chunk_bytes", "inference"), [(64, False), (100, False), (1 << 20, True)])
+def test_any_tensors_arrive_bit_exact_and_in_order(pool: RankPool, chunk_bytes: int, inference: bool) -> None:
+    pool.run(_random_messages, chunk_bytes, inference)
 
 
-def _into_any_layout(announce: bool) -> None:
-    lane = fused_lane(announce=announce)
+def _into_any_layout() -> None:
+    lane = fused_lane()
     source = torch.arange(96.0).view(2, 3, 4, 4)
     targets = [
         torch.zeros(4, 4, 3, 2).permute(3, 2, 0, 1),
@@ -69,9 +65,8 @@ def _into_any_layout(announce: bool) -> None:
     lane.close()
 
 
-@pytest.mark.parametrize("announce", [True, False])
-def test_targets_may_be_non_contiguous(pool: RankPool, announce: bool) -> None:
-    pool.run(_into_any_layout, announce)
+def test_targets_may_be_non_contiguous(pool: RankPool) -> None:
+    pool.run(_into_any_layout)
 
 
 def test_the_random_messages_have_views_of_all_kinds() -> None:
@@ -105,7 +100,6 @@ def _with_the_last_rank_as_leader() -> None:
         stage=None if rank == SENDER else stage,
         stage_root=1,
         chunk_bytes=64,
-        announce=True,
     )
     source = torch.arange(100.0)
     target = torch.zeros(100)
@@ -127,7 +121,7 @@ def test_a_leader_need_not_be_the_first_of_its_stage_group(pool: RankPool) -> No
 
 
 def _wait_again_and_from_threads() -> dict[str, float]:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     time.sleep(0.3 if dist.get_rank() == SENDER else 0.0)
     work, arrived = launch(lane, [torch.full((5000,), 7.0)])
     waited: list[bool] = []
@@ -161,7 +155,7 @@ def test_waiting_again_or_from_threads_issues_nothing(pool: RankPool) -> None:
 
 
 def _both_ways_large() -> None:
-    up, down = pair_lane(announce=False), pair_lane(announce=False)
+    up, down = pair_lane(), pair_lane()
     if up is None or down is None:
         return
     rank = dist.get_rank()
@@ -184,7 +178,7 @@ def test_16_mib_both_ways_do_not_block_one_another(pool: RankPool) -> None:
 
 
 def _lifetime_of_a_send() -> None:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     if dist.get_rank() != SENDER:
         time.sleep(0.5)
         work, arrived = launch(lane, [torch.zeros(1000)])
@@ -207,67 +201,8 @@ def test_a_send_holds_its_tensor_until_it_is_done_and_no_longer(pool: RankPool) 
     pool.run(_lifetime_of_a_send)
 
 
-def _mismatch(sent: tuple[list[int], torch.dtype], expected: tuple[list[int], torch.dtype]) -> str:
-    lane = fused_lane(announce=True)
-    shape, dtype = sent if dist.get_rank() == SENDER else expected
-    work, _ = launch(lane, [torch.ones(3), torch.ones(shape).to(dtype)], "F0 microbatch 3")
-    text = error_of(work.wait)
-    assert error_of(work.wait) == text
-    work, arrived = launch(lane, [torch.arange(5.0)])  # the lane is still in sync
-    work.wait()
-    assert torch.equal(arrived[0], torch.arange(5.0))
-    lane.close()
-    return text
-
-
-@pytest.mark.parametrize(
-    "expected",
-    [([4, 6], torch.float32), ([4, 12], torch.float32), ([8, 4], torch.float32), ([4, 8], torch.bfloat16)],
-)
-def test_a_mismatch_is_an_error_on_all_sides(pool: RankPool, expected: tuple[list[int], torch.dtype]) -> None:
-    name = f"{expected[1]}".removeprefix("torch.") + str(expected[0])
-    for text in pool.run(_mismatch, ([4, 8], torch.float32), expected):
-        assert "float32[4, 8]" in text
-        assert name in text
-        assert "F0 microbatch 3" in text
-
-
-def _member_disagrees() -> str:
-    lane = fused_lane(announce=True)
-    rank = dist.get_rank()
-    work, _ = launch(lane, [torch.ones(4, 9 if rank == MEMBER else 8)])
-    text = "sent" if rank == SENDER and work.wait() else error_of(work.wait)
-    work, arrived = launch(lane, [torch.arange(5.0)])
-    work.wait()
-    assert torch.equal(arrived[0], torch.arange(5.0))
-    lane.close()
-    return text
-
-
-def test_ranks_of_a_stage_that_disagree_raise(pool: RankPool) -> None:
-    sender, leader, member = pool.run(_member_disagrees)
-    assert sender == "sent"
-    assert "another rank of this stage expects something else than float32[4, 8]" in leader
-    assert "float32[4, 9]" in member
-    assert "float32[4, 8]" in member
-
-
-def _different_pieces() -> str:
-    lane = fused_lane(announce=True, chunk_bytes=64 if dist.get_rank() == SENDER else 128)
-    work, _ = launch(lane, [torch.ones(100)])
-    text = error_of(work.wait)
-    lane.close()
-    return text
-
-
-def test_different_piece_sizes_are_a_mismatch(pool: RankPool) -> None:
-    for text in pool.run(_different_pieces):
-        assert "64" in text
-        assert "128" in text
-
-
 def _bad_calls() -> None:
-    lane = fused_lane(announce=False)
+    lane = fused_lane()
     rank = dist.get_rank()
     if rank == MEMBER:
         assert "only leaders send" in error_of(lambda: lane.send([torch.ones(2)], 0))

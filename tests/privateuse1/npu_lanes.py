@@ -17,7 +17,7 @@ SENDER, LEADER, MEMBER = 0, 1, 2
 Message = list[torch.Tensor]
 
 
-def fused_lane(device: torch.device, *, chunk_bytes: int = 1 << 20, announce: bool = False) -> Lane:
+def fused_lane(device: torch.device, *, chunk_bytes: int = 1 << 20) -> Lane:
     """Every rank of the world calls it."""
     p2p, stage = npu.hccl_group(SENDER, LEADER), npu.hccl_group(LEADER, MEMBER)
     rank = dist.get_rank()
@@ -28,7 +28,6 @@ def fused_lane(device: torch.device, *, chunk_bytes: int = 1 << 20, announce: bo
         device=device,
         chunk_bytes=chunk_bytes,
         timeout=20.0,
-        announce=announce,
     )
 
 

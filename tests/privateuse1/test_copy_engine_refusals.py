@@ -136,9 +136,7 @@ def _pair_of_which_one_is_source_and_member(refuse: bool) -> str:
         if refuse and dist.get_rank() == LEADER:
             compiled.refuse_copy_engine("it is a paperweight")
         try:
-            pair = FusedPair(
-                device, "copy_engine", backend="hccl", announce=False, chunk_bytes=1 << 20
-            )  # three pieces
+            pair = FusedPair(device, "copy_engine", backend="hccl", chunk_bytes=1 << 20)  # three pieces
         except ldt.LaneError as error:
             return str(error)
         finally:

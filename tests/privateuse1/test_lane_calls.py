@@ -84,27 +84,6 @@ def test_a_receive_into_the_pool_does_not_wait_for_queued_work(pool: RankPool) -
     assert leader == [True, False]
 
 
-def _mismatch() -> str:
-    with npu.late(3) as device:
-        lane = fused_lane(device, announce=True)
-        shape = [4, 8] if is_sender() else [4, 6]
-        with pytest.raises(LaneError) as error:
-            launch(lane, [torch.ones(shape, device=device)])
-        work, (target,) = launch(lane, [torch.ones(5, device=device)])  # the lane goes on
-        work.wait()
-        assert (target == 1).all().item()
-        lane.close()
-    return str(error.value)
-
-
-def test_announced_messages_are_checked(pool: RankPool) -> None:
-    sender, leader, member = pool.run(_mismatch)
-    for text in (sender, leader):
-        assert "float32[4, 8]" in text
-        assert "float32[4, 6]" in text
-    assert "sender" in member
-
-
 def _abort_of_a_receive() -> float:
     with npu.late(4) as device:
         lane = fused_lane(device)

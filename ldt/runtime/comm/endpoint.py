@@ -161,7 +161,7 @@ def make_endpoints(
     broadcast = {key for channel, key in by_lane.items() if topology.tp[channel.target.stage] > 1}
 
     def lane_of(key: LaneKey, stripe: Stripe, is_end: bool) -> Lane:
-        """The stripe's lane, created once. Specs are agreed beforehand, so nothing is announced on it."""
+        """The stripe's lane, created once."""
         transport = transports.get((key, stripe))
         cut = device.type == "cpu" or (key in broadcast and not stripe.direct)
         if (key, stripe) not in created:
@@ -173,7 +173,6 @@ def make_endpoints(
                 stage=groups.get(stage_name(key, node, stripe)),
                 stage_root=stripe.target,
                 timeout=timeout,
-                announce=False,
                 transport=None if transport is None else transport.handle,
             )
         return created[key, stripe]

@@ -226,7 +226,7 @@ def make_edge_broadcast(
     for replica in range(rank_info.topology.edge_dp):
         name = edge_broadcast_name(replica)
         if name in groups and rank_info.is_leader:
-            lane = Lane(name, p2p=groups[name], stage=None, timeout=math.inf, announce=False)
+            lane = Lane(name, p2p=groups[name], stage=None, timeout=math.inf)
             edge = nodes.index(Node(0, replica))
             if rank_info.node == nodes[edge]:
                 outbox = Outbox(lane, [rank for rank in range(len(nodes)) if rank != edge])

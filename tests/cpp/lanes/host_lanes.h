@@ -15,11 +15,10 @@ inline LaneOptions new_options() {
 }
 
 inline std::shared_ptr<Lane> lane_of(
-    const std::shared_ptr<MemoryWire>& wire, int rank, bool stage, bool announce = false,
+    const std::shared_ptr<MemoryWire>& wire, int rank, bool stage,
     std::chrono::milliseconds timeout = std::chrono::milliseconds(20'000)) {
   auto options = new_options();
   options.timeout = timeout;
-  options.announce = announce;
   return make_lane(options, std::make_shared<MemoryGroupComm>(wire, rank, stage));
 }
 

@@ -97,20 +97,10 @@ TEST(an_abort_ends_every_wait_with_its_reason) {
   EXPECT_THROW(leader->receive({at::empty({8})}, 0, ""), LaneError, "the reason");
 }
 
-TEST(announcing_to_a_peer_that_does_not_ends_with_a_hint) {
-  auto wire = std::make_shared<MemoryWire>();
-  auto sender = lane_of(wire, 0, false, /*announce=*/true, milliseconds(50));
-  auto receiver = lane_of(wire, 1, false, /*announce=*/false, milliseconds(50));
-  auto received = receiver->receive({at::empty({8})}, 0, "");
-  auto sent = sender->send({at::ones({8})}, 1, "");
-  EXPECT_THROW(sent->wait(kNoTimeout), LaneError, "its lane has announce off");
-  EXPECT_THROW(received->wait(kNoTimeout), LaneError, "failed after ");
-}
-
 TEST(no_timeout_is_too_long) {
   auto wire = std::make_shared<MemoryWire>();
-  auto receiver = lane_of(wire, 1, false, true, milliseconds::max());
-  auto sender = lane_of(wire, 0, false, true, milliseconds::max());
+  auto receiver = lane_of(wire, 1, false, milliseconds::max());
+  auto sender = lane_of(wire, 0, false, milliseconds::max());
   const auto target = at::empty({8});
   auto received = receiver->receive({target}, 0, "");
   std::thread sends([&] {
@@ -125,7 +115,7 @@ TEST(no_timeout_is_too_long) {
 
 TEST(negative_timeouts_are_refused) {
   auto wire = std::make_shared<MemoryWire>();
-  EXPECT_THROW(lane_of(wire, 1, false, false, milliseconds(-1)), LaneError,
+  EXPECT_THROW(lane_of(wire, 1, false, milliseconds(-1)), LaneError,
                "lane test: timeout: expected a time of 0 or more, got -1 ms");
   auto receiver = lane_of(wire, 1, false);
   auto work = receiver->receive({at::empty({8})}, 0, "F0");
@@ -135,7 +125,7 @@ TEST(negative_timeouts_are_refused) {
 
 TEST(a_message_that_never_comes_is_named) {
   auto wire = std::make_shared<MemoryWire>();
-  auto receiver = lane_of(wire, 1, false, false, milliseconds(50));
+  auto receiver = lane_of(wire, 1, false, milliseconds(50));
   auto work = receiver->receive({at::empty({8})}, 0, "F0 microbatch 3");
   EXPECT_THROW(work->wait(milliseconds(1)), LaneError, "not done after the 1 ms");
   EXPECT_THROW(work->wait(kNoTimeout), LaneError,

@@ -29,12 +29,10 @@ class Probe final : public HostMessage {
                     MessageTensors::for_send({at::ones({2})}, at::kCPU, kName), 0, kName.text()) {}
   using HostMessage::started;
   using HostMessage::wait_for_transfer;
+  void post() override {}
 
  private:
-  void announce() override {}
-  void agree() override {}
-  void start_payload() override {}
-  void finish_payload() override {}
+  void run() override {}
 };
 
 }  // namespace

@@ -55,7 +55,7 @@ class MemoryWire {
     at::Tensor tensor;
     c10::intrusive_ptr<MemoryWork> work;
   };
-  using Key = std::tuple<int, int, int>;  // source, target, tag
+  using Key = std::tuple<int, int, int>;  // source, target, kind
 
   explicit MemoryWire(std::chrono::microseconds delay = {}) : delay_(delay) {}
 
@@ -73,10 +73,10 @@ class MemoryWire {
     return work;
   }
 
-  /// Returns how many transfers with this tag were started, on both sides together.
-  int posted(int tag) {
+  /// Returns how many transfers of this kind were started, on both sides together.
+  int posted(int kind) {
     std::lock_guard<std::mutex> lock(mutex_);
-    return posted_[tag];
+    return posted_[kind];
   }
 
  private:
@@ -102,23 +102,19 @@ class MemoryWire {
 /// Rank 0 sends, rank 1 leads the receiving stage, rank 2 (if there is one) is its member.
 class MemoryGroupComm : public GroupComm {
  public:
-  static constexpr int kBroadcast = 100;
+  static constexpr int kTransfer = 0, kBroadcast = 1;
 
   MemoryGroupComm(std::shared_ptr<MemoryWire> wire, int rank, bool stage)
       : wire_(std::move(wire)), rank_(rank), stage_(stage) {}
 
-  Work send(const at::Tensor& bytes, int peer, Tag tag) override {
-    return wire_->post({rank_, peer, tag}, bytes, /*sends=*/true);
+  Work send(const at::Tensor& bytes, int peer) override {
+    return wire_->post({rank_, peer, kTransfer}, bytes, /*sends=*/true);
   }
-  Work receive(const at::Tensor& bytes, int peer, Tag tag) override {
-    return wire_->post({peer, rank_, tag}, bytes, /*sends=*/false);
+  Work receive(const at::Tensor& bytes, int peer) override {
+    return wire_->post({peer, rank_, kTransfer}, bytes, /*sends=*/false);
   }
   Work broadcast(const at::Tensor& bytes) override {
     return wire_->post({1, 2, kBroadcast}, bytes, /*sends=*/rank_ == 1);
-  }
-  // With one member: the leader receives its value, and contributes 0 itself.
-  Work maximum(const at::Tensor& value) override {
-    return wire_->post({2, 1, kMaximum}, value, /*sends=*/rank_ == 2);
   }
   void abort() override {}
   bool is_leader() const override { return rank_ < 2; }
@@ -127,7 +123,6 @@ class MemoryGroupComm : public GroupComm {
   int own_peer() const override { return is_leader() ? rank_ : -1; }
 
  private:
-  static constexpr int kMaximum = 101;
   std::shared_ptr<MemoryWire> wire_;
   int rank_;
   bool stage_;
