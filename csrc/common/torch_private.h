@@ -16,10 +16,10 @@ namespace ldt::torch_private {
 
 /// c10::impl (c10/core/impl/VirtualGuardImpl.h): the streams of any device type, CUDA and torch_npu
 /// alike. The public c10::StreamGuard only sets a stream; it cannot ask for one.
-using DeviceGuard = c10::impl::VirtualGuardImpl;
+using DeviceStreams = c10::impl::VirtualGuardImpl;
 
-/// c10::impl: whether a device type has streams at all. DeviceGuard throws where it has none.
-inline bool has_device_guard(c10::DeviceType type) { return c10::impl::hasDeviceGuardImpl(type); }
+/// c10::impl: whether a device type has streams at all. DeviceStreams throws where it has none.
+inline bool has_streams(c10::DeviceType type) { return c10::impl::hasDeviceGuardImpl(type); }
 
 /// Underscored operator: copies a list of tensors in a few launches. Public torch._foreach_copy_
 /// has no C++ name without the underscore.

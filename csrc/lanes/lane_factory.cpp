@@ -65,7 +65,7 @@ std::shared_ptr<Lane> make_lane(LaneOptions options, std::shared_ptr<GroupComm> 
       throw_lane_error("lane ", options.name, ": a lane on the CPU takes no transport");
     return std::make_shared<HostLane>(std::move(options), std::move(comm));
   }
-  if (!torch_private::has_device_guard(options.device.type()) || !options.device.has_index()) {
+  if (!torch_private::has_streams(options.device.type()) || !options.device.has_index()) {
     throw_lane_error("lane ", options.name,
                      ": expected the CPU, or a device with streams and an index such as ",
                      "cuda:0, got ", options.device);

@@ -71,8 +71,7 @@ class Payload {
 }  // namespace
 
 at::Tensor rebuild_on_device(const Decoded& decoded, c10::Device device) {
-  const torch_private::DeviceGuard backend(device.type());
-  if (!device.has_index()) device = backend.getDevice();
+  if (!device.has_index()) device = torch_private::DeviceStreams(device.type()).getDevice();
   const c10::DeviceGuard guard(device);
   const auto rows = static_cast<int64_t>(decoded.plans.rows.size());
   if (rows > std::numeric_limits<int>::max()) {
