@@ -1,11 +1,9 @@
-"""Commands that the documents tell to run exist and know the options that they are given."""
+"""Commands in the documents exist, with the options and values that they are given."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -13,32 +11,12 @@ import pytest
 pytest.importorskip("torch")
 
 from pages import ROOT, blocks, commands, is_run_elsewhere, pages, read
+from programs import check_options, check_paths, make_targets, make_variables, program_of_target
+from torch.distributed.run import get_args_parser
 
 from ldt.cli import build_parser
 
-COMMANDS = sorted(
-    {command for page in pages() for command in re.findall(r"`python (benchmarks/[^`]*)`", read(page))}
-    | {
-        command.removeprefix("python ")
-        for page in pages()
-        for block in blocks(page)
-        if block.language == "sh"
-        for command in commands(block)
-        if command.startswith("python benchmarks/")
-    }
-)
-
-
-@pytest.mark.parametrize("script", sorted({command.split()[0] for command in COMMANDS}))
-def test_commands_are_known(script: str) -> None:
-    done = subprocess.run(
-        [sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for command in COMMANDS:
-        if command.split()[0] == script:
-            for option in re.findall(r"--[a-z-]+", command):
-                assert option in done.stdout, command
+_INLINE = re.compile(r"`((?:make|python benchmarks/|python -m ldt) ?[a-z][^`]*)`")
 
 
 @pytest.mark.parametrize("page", pages())
@@ -48,46 +26,93 @@ def test_every_command_of_a_shell_block_is_known(page: str) -> None:
             for command in commands(block):
                 check = next((check for start, check in CHECKS.items() if command.startswith(start)), None)
                 assert check is not None, f"{page}:{block.line}: what checks {command!r}?"
-                check(shlex.split(command), page)
+                check(shlex.split(command))
 
 
-def check_make(words: list[str], page: str) -> None:
-    """The target is in the Makefile; the options of its ARGS are tested for the demo (test_readme.py)."""
-    targets = set(re.findall(r"^([a-z-]+)[a-z ]*:", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
-    assert words[1] in targets, words
-    for word in words[2:]:
-        assert word.split("=")[0] in (ROOT / "Makefile").read_text("utf-8"), words
+@pytest.mark.parametrize("page", pages())
+def test_every_command_in_prose_is_known(page: str) -> None:
+    for command in _INLINE.findall(read(page)):
+        words = shlex.split(command)
+        if words[:3] == ["python", "-m", "ldt"]:  # without the arguments that it needs
+            check_options(("-m", "ldt", words[3]), words[4:])
+        else:
+            check = next(check for start, check in CHECKS.items() if command.startswith(start))
+            check(words)
 
 
-def check_pip(words: list[str], page: str) -> None:
+def check_make(words: list[str]) -> None:
+    """The target and the variables are in the Makefile, and ARGS are options of the program that gets them."""
+    target, *assignments = words[1:]
+    assert target in make_targets(), words
+    for assignment in assignments:
+        name, _, value = assignment.partition("=")
+        assert name in make_variables(), words
+        if name == "ARGS":
+            check_options(program_of_target(target), value.split())
+            check_paths(value.split())
+
+
+def check_pip(words: list[str]) -> None:
     """The extra is one of the package."""
     (what,) = words[2:]
-    extras = re.findall(r"^([a-z]+) = \[", (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
+    section = read("pyproject.toml").split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
+    extras = re.findall(r"^([a-z]+) = \[", section, re.MULTILINE)
     assert what == "." or what.removeprefix(".[").removesuffix("]") in extras, words
 
 
-def check_ldt(words: list[str], page: str) -> None:
+def check_ldt(words: list[str]) -> None:
     """The command line is understood. Those that show their output are run in test_pages.py."""
     build_parser().parse_args(words[3:])
+    check_options(("-m", "ldt", words[3]), words[4:])
 
 
-def check_script(words: list[str], page: str) -> None:
+def check_script(words: list[str]) -> None:
     """The script is in the repository and has the options, or is the program of a page."""
-    script = next(word for word in words if word.endswith(".py"))
-    if not (ROOT / script).exists():
+    place = next(index for index, word in enumerate(words) if word.endswith(".py"))
+    script, arguments = words[place], words[place + 1 :]
+    if (ROOT / script).exists():
+        check_options((script,), arguments)
+    else:
         titles = {block.title for every in pages() for block in blocks(every)}
         assert script == "train.py" or script in titles, words
-        return
-    sources = [ROOT / script, *(ROOT / script).parent.rglob("*.py")]
-    text = "\n".join(source.read_text("utf-8") for source in sources)
-    for option in words[words.index(script) + 1 :]:
-        assert not option.startswith("--") or f'"{option}"' in text, (words, option)
 
 
-CHECKS: dict[str, Callable[[list[str], str], None]] = {
+def check_torchrun(words: list[str]) -> None:
+    """torchrun understands its own arguments, and the script its."""
+    parser = get_args_parser()
+    parser.allow_abbrev = False
+    parser.parse_args(words[1:])
+    check_script(words)
+
+
+CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make ": check_make,
     "pip install ": check_pip,
     "python -m ldt ": check_ldt,
     "python benchmarks/": check_script,
-    "torchrun ": check_script,
+    "torchrun ": check_torchrun,
 }
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make tests",
+        "make build demo",
+        "make demo ARG=--check",
+        'make demo ARGS="--step 5"',
+        'make test ARGS="tests/plans"',
+        'make faults ARGS="--seed 17"',
+        "pip install '.[plots]'",
+        "python -m ldt doctors",
+        "python -m ldt plan --stages 1,1 --microbatch 8",
+        "python benchmarks/transfer.py --counts 15",
+        "python benchmarks/transfers.py",
+        "torchrun --nproc 3 train.py",
+        "torchrun --standalone --nproc-per-node 3 examples/train_vlm.py --step 3",
+    ],
+)
+def test_a_wrong_command_is_found(command: str) -> None:
+    check = next(check for start, check in CHECKS.items() if command.startswith(start))
+    with pytest.raises((AssertionError, SystemExit)):
+        check(shlex.split(command))

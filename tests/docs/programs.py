@@ -1,0 +1,68 @@
+"""What the programs that the documents name accept: options by their help, targets and variables by the Makefile."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+from pages import ROOT, read
+
+__all__ = ["check_options", "check_paths", "make_targets", "make_variables", "program_of_target"]
+
+# What each target of make passes ARGS to.
+_PROGRAMS = {
+    "demo": ("examples/train_text.py",),
+    "differential": ("-m", "differential"),
+    "faults": ("-m", "faults"),
+    "matrix": ("tests/build/install_matrix.py",),
+    "slow": ("-m", "pytest"),
+    "test": ("-m", "pytest"),
+}
+
+
+def program_of_target(target: str) -> tuple[str, ...]:
+    """Return the arguments of python for the program that gets ARGS. Raises AssertionError if none is known."""
+    assert target in _PROGRAMS, f"make {target}: which program gets its ARGS?"
+    return _PROGRAMS[target]
+
+
+def make_targets() -> set[str]:
+    """Return the targets that the Makefile declares as such."""
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), re.MULTILINE)
+    return set(phony.split())
+
+
+def make_variables() -> set[str]:
+    """Return the variables that a caller of make may set."""
+    return set(re.findall(r"^([A-Z]+) \?=", read("Makefile"), re.MULTILINE))
+
+
+def check_options(program: tuple[str, ...], words: list[str]) -> None:
+    """Every option among ``words`` is one of the program, spelled out."""
+    options = {word.split("=")[0] for word in words if re.match("-+[a-zA-Z]", word)}
+    unknown = options - _options_of(program) if options else set()
+    assert not unknown, f"{' '.join(program)} has no {unknown}"
+
+
+def check_paths(words: list[str]) -> None:
+    """Every word that looks like a path of the repository is one."""
+    for word in words:
+        assert "/" not in word or word.startswith("-") or (ROOT / word.split("::")[0]).exists(), word
+
+
+@functools.cache
+def _options_of(program: tuple[str, ...]) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, *program, "--help"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    declared = re.findall(r"^ +(-.*?)(?:  |$)", done.stdout, re.MULTILINE)
+    return {option for line in declared for option in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", line)}
