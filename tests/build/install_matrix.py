@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 
 from own_runtime import compiler_with_own_runtime
+from torch_versions import SUITES, run_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_PIP = "pip==23.2"
@@ -245,7 +246,14 @@ def cases(matrix: Matrix) -> dict[str, Callable[[str], None]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("only", nargs="*", help="names of the cases to run (default: all)")
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--torch", nargs="+", metavar="X.Y", help="run the suites with these versions instead"
+    )
+    parser.add_argument("--suites", nargs="+", default=SUITES, choices=SUITES, help="suites of --torch")
+    options = parser.parse_args()
+    if options.torch:
+        return 0 if run_versions(options.torch, options.suites) else 1
+    only = options.only
     scratch = Path(tempfile.mkdtemp(prefix="ldt-matrix-"))
     failed = 0
     try:

@@ -70,7 +70,9 @@ def test_the_search_finds(source: str) -> None:
 
 
 def test_the_search_leaves_out_names_of_the_file() -> None:
-    assert not list(uses("class A:\n    def _f(self):\n        self._x = 1\n        return self._f, other._x"))
+    assert not list(
+        uses("class A:\n    def _f(self):\n        self._x = 1\n        return self._f, other._x")
+    )
 
 
 def test_no_other_module_uses_private_names_of_torch() -> None:
