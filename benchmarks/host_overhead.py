@@ -56,7 +56,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 def rows_of(
     path: BothWays, size: int, arguments: argparse.Namespace, device: torch.device
 ) -> Iterator[CallRow]:
-    """Return the slower rank's times; both ranks make equally many calls."""
+    """Yield the slower rank's times; both ranks make equally many calls."""
     sides = [[Courier(way, size, device) for _ in range(arguments.batch)] for way in path]
     batch(sides, device)  # warm-up
     times: dict[str, list[float]] = {call: [] for call in CALLS}

@@ -40,7 +40,7 @@ def is_lower() -> bool:
 
 
 class P2pPaths:
-    """Yield all paths, the baselines first. A context manager: it holds the meshes of the lanes."""
+    """All paths, the baselines first. A context manager: it holds the meshes of the lanes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._device = device_of(arguments)

@@ -65,13 +65,13 @@ class Row:
 
 
 def settings(laps: int, microbatches: int) -> Iterator[Setting]:
-    """Return the forty settings of the table."""
+    """Yield the forty settings of the table."""
     for stages, edge, latency in itertools.product(STAGES, EDGES, LATENCIES):
         yield Setting(laps, microbatches, stages, edge, latency)
 
 
 def shared_settings(laps: int = 1, microbatches: int = 32) -> Iterator[Setting]:
-    """Return settings in which the edge and its cloud replicas, with ``microbatches`` each, have equal work."""
+    """Yield settings in which the edge and its cloud replicas, with ``microbatches`` each, have equal work."""
     for stages, served, latency in itertools.product((3, 4), (2, 4), (0.0, 1.0, 4.0)):
         yield Setting(laps, microbatches * served, stages, 0.5 / served, latency, served)
 
@@ -116,7 +116,7 @@ def limited(setting: Setting, times: float) -> float:
 
 
 def growth() -> Iterator[tuple[int, int, float]]:
-    """Return stages, microbatches, and the seconds to plan one lap."""
+    """Yield stages, microbatches, and the seconds to plan one lap."""
     for stages, microbatches in ((2, 32), (4, 32), (8, 64), (16, 128), (32, 256), (32, 512), (64, 1024)):
         setting = Setting(1, microbatches, stages, 0.5, 1.0)
         start = time.perf_counter()

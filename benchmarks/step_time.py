@@ -139,7 +139,7 @@ def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
 
 
 def paths_of(model: Model, meshes: Mapping[str, ldt.Mesh]) -> list[StepPath]:
-    """Yield all paths, ready to run."""
+    """Return all paths, ready to run."""
     topology, number = model.topology, len(model.microbatches)
     mesh = list(meshes.values())[-1]
     chunks = model.chunks_of(mesh.stage)

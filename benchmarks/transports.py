@@ -87,7 +87,7 @@ def connect(
 def connect_each(
     topology: ldt.Topology, arguments: argparse.Namespace, **options: Any
 ) -> Mapping[str, ldt.Mesh]:
-    """Yield a mesh over each of ``transports_of(arguments)`` that can be connected here, by its name."""
+    """Return a mesh over each of ``transports_of(arguments)`` that can be connected here, by its name."""
     meshes = {
         transport: connect_or_note(topology, transport, arguments, **options)
         for transport in transports_of(arguments)

@@ -37,7 +37,7 @@ def make_targets() -> set[str]:
 
 def make_variables() -> set[str]:
     """Return the variables that a caller of make may set."""
-    return set(re.findall(r"^([A-Z]+) \?=", read("Makefile"), re.MULTILINE))
+    return set(re.findall(r"^([A-Z_]+) \?=", read("Makefile"), re.MULTILINE))
 
 
 def check_options(program: tuple[str, ...], words: list[str]) -> None:

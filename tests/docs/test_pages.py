@@ -66,7 +66,7 @@ def run_commands(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def shown(page: str) -> Iterator[tuple[Block, str]]:
-    """Return each block whose output the page shows, with that output."""
+    """Yield each block whose output the page shows, with that output."""
     before: Block | None = None
     for block in blocks(page):
         if block.shows_output:

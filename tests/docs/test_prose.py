@@ -14,7 +14,7 @@ LONGEST_README = 150
 
 @pytest.mark.parametrize("page", pages())
 def test_lines_of_prose_fit(page: str) -> None:
-    """Return the lines of prose; rows of tables and lines with a link cannot be wrapped."""
+    """Rows of tables and lines with a link cannot be wrapped."""
     for number, line in enumerate(read(page).splitlines(), 1):
         may_be_long = line.startswith("|") or "](" in line or "://" in line
         assert len(line) <= LONGEST or may_be_long, f"{page}:{number} has {len(line)} characters"
@@ -32,7 +32,7 @@ def test_links_to_files_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", pages())
 def test_files_that_it_names_exist(page: str) -> None:
-    """Return paths in code, such as those of tests; files that a build or a job writes are not in the repository."""
+    """Paths in code, such as those of tests; files that a build or a job writes are not in the repository."""
     for path in re.findall(r"`((?:benchmarks|csrc|docs|examples|ldt|tests)/[\w./-]+)`", read(page)):
         assert (ROOT / path).exists(), f"{page}: {path}"
 

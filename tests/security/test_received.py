@@ -137,7 +137,7 @@ def test_settings_and_verdicts_of_others_are_truncated() -> None:
 
 
 class Sound:
-    """Yield a mesh in which nothing has failed."""
+    """A mesh in which nothing has failed."""
 
     def check(self) -> None: ...
 

@@ -15,7 +15,7 @@ UNIT = Costs(forward=1.0, backward=2.0)
 @pytest.mark.parametrize("laps", [1, 2])
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_every_shape_is_proven(stages, laps):
-    """Build plans, which ushape verifies: every M of 1..12 in both modes with both policies.
+    """ushape verifies the plans that it returns: every M of 1..12 in both modes with both policies.
 
     For M in 13..32, where orders are periodic, each shape (P, laps, mode, policy) tests two values, ten apart. The next
     shape tests others, so that every M is tested with at least six shapes.

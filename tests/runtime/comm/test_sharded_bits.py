@@ -40,7 +40,7 @@ class TwoHop(nn.Module):
 
 
 class TwoHopHead(TwoHop):
-    """Create the tensors; floating-point tensors require a gradient."""
+    """Creates the tensors; floating-point tensors require a gradient."""
 
     def __init__(self, mesh: ldt.Mesh, dims: Dims) -> None:
         super().__init__(mesh, dims)

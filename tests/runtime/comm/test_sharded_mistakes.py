@@ -38,7 +38,7 @@ class Rows(nn.Module):
 
 
 class WrongPart(Rows):
-    """Run a step in which the head's ranks have ``rows`` of 7, which torch.chunk splits into 4 and 3."""
+    """In the head, each rank returns its number of ``rows`` out of 7, which torch.chunk splits into 4 and 3."""
 
     def __init__(self, mesh: ldt.Mesh, chunk: int, rows: tuple[int, int]) -> None:
         super().__init__(mesh, chunk)

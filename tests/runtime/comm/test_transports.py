@@ -102,7 +102,7 @@ VARIABLES = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
 def test_cuda_finds_what_lanes_need_unless_the_environment_says_otherwise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None, found: list[str]
 ) -> None:
-    """Run what ``import ldt`` does on a machine with a GPU, which it recognizes by a file of the driver."""
+    """``import ldt`` recognizes a machine with a GPU by a file of the driver."""
     (tmp_path / "driver").touch()
     monkeypatch.setattr(_cuda, "_DEVICE_FILES", (tmp_path / "none", tmp_path / "driver"))
     monkeypatch.setattr(_cuda, "_has_started", lambda: False)

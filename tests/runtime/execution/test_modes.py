@@ -183,7 +183,7 @@ def test_frozen_parts(pool: RankPool, name: str, laps: int) -> None:
 
 
 def gradients_on_odd_microbatches() -> int:
-    """Freezes everything except the inputs, of which only every other one requires a gradient."""
+    """Freeze everything except the inputs, of which only every other one requires a gradient."""
     chunks = toy_chunks(TOPOLOGY)
     for chunk in chunks:
         chunk.requires_grad_(False)
