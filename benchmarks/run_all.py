@@ -55,6 +55,7 @@ ON_GPUS = [  # the most important first
     Job("transfer_link", "transfer.py --link 10Gbit --transports nccl --count 5", 4, 60),
     Job("step_time_link", "step_time.py --link 10Gbit --transports nccl --preset medium --steps 3", 2, 80),
     Job("metadata", "metadata.py", 1, 60),
+    Job("compression", "compression.py", 1, 60),
 ]
 ON_CPU = [
     Job("p2p_overlap", "p2p_overlap.py --count 7 --latency-count 20"),
@@ -65,6 +66,7 @@ ON_CPU = [
     Job("transfer", "transfer.py --count 10"),
     Job("transfer_link", "transfer.py --link 1Gbit --count 5"),
     Job("metadata", "metadata.py --count 20"),
+    Job("compression", "compression.py --count 20"),
 ]
 
 

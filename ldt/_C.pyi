@@ -140,6 +140,24 @@ class VersionCounters:
     def first_changed(self) -> int | None:
         """Return the index of the first tensor written to since the snapshot; None if there is none."""
 
+def has_8bit_kernels(device: torch.device) -> bool:
+    """Whether ``pack_8bit`` works on ``device``: the CPU, and CUDA if this build has kernels."""
+
+def pack_8bit(tensor: torch.Tensor) -> torch.Tensor:
+    """Pack a float32, bfloat16 or float16 tensor: uint8 ``[n + 2 * ceil(n / 128)]`` for n elements.
+
+    Blocks of 128 elements, in the order of a contiguous tensor, have one power of two as scale; an element is fp8 e4m3
+    (docs/wire_format.md). An element x of a block whose largest finite magnitude is m is off by at most
+    ``max(abs(x) / 16, m / 229376)``. NaN and infinities arrive as such, zeros as +0. Equal tensors give equal bytes on
+    every device. Raises ValueError for another dtype or device. Does not wait for the device.
+    """
+
+def unpack_8bit(packed: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Unpack into a contiguous ``tensor`` of the dtype and number of elements that were packed.
+
+    Any bytes of the right number can be unpacked. Raises ValueError if the number, dtype or device is wrong.
+    """
+
 def abort_all(reason: str) -> None:
     """Abort and stop every lane of this process; runs at exit."""
 

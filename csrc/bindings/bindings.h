@@ -6,6 +6,7 @@
 namespace ldt {
 
 void bind_transports(pybind11::module_& module);
+void bind_compression(pybind11::module_& module);
 void bind_errors(pybind11::module_& module);
 void bind_interrupt();
 void bind_lanes(pybind11::module_& module);

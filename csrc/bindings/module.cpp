@@ -12,4 +12,5 @@ PYBIND11_MODULE(_C, module) {
   ldt::bind_metadata(module);
   ldt::bind_metadata_pack(module);
   ldt::bind_tensors(module);
+  ldt::bind_compression(module);
 }

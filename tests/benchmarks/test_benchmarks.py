@@ -167,6 +167,13 @@ def test_metadata(tmp_path: Path) -> None:
     assert {row["path"] for row in tables["StepRow"]} == {"tensor ops", "one call", "no rows"}
 
 
+def test_compression(tmp_path: Path) -> None:
+    tables = rows_of("compression.py --count 1 --elements 4000", tmp_path)
+    rows = [row for row in tables["PackRow"] if row["path"] == "8bit"]
+    assert [row["dtype"] for row in rows] == ["float32", "bfloat16", "float16"]
+    assert all(row["error"] < 0.03 for row in rows)
+
+
 def test_step_time(tmp_path: Path) -> None:
     tables = rows_of("step_time.py --steps 1 --microbatches 2", tmp_path)
     paths = {row["path"]: row for row in tables["StepRow"]}

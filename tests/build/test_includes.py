@@ -16,6 +16,7 @@ CORE = ("metadata/format", "metadata/host", "metadata/codec")
 LAYERS = {
     "common": (),
     "memory": ("common",),
+    "compression": ("common",),
     "process_group": ("common",),
     "copy_engine": ("common", "memory"),
     "transports": ("common", "memory", "process_group", "copy_engine"),
@@ -28,6 +29,7 @@ LAYERS = {
     "bindings": (
         "common",
         "memory",
+        "compression",
         "transports",
         "lanes",
         "metadata/format",

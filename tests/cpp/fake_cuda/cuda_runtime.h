@@ -28,6 +28,7 @@ struct Block {
   std::barrier<> all;
   std::vector<std::unique_ptr<std::barrier<>>> warps;
   std::atomic<unsigned> ballots[32] = {};
+  std::atomic<unsigned> values[1024] = {};
 };
 inline Block* block = nullptr;
 
@@ -36,6 +37,7 @@ inline Block* block = nullptr;
 inline thread_local fake_cuda::Index threadIdx;
 inline thread_local fake_cuda::Index blockIdx;
 inline fake_cuda::Index blockDim;
+inline fake_cuda::Index gridDim;
 
 inline void __syncthreads() { fake_cuda::block->all.arrive_and_wait(); }
 
@@ -49,6 +51,15 @@ inline unsigned __ballot_sync(unsigned /*all lanes*/, bool votes) {
   const unsigned result = ballot.load();
   barrier.arrive_and_wait();
   if (lane == 0) ballot = 0;
+  barrier.arrive_and_wait();
+  return result;
+}
+
+inline unsigned __shfl_xor_sync(unsigned /*all lanes*/, unsigned value, int distance) {
+  auto& barrier = *fake_cuda::block->warps[threadIdx.x / 32];
+  fake_cuda::block->values[threadIdx.x] = value;
+  barrier.arrive_and_wait();
+  const unsigned result = fake_cuda::block->values[threadIdx.x ^ static_cast<unsigned>(distance)];
   barrier.arrive_and_wait();
   return result;
 }
