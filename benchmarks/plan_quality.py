@@ -7,6 +7,7 @@ number except the bubble is a makespan divided by ``ldt.plan.lower_bound``. torc
     python benchmarks/plan_quality.py                      the table
     python benchmarks/plan_quality.py --memory             also under memory limits, in terms of ushape's own peak
     python benchmarks/plan_quality.py --shared             an edge that serves several cloud replicas, instead
+    python benchmarks/plan_quality.py --pipe               all that crosses shares a pipe, instead
     python benchmarks/plan_quality.py --growth growth.png  planning time by size, as a plot
 """
 
@@ -40,6 +41,7 @@ class Setting(NamedTuple):
     edge: float
     latency: float
     served: int = 1  # cloud replicas per edge replica
+    pipe: float = 0.0  # work of each pipe between edge and cloud, as a share of that of a cloud stage
 
     @property
     def topology(self) -> Topology:
@@ -49,7 +51,15 @@ class Setting(NamedTuple):
     def costs(self) -> Costs:
         topology = self.topology
         shares = [self.edge if topology.stage_of(c) == 0 else 1.0 for c in range(topology.num_chunks)]
-        return Costs([1 * s for s in shares], [2 * s for s in shares], latency=self.latency)
+        size = self.pipe * 3 / (2 * self.served)  # of each activation and gradient
+        crosses = [0 in (topology.stage_of(hop), topology.stage_of(hop + 1)) for hop in range(topology.tail)]
+        return Costs(
+            [1 * s for s in shares],
+            [2 * s for s in shares],
+            latency=self.latency,
+            bandwidth=1.0,
+            bytes=[size * cross for cross in crosses],
+        )
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,13 @@ def shared_settings(laps: int = 1, microbatches: int = 32) -> Iterator[Setting]:
     """Yield settings in which the edge and its cloud replicas, with ``microbatches`` each, have equal work."""
     for stages, served, latency in itertools.product((3, 4), (2, 4), (0.0, 1.0, 4.0)):
         yield Setting(laps, microbatches * served, stages, 0.5 / served, latency, served)
+
+
+def pipe_settings(microbatches: int = 32) -> Iterator[Setting]:
+    """Settings in which each pipe has half of the work of a cloud stage, as much, or twice that."""
+    for stages, served, pipe, latency in itertools.product((2, 3, 4), (1, 2), (0.5, 1.0, 2.0), (0.0, 2.0)):
+        if served == 1 or stages == 3:
+            yield Setting(1, microbatches * served, stages, 0.5 / served, latency, served, pipe)
 
 
 def fixed(setting: Setting) -> Timeline:
@@ -155,6 +172,18 @@ def print_shared_table(laps: int) -> None:
         print("  ".join(cells + [_cell(number) for number in numbers]))
 
 
+def print_pipe_table() -> None:
+    print("# laps=1 microbatches=32 per cloud replica, edge=0.5/served")
+    print(
+        "  ".join(f"{name:>8}" for name in ("P", "served", "pipe", "latency", "ushape", "optimize", "peak_o"))
+    )
+    for setting in pipe_settings():
+        plan, least = planned(setting), bound(setting)
+        cells = [f"{n:>8}" for n in (setting.stages, setting.served, setting.pipe, setting.latency)]
+        numbers = [fixed(setting).makespan / least, plan.makespan / least, max(plan.peak_live.values())]
+        print("  ".join(cells + [_cell(number) for number in numbers]), flush=True)
+
+
 def _cell(number: float) -> str:
     return f"{number:>8}" if isinstance(number, int) else f"{number:>8.3f}"
 
@@ -178,6 +207,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description="Quality of planned orders, simulated")
     options.add_argument("--memory", action="store_true", help="also plan under memory limits")
     options.add_argument("--shared", action="store_true", help="an edge that serves several replicas instead")
+    options.add_argument("--pipe", action="store_true", help="all that crosses shares a pipe, instead")
     options.add_argument("--laps", type=int, nargs="+", default=[1, 2])
     options.add_argument("--microbatches", type=int, nargs="+", default=[32, 8])
     options.add_argument("--growth", type=Path, metavar="PICTURE", help="time to plan by size instead")
@@ -188,6 +218,9 @@ def main() -> None:
     if arguments.shared:
         for laps in arguments.laps:
             print_shared_table(laps)
+        return
+    if arguments.pipe:
+        print_pipe_table()
         return
     for laps, microbatches in itertools.product(arguments.laps, arguments.microbatches):
         print_table(laps, microbatches, arguments.memory)

@@ -10,14 +10,17 @@ from typing import get_args
 
 from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated_lane, listed, paired_lane
 from ldt.errors import TopologyError
+from ldt.site import SITES, Site, check_sites, parse_sites, sites_text
 
-__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Topology", "lanes", "listed"]
+__all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Site", "Topology", "lanes", "listed"]
 
 _NUMBER = "[0-9]{1,6}"
 # Far more than any job has: a corrupt file must not allocate more.
 _MAX_RANKS = 1_000_000
 _MAX_CHUNKS = 100_000  # of all replicas
-_TEXT = re.compile(f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})")
+_TEXT = re.compile(
+    f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})(?: +sites=({SITES}))?"
+)
 
 
 @dataclass(frozen=True, init=False)
@@ -33,6 +36,9 @@ class Topology:
         edge_dp: Number of replicas of the edge; must divide ``dp``. Edge replica e deals its microbatches round robin
             to the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... Default: ``dp``.
         laps: Number of walks through all stages: 1 for a language model, 2 for a vision-language model.
+        sites: The site of each stage, a number or a name: ``[0, 1, 1]`` or ``["office", "cloud", "cloud"]``. All that
+            crosses from one site to another shares one pipe; nodes of one site have links of their own. Only plans
+            and their times depend on it. The edge has a site of its own. Default: all cloud stages are on another.
 
     Raises:
         TopologyError: A number is wrong; names it. Also for more than a million ranks, or 100,000 chunks of all
@@ -43,13 +49,22 @@ class Topology:
     dp: int
     edge_dp: int
     laps: int
+    sites: tuple[Site, ...]
 
-    def __init__(self, tp: Sequence[int], dp: int = 1, edge_dp: int | None = None, laps: int = 1) -> None:
+    def __init__(
+        self,
+        tp: Sequence[int],
+        dp: int = 1,
+        edge_dp: int | None = None,
+        laps: int = 1,
+        sites: Sequence[Site] | None = None,
+    ) -> None:
         object.__setattr__(self, "tp", tuple(tp))
         object.__setattr__(self, "dp", dp)
         object.__setattr__(self, "edge_dp", dp if edge_dp is None else edge_dp)
         object.__setattr__(self, "laps", laps)
         self._check()
+        object.__setattr__(self, "sites", check_sites(sites, self.num_stages))
 
     def _check(self) -> None:
         if not self.tp:
@@ -239,11 +254,27 @@ class Topology:
         """All channels, in the order in which ranks connect them: by replica, then hop, forward before backward."""
         return tuple(self._channels.values())
 
+    def pipe_of(self, channel: Channel) -> str:
+        """The name of what the messages of ``channel`` take turns on, with those of all channels of the same pipe.
+
+        From one site to another ``site->site``, whatever the replicas; within a site ``node->node``.
+        """
+        source, target = channel.source, channel.target
+        if self.is_local(channel):
+            return f"{source}->{target}"
+        return f"{self.sites[source.stage]}->{self.sites[target.stage]}"
+
+    def is_local(self, channel: Channel) -> bool:
+        """Whether ``channel`` stays within a site, where its two nodes have links of their own."""
+        return self.sites[channel.source.stage] == self.sites[channel.target.stage]
+
     # -- text ------------------------------------------------------------------------------------------------
 
     def to_text(self) -> str:
-        """One line, for example ``tp=1,2,2 dp=1 edge_dp=1 laps=1``."""
-        return f"tp={','.join(map(str, self.tp))} dp={self.dp} edge_dp={self.edge_dp} laps={self.laps}"
+        """One line, for example ``tp=1,2,2 dp=1 edge_dp=1 laps=1``; other sites than the default are added to it."""
+        text = f"tp={','.join(map(str, self.tp))} dp={self.dp} edge_dp={self.edge_dp} laps={self.laps}"
+        default = self.sites == check_sites(None, self.num_stages)
+        return text if default else f"{text} sites={sites_text(self.sites)}"
 
     @classmethod
     def from_text(cls, text: str) -> Topology:
@@ -253,8 +284,9 @@ class Topology:
             raise TopologyError(
                 f"expected a topology as 'tp=1,2,2 dp=1 edge_dp=1 laps=1', got {text.strip()[:80]!r}"
             )
-        dp, edge_dp, laps = map(int, match.groups()[1:])
-        return cls([int(size) for size in match[1].split(",")], dp=dp, edge_dp=edge_dp, laps=laps)
+        dp, edge_dp, laps = map(int, match.groups()[1:4])
+        sites = None if match[5] is None else parse_sites(match[5])
+        return cls([int(size) for size in match[1].split(",")], dp, edge_dp, laps, sites)
 
     def describe(self) -> str:
         """Return a description to print: each node's ranks and chunks, then each replica's path through the nodes."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ldt.cli.units import bandwidth, nbytes, one_or_more, seconds
 from ldt.errors import LdtError
@@ -25,7 +26,7 @@ from ldt.plan import (
     ushape,
 )
 from ldt.plan.torch_csv import check_expressible
-from ldt.topology import Topology
+from ldt.topology import Site, Topology
 
 _NAMES = ("ushape", "optimize", "optimize, split backward")
 _PER_CHUNK = one_or_more(seconds)
@@ -44,6 +45,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--laps", type=int, default=1, help="walks through all stages; default: 1")
     shape.add_argument("--dp", type=int, default=1, help="replicas of the cloud stages")
     shape.add_argument("--edge-dp", type=int, help="replicas of the edge, which share them; default: as many")
+    shape.add_argument(
+        "--sites",
+        type=_sites,
+        metavar="SITE,...",
+        help="site of each stage, such as 0,1,1; what crosses between two shares one pipe; default: edge and cloud",
+    )
     shape.add_argument("--microbatches", type=int, required=True, help="of each replica of the edge")
     shape.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated")
     costs = parser.add_argument_group(
@@ -60,6 +67,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     costs.add_argument(
         "--bytes", type=one_or_more(nbytes), metavar="SIZE", help="of one message, such as 4MiB"
+    )
+    costs.add_argument(
+        "--bandwidth-down",
+        type=one_or_more(bandwidth),
+        metavar="RATE",
+        help="from the cloud to the edge; default: as --bandwidth",
+    )
+    costs.add_argument(
+        "--bytes-backward",
+        type=one_or_more(nbytes),
+        metavar="SIZE",
+        help="of a gradient; default: as --bytes",
     )
     costs.add_argument(
         "--activation-bytes",
@@ -104,7 +123,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the comparison and write the files. Returns 2 and prints the error if that fails."""
     try:
         _check_files(arguments)
-        topology = Topology(arguments.stages, dp=arguments.dp, edge_dp=arguments.edge_dp, laps=arguments.laps)
+        topology = Topology(
+            arguments.stages, arguments.dp, arguments.edge_dp, arguments.laps, arguments.sites
+        )
         if arguments.from_csv is not None or arguments.to_csv is not None:
             check_expressible(topology)
         costs = _costs(arguments)
@@ -155,7 +176,7 @@ def _costs(arguments: argparse.Namespace) -> Costs:
     names = ("forward", "backward", "latency", "bandwidth", "bytes", "activation_bytes")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.costs is not None:
-        return replace(Costs.load(arguments.costs), **given)
+        return _by_direction(replace(Costs.load(arguments.costs), **given), arguments)
     if "forward" not in given:
         raise LdtError("give --forward, for example --forward 12ms, or a file of measured costs with --costs")
     given.setdefault("backward", _twice(given["forward"]))
@@ -163,7 +184,21 @@ def _costs(arguments: argparse.Namespace) -> Costs:
         raise LdtError(
             "--bandwidth and --bytes go together: a message takes its bytes divided by the link's bandwidth"
         )
-    return Costs(**given)
+    return _by_direction(Costs(**given), arguments)
+
+
+def _by_direction(costs: Costs, arguments: argparse.Namespace) -> Costs:
+    """``costs`` with the options for the other direction."""
+    for name, one, other in (("bandwidth", "up", "down"), ("bytes", "forward", "backward")):
+        figure, given = getattr(costs, name), getattr(arguments, f"{name}_{other}")
+        if given is None:
+            continue
+        if figure is None:
+            raise LdtError(f"--{name}-{other} needs --{name}, or a file with --costs that has it")
+        first = figure[one] if isinstance(figure, Mapping) else figure
+        figures: dict[str, Any] = {name: {one: first, other: given}}
+        costs = replace(costs, **figures)
+    return costs
 
 
 def _compare(
@@ -257,3 +292,7 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected TP sizes such as 1,2,2, got {text!r}") from None
+
+
+def _sites(text: str) -> list[Site]:
+    return [int(part) if part.isdecimal() else part for part in text.split(",")]

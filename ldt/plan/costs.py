@@ -12,17 +12,19 @@ from typing import Any, Literal
 from ldt.errors import PlanError, TopologyError
 from ldt.plan.action import Action, Kind
 from ldt.plan.files import load, read_json
-from ldt.topology import Node, Topology, listed
+from ldt.topology import Direction, Node, Topology, listed
 
 __all__ = ["UNIT_COSTS", "Costs"]
 
 PerItem = float | Sequence[float]  # one number for all, or one per chunk (or hop, or stage)
+PerDirection = PerItem | Mapping[str, PerItem]
 
 _FORMAT = "ldt costs 1"
 _PER_CHUNK = ("forward", "backward", "weight", "input", "activation_bytes")
 _PER_HOP = ("latency", "bandwidth", "bytes")
 _SMALLEST, _LARGEST = 1e-15, 1e18  # beyond these, sums and quotients could overflow
 _ABOVE_ZERO = ("bandwidth", "speed")
+_DIRECTIONS = {"bandwidth": ("up", "down"), "bytes": ("forward", "backward")}
 
 
 @dataclass(frozen=True)
@@ -33,17 +35,21 @@ class Costs:
     ``backward``) and ``input`` (I; default: ``backward`` minus W), and ``activation_bytes``, which a chunk keeps for
     one microbatch from its forward to the end of its backward.
 
-    Per hop c -> c+1: ``latency`` (one way), ``bandwidth`` (per direction; None: unlimited) and ``bytes`` (of
-    one message). ``speed`` divides a node's compute times: one number, one per stage, or a mapping from nodes
-    (``Node`` or "stage.replica") to the speeds that are not 1.
+    Per hop c -> c+1: ``latency`` (one way), ``bandwidth`` (per direction; None: unlimited) and ``bytes`` (of one
+    message). Directions may differ: ``bandwidth={"up": ..., "down": ...}``, where up is to a stage of a greater
+    number, as from the edge to the cloud, and ``bytes={"forward": ..., "backward": ...}``, activations and gradients.
+    Messages that share a pipe (``Topology.pipe_of``) take turns on it.
+
+    ``speed`` divides a node's compute times: one number, one per stage, or a mapping from nodes (``Node`` or
+    "stage.replica") to the speeds that are not 1.
     """
 
     forward: PerItem
     backward: PerItem
     weight: PerItem | None = None
     latency: PerItem = 0.0
-    bandwidth: PerItem | None = None
-    bytes: PerItem = 0
+    bandwidth: PerDirection | None = None
+    bytes: PerDirection = 0
     input: PerItem | None = None
     speed: PerItem | Mapping[Node, float] = 1.0
     activation_bytes: PerItem = 0
@@ -53,15 +59,16 @@ class Costs:
             object.__setattr__(self, field.name, _frozen(field.name, getattr(self, field.name)))
 
     def __hash__(self) -> int:
-        speed = tuple(sorted(self.speed.items())) if isinstance(self.speed, Mapping) else self.speed
-        return hash((speed, *(getattr(self, name) for name in (*_PER_CHUNK, *_PER_HOP))))
+        figures = (getattr(self, field.name) for field in fields(self))
+        return hash(tuple(frozenset(f.items()) if isinstance(f, Mapping) else f for f in figures))
 
     def check(self, topology: Topology) -> None:
         """Raise PlanError if a figure is negative or a sequence does not have one entry per chunk, hop or stage."""
         for name in _PER_CHUNK:
             _check(name, getattr(self, name), topology.num_chunks, "chunk")
         for name in _PER_HOP:
-            _check(name, getattr(self, name), topology.num_chunks - 1, "hop")
+            for figure in _by_direction(getattr(self, name)):
+                _check(name, figure, topology.num_chunks - 1, "hop")
         if isinstance(self.speed, Mapping):
             unknown = sorted(self.speed.keys() - set(topology.nodes))
             if unknown:
@@ -109,9 +116,12 @@ class Costs:
         """Seconds from sending the last byte to the arrival of the message."""
         return _pick(self.latency, hop)
 
-    def occupancy(self, hop: int) -> float:
-        """Seconds for which one message occupies its direction of the link."""
-        return 0.0 if self.bandwidth is None else _pick(self.bytes, hop) / _pick(self.bandwidth, hop)
+    def occupancy(self, hop: int, direction: Direction = "F", up: bool = True) -> float:
+        """Seconds for which one message of ``hop`` and ``direction``, sent ``up`` or down, occupies its pipe."""
+        if self.bandwidth is None:
+            return 0.0
+        size = _of_direction(self.bytes, "forward" if direction == "F" else "backward")
+        return _pick(size, hop) / _pick(_of_direction(self.bandwidth, "up" if up else "down"), hop)
 
     def activation(self, chunk: int) -> float:
         """Bytes that ``chunk`` keeps for one microbatch."""
@@ -137,11 +147,9 @@ class Costs:
         """Read the text of ``to_json``; figures with a default may be missing. Raises PlanError for anything else."""
         figures = vars(read_json(text, _File, f'a file of costs, "format": "{_FORMAT}"'))
         costs = cls(**{name: figure for name, figure in figures.items() if name != "format"})
-        for name in figures.keys() - {"format", "speed"}:
-            _check_values(name, getattr(costs, name))
-        _check_values(
-            "speed", list(costs.speed.values()) if isinstance(costs.speed, Mapping) else costs.speed
-        )
+        for name in figures.keys() - {"format"}:
+            for figure in _by_direction(getattr(costs, name)):
+                _check_values(name, figure)
         return costs
 
     def save(self, path: str | Path) -> None:
@@ -162,8 +170,8 @@ class _File:
     backward: float | list[float]
     weight: float | list[float] | None = None
     latency: float | list[float] = 0.0
-    bandwidth: float | list[float] | None = None
-    bytes: float | list[float] = 0
+    bandwidth: float | list[float] | dict[str, float | list[float]] | None = None
+    bytes: float | list[float] | dict[str, float | list[float]] = 0
     input: float | list[float] | None = None
     speed: float | list[float] | dict[str, float] = 1.0
     activation_bytes: float | list[float] = 0
@@ -173,12 +181,32 @@ def _pick(figure: PerItem, index: int) -> float:
     return figure[index] if isinstance(figure, tuple) else figure  # type: ignore[return-value]
 
 
+def _by_direction(figure: Any) -> Sequence[Any]:
+    """The figures in a mapping, else the figure itself."""
+    return list(figure.values()) if isinstance(figure, Mapping) else [figure]
+
+
+def _of_direction(figure: PerDirection, name: str) -> PerItem:
+    return figure[name] if isinstance(figure, Mapping) else figure
+
+
 def _frozen(name: str, figure: Any) -> Any:
-    """Return ``figure`` as an immutable value: a number, a tuple, or a dict by node."""
+    """Return ``figure`` as an immutable value: a number, a tuple, or a dict by node or direction."""
     if figure is None and name in ("weight", "input", "bandwidth"):
         return None
     if name == "speed" and isinstance(figure, Mapping):
         return {_node(node): _number(name, speed) for node, speed in figure.items()}
+    if name in _DIRECTIONS and isinstance(figure, Mapping):
+        one, other = _DIRECTIONS[name]
+        if set(figure) != {one, other}:
+            raise PlanError(
+                f"costs: {name} by direction needs {one!r} and {other!r}, got {', '.join(map(repr, figure))[:80]}"
+            )
+        return {one: _numbers(name, figure[one]), other: _numbers(name, figure[other])}
+    return _numbers(name, figure)
+
+
+def _numbers(name: str, figure: Any) -> Any:
     if isinstance(figure, Sequence) and not isinstance(figure, str):
         return tuple(_number(name, value) for value in figure)
     return _number(name, figure)

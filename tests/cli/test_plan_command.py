@@ -62,6 +62,42 @@ def test_an_edge_that_is_shared(folder: Path, capsys: pytest.CaptureFixture[str]
     assert plan.topology == Topology([1, 1, 1], dp=4, edge_dp=2)
 
 
+def test_a_pipe_that_is_shared_and_one_for_each_site(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linked = [*ARGUMENTS, "--bandwidth", "200Mbit", "--bytes", "1MiB", "--no-split"]
+    times = []
+    for more in (
+        [],
+        ["--sites", "office,east,west"],
+        ["--bandwidth-down", "1Gbit"],
+        ["--bytes-backward", "4MiB"],
+    ):
+        assert main([*linked, *more]) == 0
+        output = capsys.readouterr().out
+        assert ("sites=office,east,west, 8 microbatches" in output) == ("--sites" in more)
+        times.append(rows(output)["optimize"][0])
+        plan = Plan.load(folder / "ldt-plan.txt")
+        assert plan.topology == Topology(
+            [1, 1, 1], sites=["office", "east", "west"] if "--sites" in more else None
+        )
+    assert len(set(times)) == 4
+
+
+def test_the_other_direction_of_measured_costs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Costs(0.01, 0.02, bandwidth={"up": 25e6, "down": 1}, bytes={"forward": 1 << 20, "backward": 0}).save(
+        "costs.json"
+    )
+    given = ["plan", "--stages", "1,1", "--microbatches", "4", "--no-split"]
+    assert (
+        main([*given, "--costs", "costs.json", "--bandwidth-down", "1Gbit", "--bytes-backward", "1MiB"]) == 0
+    )
+    from_file = rows(capsys.readouterr().out)
+    both = ["--bandwidth", "200Mbit", "--bandwidth-down", "1Gbit", "--bytes", "1MiB"]
+    assert main([*given, "--forward", "10ms", *both]) == 0
+    assert rows(capsys.readouterr().out) == from_file
+
+
 def test_a_plan_of_another_engine_is_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*ARGUMENTS, "--to-csv", "best.csv"])
     before = rows(capsys.readouterr().out)["optimize"]
@@ -100,6 +136,10 @@ def test_measured_costs_and_what_overrides_them(folder: Path, capsys: pytest.Cap
         ("--plan a.png --picture a.png", "a.png is named twice"),
         ("--bandwidth 1Gbit", "--bandwidth and --bytes go together"),
         ("--bytes 1MiB", "--bandwidth and --bytes go together"),
+        ("--bandwidth-down 1Gbit", "--bandwidth-down needs --bandwidth, or a file with --costs that has it"),
+        ("--sites 0,1", "sites needs the site of each of the 3 stages"),
+        ("--sites 0,1,0", "sites[2] is that of stage 0, 0: the edge needs a site of its own"),
+        ("--sites 0,,1", "sites[1] must be a number from 0 to 999999 or a name"),
         ("--memory-limit 1", "the smallest that works is 2"),
         ("--dp 3 --edge-dp 2", "edge_dp=2 does not divide dp=3"),
         ("--dp 2 --edge-dp 1 --to-csv a.csv", "torch's CSV has one row for all replicas of a stage"),

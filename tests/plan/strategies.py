@@ -14,8 +14,10 @@ def costs_of(draw, topology):
     times = st.one_of(st.just(0.0), st.floats(0.01, 3))
     chunks, hops = topology.num_chunks, topology.num_chunks - 1
     forward, backward = (draw(st.lists(times, min_size=chunks, max_size=chunks)) for _ in range(2))
-    latency, size = (draw(st.lists(times, min_size=hops, max_size=hops)) for _ in range(2))
-    return Costs(forward, backward, latency=latency, bandwidth=draw(st.sampled_from([None, 1.0])), bytes=size)
+    latency, size, other = (draw(st.lists(times, min_size=hops, max_size=hops)) for _ in range(3))
+    bandwidth = draw(st.sampled_from([None, 1.0, {"up": 1.0, "down": 0.5}]))
+    sizes = draw(st.sampled_from([size, {"forward": size, "backward": other}]))
+    return Costs(forward, backward, latency=latency, bandwidth=bandwidth, bytes=sizes)
 
 
 @st.composite
@@ -35,7 +37,9 @@ def topologies(draw, min_stages=1, max_stages=4, max_laps=2, max_edge_dp=2, max_
     """Draw topologies with one rank per node; an edge replica serves up to ``max_served`` cloud replicas."""
     stages, edge_dp = draw(st.integers(min_stages, max_stages)), draw(st.integers(1, max_edge_dp))
     served = draw(st.integers(1, max_served)) if stages > 1 else 1
-    return Topology([1] * stages, dp=edge_dp * served, edge_dp=edge_dp, laps=draw(st.integers(1, max_laps)))
+    cloud = st.lists(st.sampled_from([1, 2, "far"]), min_size=stages - 1, max_size=stages - 1)
+    sites = draw(st.none() | cloud.map(lambda others: [0, *others]))
+    return Topology([1] * stages, edge_dp * served, edge_dp, draw(st.integers(1, max_laps)), sites)
 
 
 @st.composite

@@ -11,6 +11,8 @@ from ldt.plan import Action, Costs, simulate, ushape
 from ldt.topology import Node, Topology
 
 FIGURE = st.one_of(st.floats(0.001, 1e6), st.integers(1, 10**12), st.lists(st.floats(0.001, 9), max_size=4))
+UP_AND_DOWN = st.fixed_dictionaries({"down": FIGURE, "up": FIGURE})
+BOTH_WAYS = st.fixed_dictionaries({"backward": FIGURE, "forward": FIGURE})
 
 
 @given(
@@ -19,14 +21,59 @@ FIGURE = st.one_of(st.floats(0.001, 1e6), st.integers(1, 10**12), st.lists(st.fl
     st.none() | FIGURE,
     st.none() | FIGURE,
     FIGURE,
-    st.none() | FIGURE,
+    st.none() | FIGURE | UP_AND_DOWN,
+    FIGURE | BOTH_WAYS,
     FIGURE | st.dictionaries(st.builds(Node, st.integers(0, 9), st.integers(0, 9)), st.floats(0.1, 9)),
 )
-def test_json_round_trip(forward, backward, weight, split_input, latency, bandwidth, speed):
-    costs = Costs(forward, backward, weight, latency, bandwidth, input=split_input, speed=speed)
+def test_json_round_trip(forward, backward, weight, split_input, latency, bandwidth, size, speed):
+    costs = Costs(forward, backward, weight, latency, bandwidth, size, split_input, speed)
     again = Costs.from_json(costs.to_json())
     assert again == costs
     assert hash(again) == hash(costs)
+
+
+def test_figures_by_direction():
+    costs = Costs(1, 2, bandwidth={"up": 10, "down": [1, 2]}, bytes={"forward": [20, 40], "backward": 10})
+    assert [costs.occupancy(hop, "F", up) for hop in (0, 1) for up in (True, False)] == [2, 20, 4, 20]
+    assert [costs.occupancy(hop, "B", up) for hop in (0, 1) for up in (True, False)] == [1, 10, 1, 5]
+    assert Costs(1, 2, bandwidth=10, bytes=20).occupancy(1) == 2
+    costs.check(Topology([1, 1]))
+    for topology, name in (
+        (Topology([1, 1, 1]), "bandwidth needs one number for each of the 3 hops, got 2"),
+    ):
+        with pytest.raises(PlanError, match=name):
+            costs.check(topology)
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"bandwidth": {"up": 1}}, "bandwidth by direction needs 'up' and 'down', got 'up'"),
+        ({"bandwidth": {"up": 1, "down": 1, "left": 1}}, "bandwidth by direction needs 'up' and 'down'"),
+        (
+            {"bytes": {"up": 1, "down": 1}},
+            "bytes by direction needs 'forward' and 'backward', got 'up', 'down'",
+        ),
+        ({"bytes": {}}, "bytes by direction needs"),
+        ({"latency": {"up": 1, "down": 1}}, "latency must be a number or a sequence of numbers"),
+        (
+            {"bandwidth": {"up": 1, "down": None}},
+            "bandwidth must be a number or a sequence of numbers, got None",
+        ),
+        ({"bandwidth": {"up": 1, "down": {}}}, "bandwidth must be a number or a sequence of numbers"),
+    ],
+)
+def test_directions_that_do_not_fit_are_refused(figures, message):
+    with pytest.raises(PlanError, match=message):
+        Costs(1, 2, **figures)
+
+
+def test_figures_by_direction_are_checked():
+    with pytest.raises(PlanError, match="bandwidth must be above 0 and finite, got 0"):
+        Costs(1, 2, bandwidth={"up": 1, "down": [1, 0]}).check(Topology([1, 1]))
+    text = '{"format": "ldt costs 1", "forward": 1, "backward": 1, "bytes": {"forward": 1, "backward": -1}}'
+    with pytest.raises(PlanError, match="bytes must be at least 0 and finite, got -1"):
+        Costs.from_json(text)
 
 
 def test_save_and_load(tmp_path):

@@ -32,10 +32,14 @@ def read_csv(text: str) -> Plan:
     return from_csv(text, TOPOLOGY)
 
 
+BOTH_WAYS = Costs(1, 2, bandwidth={"up": 10, "down": [5, 5, 5]}, bytes={"forward": 3, "backward": [1, 2, 3]})
+APART = ushape(Topology([1, 1, 2], sites=["office", 1, "far.away"]), 3)
 READERS: dict[str, tuple[Read, str, Any]] = {
     "timeline": (Timeline.from_json, simulate(PLAN, COSTS).to_json(), mutated_json),
     "costs": (Costs.from_json, COSTS.to_json(), mutated_json),
+    "costs by direction": (Costs.from_json, BOTH_WAYS.to_json(), mutated_json),
     "plan": (Plan.from_text, PLAN.to_text(), mutated_text),
+    "plan with sites": (Plan.from_text, APART.to_text(), mutated_text),
     "csv": (read_csv, to_csv(PLAN), mutated_text),
 }
 
@@ -79,12 +83,21 @@ def test_what_is_nothing_of_the_kind(name: str) -> None:
         (f"tp={','.join(['999999'] * 1000)} dp=1 edge_dp=1 laps=1", 1, "expected at most 1000000 ranks"),
         (f"tp={','.join(['1'] * 3400)} dp=29 edge_dp=1 laps=1", 1, "expected a plan of at most 10000 forwards"),
         (f"tp={','.join(['1'] * 3400)} dp=1 edge_dp=1 laps=1", 1, "expected rows for 0.0, 1.0, .* and 3384 more, got"),
+        (f"tp=1 dp=1 edge_dp=1 laps=1 sites={','.join(['x'] * 100_000)}", 1, "sites needs the site of each of the 1"),
+        (f"tp=1,1 dp=1 edge_dp=1 laps=1 sites=0,{'x' * 100_000}", 1, "header of the plan: expected a topology as"),
         ("tp=1 dp=1 edge_dp=1 laps=1", 999_999_999, "dp=1, 2 chunks and 999999999 microbatches make 1999999998"),
     ],
 )  # fmt: skip
 def test_headers_that_ask_for_more_than_there_is(topology: str, microbatches: int, sentence: str) -> None:
     with pytest.raises(PlanError, match=sentence):
         Plan.from_text(HEAD.format(topology, microbatches))
+
+
+def test_sites_are_kept_and_old_texts_have_none() -> None:
+    assert Plan.from_text(APART.to_text()) == APART
+    assert "laps=1 sites=office,1,far.away\n" in APART.to_text()
+    assert "sites" not in PLAN.to_text() + simulate(PLAN, COSTS).to_json()
+    assert Timeline.from_json(simulate(APART, BOTH_WAYS).to_json()).topology == APART.topology
 
 
 def test_topologies_that_nobody_has() -> None:

@@ -11,13 +11,19 @@ from hypothesis import strategies as st
 from ldt.errors import LdtError, TopologyError
 from ldt.topology import Channel, Node, Topology, lanes
 
-topologies = st.builds(
-    lambda tp, edge_dp, times, laps: Topology(tp, edge_dp * (times if len(tp) > 1 else 1), edge_dp, laps),
-    st.lists(st.integers(1, 4), min_size=1, max_size=8),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-)
+SITES = st.integers(1, 999_999) | st.from_regex(r"[A-Za-z_][A-Za-z0-9_.\-]{0,31}", fullmatch=True)
+
+
+@st.composite
+def any_topology(draw):
+    tp = draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))
+    edge_dp, times, laps = (draw(st.integers(1, 3)) for _ in range(3))
+    cloud = draw(st.lists(SITES, min_size=len(tp) - 1, max_size=len(tp) - 1))
+    sites = draw(st.sampled_from([None, [0, *cloud]]))
+    return Topology(tp, edge_dp * (times if len(tp) > 1 else 1), edge_dp, laps, sites)
+
+
+topologies = any_topology()
 
 
 def test_import_needs_no_torch():
@@ -145,6 +151,31 @@ def test_paired_colours(stages):
     assert all(source % 2 == 1 and target % 2 == 0 for source, target, _ in colours["ping"])
 
 
+def test_the_edge_is_one_site_and_the_cloud_another():
+    topology = Topology([1, 2, 2])
+    assert topology.sites == (0, 1, 1)
+    assert topology == Topology([1, 2, 2], sites=[0, 1, 1])
+    assert topology.to_text() == "tp=1,2,2 dp=1 edge_dp=1 laps=1"
+    assert Topology([1]).sites == (0,)
+
+
+def test_other_sites_are_distinct():
+    one, other = (Topology([1, 1, 1], sites=sites) for sites in (["office", 1, "b.2"], [0, 1, 2]))
+    assert one.to_text() == "tp=1,1,1 dp=1 edge_dp=1 laps=1 sites=office,1,b.2"
+    assert len({one, other, Topology([1, 1, 1])}) == 3
+    assert "sites=('office', 1, 'b.2')" in repr(one)
+    assert Topology.from_text(one.to_text()) == one
+
+
+def test_a_pipe_is_shared_by_all_replicas_and_a_link_within_a_site_is_not():
+    topology = Topology([1, 1, 1], dp=2, laps=2, sites=["office", "cloud", "cloud"])
+    pipes = {channel.name: topology.pipe_of(channel) for channel in topology.channels}
+    assert pipes["F0:0.0->1.0"] == pipes["F3:0.1->1.1"] == pipes["B2:0.1->2.1"] == "office->cloud"
+    assert pipes["F2:2.0->0.0"] == pipes["B0:1.1->0.1"] == "cloud->office"
+    assert pipes["F1:1.0->2.0"] == pipes["F4:1.0->2.0"] == "1.0->2.0"
+    assert pipes["B1:2.1->1.1"] == "2.1->1.1"
+
+
 def test_describe_names_every_node():
     shared = Topology([1, 2], dp=2, edge_dp=1).describe().splitlines()
     assert shared[-2:] == [
@@ -166,6 +197,26 @@ def test_describe_names_every_node():
         ({"tp": [1, 1], "laps": 1.5}, "laps must be .* got 1.5"),
         ({"tp": [1, 1], "dp": 4, "edge_dp": 3}, "edge_dp=3 does not divide dp=4"),
         ({"tp": [1], "dp": 2, "edge_dp": 1}, "one stage has no cloud"),
+        ({"tp": [1, 1], "sites": [0]}, r"sites needs the site of each of the 2 stages, .*: got \[0\]"),
+        ({"tp": [1, 1], "sites": "ab"}, "sites needs the site of each of the 2 stages, .* got 'ab'"),
+        ({"tp": [1, 1], "sites": 1}, "sites needs the site of each of the 2 stages, .* got 1"),
+        (
+            {"tp": [1, 1, 1], "sites": [0, 1, 0]},
+            r"sites\[2\] is that of stage 0, 0: the edge needs a site of its own",
+        ),
+        ({"tp": [1, 1], "sites": ["a", "a"]}, r"sites\[1\] is that of stage 0, 'a'"),
+        (
+            {"tp": [1, 1], "sites": [0, True]},
+            r"sites\[1\] must be a number from 0 to 999999 or a name .* got True",
+        ),
+        ({"tp": [1, 1], "sites": [0, -1]}, r"sites\[1\] must be .* got -1"),
+        ({"tp": [1, 1], "sites": [0, 10**6]}, r"sites\[1\] must be .* got 1000000"),
+        ({"tp": [1, 1], "sites": [0, 1.5]}, r"sites\[1\] must be .* got 1.5"),
+        ({"tp": [1, 1], "sites": [0, None]}, r"sites\[1\] must be .* got None"),
+        ({"tp": [1, 1], "sites": [0, "a,b"]}, r"sites\[1\] must be .* got 'a,b'"),
+        ({"tp": [1, 1], "sites": [0, ""]}, r"sites\[1\] must be .* got ''"),
+        ({"tp": [1, 1], "sites": [0, "x" * 33]}, r"sites\[1\] must be .* up to 32"),
+        ({"tp": [1, 1], "sites": ["0", 1]}, r"sites\[0\] must be .*, got the text '0': give 0"),
     ],
 )
 def test_impossible_topologies_are_refused(arguments, message):
@@ -190,6 +241,11 @@ def test_what_does_not_exist_is_refused():
         (lambda: Topology.from_text(f"tp={'9' * 5000} dp=1 edge_dp=1 laps=1"), "expected a topology as"),
         (lambda: Topology.from_text("tp=1 dp=1"), "expected a topology as"),
         (lambda: Topology.from_text("tp=1 dp=1 edge_dp=1 laps=1 x=2"), "expected a topology as"),
+        (lambda: Topology.from_text("tp=1 dp=1 edge_dp=1 laps=1 sites="), "expected a topology as"),
+        (lambda: Topology.from_text("tp=1,1 dp=1 edge_dp=1 laps=1 sites=0,1 2"), "expected a topology as"),
+        (lambda: Topology.from_text("tp=1,1 dp=1 edge_dp=1 laps=1 sites=0,\u0661"), "expected a topology as"),
+        (lambda: Topology.from_text("tp=1,1 dp=1 edge_dp=1 laps=1 sites=0,1,1"), "each of the 2 stages"),
+        (lambda: Topology.from_text("tp=1,1 dp=1 edge_dp=1 laps=1 sites=0,0"), "a site of its own"),
     ]:
         with pytest.raises(TopologyError, match=message):
             call()

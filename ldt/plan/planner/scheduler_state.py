@@ -5,6 +5,7 @@ There is one edge, which is connected to every replica that it serves.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from ldt.plan.action import Kind
@@ -103,6 +104,7 @@ def scheduler_state(costs: ReplicaCosts, num_microbatches: int, policy: Policy) 
         for chunk in costs.chunks_of(0)
     }
     nodes[0].add_chunks(policy, edge)
+    links: dict[object, Link] = defaultdict(Link)
     for share in costs.shares(num_microbatches):
         states = dict(edge)
         for stage in range(1, costs.num_stages):
@@ -114,24 +116,26 @@ def scheduler_state(costs: ReplicaCosts, num_microbatches: int, policy: Policy) 
             node.add_chunks(policy, own)
             nodes.append(node)
             states |= own
-        _connect(costs, states)
+        _connect(costs, states, links)
     return nodes
 
 
-def _connect(costs: ReplicaCosts, states: Mapping[int, ChunkState]) -> None:
-    """Add the channels of one cloud replica. ``states`` are by chunk."""
-    links: dict[tuple[int, int], Link] = {}
-    for hop, (occupancy, latency) in enumerate(zip(costs.occupancy, costs.latency, strict=True)):
+def _connect(costs: ReplicaCosts, states: Mapping[int, ChunkState], links: dict[object, Link]) -> None:
+    """Add the channels of one cloud replica. ``states`` are by chunk, ``links`` by pipe or by node numbers.
+
+    All edges send alike, so on a pipe each message is one of ``edge_dp`` and waits for the others.
+    """
+    for hop, latency in enumerate(costs.latency):
         below, above = states[hop], states[hop + 1]
-        to, back = (
-            links.setdefault(ends, Link())
-            for ends in (
-                (below.node.number, above.node.number),
-                (above.node.number, below.node.number),
-            )
-        )
-        up = Queue(above, Kind.RECV_F, to, occupancy, latency)
-        down = Queue(below, Kind.RECV_B, back, occupancy, latency)
+        queues = []
+        for source, target, kind, occupancy, pipe in (
+            (below, above, Kind.RECV_F, costs.forwards_over[hop], costs.forward_pipes[hop]),
+            (above, below, Kind.RECV_B, costs.backwards_over[hop], costs.backward_pipes[hop]),
+        ):
+            link = links[pipe or (source.node.number, target.node.number)]
+            turns = 1 if pipe is None else costs.edge_dp
+            queues.append(Queue(target, kind, link, occupancy * turns, latency))
+        up, down = queues
         below.up.append(up)
         above.from_below.append(up)
         above.down.append(down)

@@ -117,7 +117,7 @@ class SearchPoint:
         Later windows are no larger than earlier ones, otherwise strict ones could wait for each other.
         """
         edge = max(costs.forward[chunk] for chunk in costs.chunks_of(0)) * costs.served
-        pace = max(edge, *costs.forward, *costs.occupancy, costs.critical_path * _ROUNDING)
+        pace = max(edge, *costs.forward, costs.pipe_pace, costs.critical_path * _ROUNDING)
         pace = pace or 1.0  # if nothing takes time
         last_lap, share = costs.tail - costs.num_stages, costs.shares(microbatches)[0]
         windows: list[int] = []

@@ -16,7 +16,7 @@ def critical_path(timeline: Timeline) -> tuple[Event, ...]:
 
     An event waited for whichever of these ended last. A compute action: its message, the previous action on its node
     and, behind a reduction, those of the other replicas. A transfer: its producer, the previous message on its
-    direction of the link, and the use of an earlier message that freed a receive buffer.
+    pipe, and the use of an earlier message that freed a receive buffer.
     Latencies belong to their transfers; any other gap lies between two events.
     """
     if not timeline.events:
@@ -33,9 +33,7 @@ class _Causes:
         self._tolerance = 1e-9 * max(abs(timeline.start), abs(timeline.end))
         self._producers: dict[object, Event] = {}  # by their own node, chunk, direction, microbatch
         self._messages: dict[object, Event] = {}  # by their receive's node, chunk, direction, microbatch
-        self._previous: dict[
-            Event, Event
-        ] = {}  # the previous event on the node, or on the direction of the link
+        self._previous: dict[Event, Event] = {}  # the previous event on the node or the pipe
         self._of_stage: dict[int, list[Event]] = defaultdict(list)  # compute events of all replicas
         self._uses: dict[object, list[Event]] = defaultdict(list)  # by channel
         self._replicas = [timeline.topology.replicas(s) for s in range(timeline.topology.num_stages)]
@@ -46,7 +44,7 @@ class _Causes:
             node, (chunk, kind, microbatch) = event.node, event.action
             resource: object = node
             if event.channel is not None:
-                resource = event.channel.source, event.channel.target
+                resource = timeline.topology.pipe_of(event.channel)
                 receive = event.action.counterpart
                 key = event.channel.target, receive.chunk, event.channel.direction, microbatch
                 self._messages[key] = event

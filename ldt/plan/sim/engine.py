@@ -2,11 +2,11 @@
 
 Rules: A node runs its row in order. A compute action waits for its message from another node; sends and receives only
 join their node's queue of their lane and never block the row. A queue is first in, first out. A message is transferred
-once it is at the head of its sender's and of its receiver's queue (rendezvous) and its direction of the link is free;
-it leaves both queues with its last byte, and arrives a latency later. A reduction is a barrier: it blocks its row until
-every replica of the stage has reached it. In a lockstep stage every compute action is a barrier too, once its message
-has arrived. A plan without communication runs as if every receive were posted at the start and every channel had its
-own lane.
+once it is at the head of its sender's and of its receiver's queue (rendezvous) and its pipe is free, which messages
+take in the order in which they become ready; it leaves both queues with its last byte, and arrives a latency later. A
+reduction is a barrier: it blocks its row until every replica of the stage has reached it. In a lockstep stage every
+compute action is a barrier too, once its message has arrived. A plan without communication runs as if every receive
+were posted at the start and every channel had its own lane.
 
 The engine ignores dependencies within a node: verify checks beforehand that the order of its row satisfies them.
 """

@@ -1,4 +1,4 @@
-"""The model of time that the engine and the planner's scheduler share: a queue of events, and a link."""
+"""The model of time that the engine and the planner's scheduler share: a queue of events, and links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EventQueue:
 
 
 class Link:
-    """What carries one message at a time, in the order in which they become ready.
+    """A pipe (``Topology.pipe_of``): it carries one message at a time, in the order in which they become ready.
 
     A message keeps the link from its turn until its last byte has been sent, and arrives a latency later. Latencies
     overlap.

@@ -1,4 +1,4 @@
-"""The network of the engine: the channels of a plan as routes, with their lanes' queues and their links."""
+"""The network of the engine: the channels of a plan as routes, with their lanes' queues and the pipes they share."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class Network:
             source, target, hop = channel.source, channel.target, channel.hop
             sender = senders.setdefault((lane, source), LaneQueue(source))
             receiver = receivers.setdefault((lane, target), LaneQueue(target)) if policy else None
-            link = links.setdefault((source, target), Link())
-            route = Route(channel, sender, receiver, link, costs.occupancy(hop), costs.delay(hop))
+            link = links.setdefault(topology.pipe_of(channel), Link())
+            occupancy = costs.occupancy(hop, channel.direction, up=source.stage < target.stage)
+            route = Route(channel, sender, receiver, link, occupancy, costs.delay(hop))
             self._routes[hop, channel.direction, channel.replica] = route
 
     def flow(self, hop: int, direction: Direction, replica: int, microbatch: int) -> Flow | None:

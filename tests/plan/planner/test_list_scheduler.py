@@ -35,9 +35,8 @@ def plan_of(topology, microbatches, scheduled):
 @given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 8), st.booleans())
 def test_its_times_are_those_of_the_simulator(data, topology, microbatches, split):
     costs = data.draw(costs_of(topology))
-    if (
-        topology.laps > 1 or topology.num_stages == 2
-    ):  # channels share links: simultaneous messages may use them in another order
+    pipes = [topology.pipe_of(channel) for channel in topology.channels]
+    if len(set(pipes)) < len(pipes):  # simultaneous messages may take a pipe that they share in another order
         costs = replace(costs, bandwidth=None)
     replica_costs = ReplicaCosts.of(topology, costs, split=split)
     policy = data.draw(policies(replica_costs, microbatches, st.none()))
@@ -49,6 +48,35 @@ def test_its_times_are_those_of_the_simulator(data, topology, microbatches, spli
     ):  # actions of zero duration are not visible on a timeline
         for stage, peak in enumerate(scheduled.peaks):
             assert peak == max(live for node, live in timeline.peak_live.items() if node.stage == stage)
+
+
+@given(
+    st.data(),
+    topologies(2, 5, 3, max_edge_dp=1),
+    st.integers(1, 8),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_its_pipes_are_those_of_the_simulator(data, topology, microbatches, split, random):
+    """Figures that no two sums of are equal, so no two messages become ready at one moment."""
+
+    def figures(count, most):
+        return [random.uniform(0.1, most) for _ in range(count)]
+
+    chunks, hops = topology.num_chunks, topology.tail
+    costs = Costs(
+        figures(chunks, 2),
+        figures(chunks, 4),
+        latency=figures(hops, 5),
+        bandwidth={"up": figures(hops, 2), "down": figures(hops, 2)},
+        bytes={"forward": figures(hops, 2), "backward": figures(hops, 2)},
+    )
+    replica_costs = ReplicaCosts.of(topology, costs, split=split)
+    scheduled = schedule(
+        replica_costs, microbatches, data.draw(policies(replica_costs, microbatches, st.none()))
+    )
+    timeline = simulate(plan_of(topology, microbatches, scheduled), costs)
+    assert timeline.end == pytest.approx(scheduled.makespan)
 
 
 @given(st.data(), topologies(max_edge_dp=1), st.integers(1, 8), st.integers(1, 3))

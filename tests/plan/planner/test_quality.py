@@ -34,6 +34,14 @@ def test_a_shared_edge_reaches_the_bound(laps, most_stages, most_served):
                 assert quality.fixed(setting).makespan <= 1.005 * quality.bound(setting)
 
 
+def test_a_shared_pipe_is_near_its_bound():
+    """The bound looks at one pipe or node at a time: it is too low where they have equal work."""
+    for setting in quality.pipe_settings(16):
+        if setting.stages <= 3 and setting.served == 1:
+            ratio = quality.planned(setting).makespan / quality.bound(setting)
+            assert 1 / EXACT <= ratio <= (1.02 if setting.pipe == 1 else 1.005), setting
+
+
 def test_what_the_fixed_order_loses():
     """The latency is one forward, with three or more stages."""
     for setting in quality.settings(1, 32):
