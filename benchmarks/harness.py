@@ -12,10 +12,11 @@ import faulthandler
 import json
 import multiprocessing
 import os
+import pickle
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, field, fields
 from datetime import timedelta
@@ -33,7 +34,7 @@ from two_hosts import Place, check_two_hosts, two_hosts
 import ldt
 from ldt.cli.units import bandwidth
 
-__all__ = ["Row", "column", "parse", "parser", "run"]
+__all__ = ["Report", "Row", "column", "in_ranks", "parse", "parser", "run"]
 
 TIMEOUT = timedelta(seconds=120)  # for any collective operation
 
@@ -122,35 +123,66 @@ def run(measure: Callable[[Any], Iterable[Row]], arguments: argparse.Namespace, 
     if arguments.link:
         hosts = two_hosts(arguments.ranks, arguments.edge, arguments.link)
     with tempfile.TemporaryDirectory() as folder, hosts as places:
-        inputs = (folder, measure, arguments, context, places)
-        # Imported once, not on each rank. Not ldt: the fork server searches the current folder first, which may be
-        # the source tree.
-        multiprocessing.set_forkserver_preload(["torch.distributed"])
-        mp.start_processes(_rank, inputs, nprocs=arguments.ranks, start_method="forkserver")  # type: ignore
+        _start(_report_from_rank, (folder, measure, arguments, context, places), arguments.ranks)
         return 1 if int((Path(folder) / "wrong").read_text()) else 0
 
 
-def _rank(
+def in_ranks(
+    function: Callable[..., Any], inputs: Sequence[object], ranks: int, places: Sequence[Place] = ()
+) -> Any:
+    """Run ``function(*inputs)`` in fresh processes over gloo, each in its place. Returns what rank 0 returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        _start(_return_from_rank, (folder, function, inputs, ranks, places), ranks)
+        return pickle.loads((Path(folder) / "returned").read_bytes())
+
+
+def _start(function: Callable[..., None], inputs: Sequence[object], ranks: int) -> None:
+    # Imported once, not on each rank. Not ldt: the fork server searches the current folder first, which may be the
+    # source tree.
+    multiprocessing.set_forkserver_preload(["torch.distributed"])
+    mp.start_processes(function, tuple(inputs), nprocs=ranks, start_method="forkserver")  # type: ignore
+
+
+def _join(rank: int, ranks: int, folder: str, places: Sequence[Place], backend: str = "gloo") -> None:
+    """Enter this rank's place and the default group."""
+    if places:
+        places[rank].enter()
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=ranks, timeout=TIMEOUT)
+
+
+def _return_from_rank(
+    rank: int,
+    folder: str,
+    function: Callable[..., Any],
+    inputs: Sequence[object],
+    ranks: int,
+    places: Sequence[Place],
+) -> None:
+    _join(rank, ranks, folder, places)
+    returned = function(*inputs)
+    if rank == 0:
+        (Path(folder) / "returned").write_bytes(pickle.dumps(returned))
+    meet()
+    dist.destroy_process_group()
+
+
+def _report_from_rank(
     rank: int,
     folder: str,
     measure: Callable[[Any], Iterable[Row]],
     arguments: argparse.Namespace,
     context: str,
-    places: list[Place],
+    places: Sequence[Place],
 ) -> None:
-    if places:
-        places[rank].enter()
-    torch.set_num_threads(1)
     if arguments.stacks_after:
         faulthandler.dump_traceback_later(arguments.stacks_after)
     backend = "gloo"
     if arguments.device == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"  # measurements are compared over gloo
-    store = f"file://{folder}/store"
-    dist.init_process_group(
-        backend, init_method=store, rank=rank, world_size=arguments.ranks, timeout=TIMEOUT
-    )
+    _join(rank, arguments.ranks, folder, places, backend)
     report = Report(arguments, context, talks=rank == 0)
     try:
         for row in measure(arguments):

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Place", "check_two_hosts", "remove_those_left", "two_hosts", "why_not_two_hosts"]
+__all__ = ["Place", "check_two_hosts", "namespaces", "remove_those_left", "two_hosts", "why_not_two_hosts"]
 
 BURST_BYTES = 1 << 18  # at least; or what a card sends in a millisecond: TCP passes on 64 KiB at a time
 QUEUE_SECONDS = 50e-3
@@ -76,7 +76,7 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
 
     Only one at a time in a process. Raises ValueError if the kernel cannot have that rate, or a host has no rank.
     """
-    from pyroute2 import NetNS, netns
+    from pyroute2 import NetNS
 
     sizes = (edge, ranks - edge)
     cards = min(sizes)
@@ -84,15 +84,9 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
         raise ValueError(f"expected ranks on two hosts, got {ranks}, {edge} of them on the edge")
     if not LEAST_RATE <= rate <= MOST_RATE:
         raise ValueError(f"expected cards of 8 kbit/s to 34 Gbit/s, got {rate * 8:g} bit/s")
-    remove_those_left()
-    names = [f"ldt-{os.getpid()}-{host}" for host in ("edge", "cloud")]
     with ExitStack() as undo:
-        for name in names:
-            undo.callback(_remove, name)  # first, since the name exists before the namespace does
-            netns.create(name)
+        names = undo.enter_context(namespaces())
         hosts = [undo.enter_context(NetNS(name)) for name in names]
-        for host in hosts:
-            _up(host, "lo")
         for card in range(cards):
             _connect(hosts, names, card, rate)
         yield [
@@ -100,6 +94,22 @@ def two_hosts(ranks: int, edge: int, rate: float) -> Iterator[list[Place]]:
             for name, size in zip(names, sizes, strict=True)
             for index in range(size)
         ]
+
+
+@contextmanager
+def namespaces() -> Iterator[list[str]]:
+    """Yield the names of two network namespaces, the edge's and the cloud's, each with its loopback up."""
+    from pyroute2 import NetNS, netns
+
+    remove_those_left()
+    names = [f"ldt-{os.getpid()}-{host}" for host in ("edge", "cloud")]
+    with ExitStack() as undo:
+        for name in names:
+            undo.callback(_remove, name)  # first, since the name exists before the namespace does
+            netns.create(name)
+            with NetNS(name) as host:
+                _up(host, "lo")
+        yield names
 
 
 def _connect(hosts: list[Any], names: list[str], card: int, rate: float) -> None:

@@ -39,7 +39,7 @@ class Lane:
         device: torch.device = ...,
         chunk_bytes: int | None = None,
         timeout: timedelta | float = ...,
-        transport: NcclCommunicators | IpcLinks | None = None,
+        transport: NcclCommunicators | IpcLinks | SocketLinks | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -72,6 +72,35 @@ class Lane:
         ``bounced``: tensors that the copy engine received with an extra copy, as they were sent before the receive was
         posted. ``wait_seconds``: host time blocked in ``wait``. ``pool_bytes``: memory of the receive pool.
         """
+
+class SocketLink:
+    """TCP connections to another process, over which lanes send in the order of their calls.
+
+    Takes over ``sockets``, descriptors of connected sockets in the other end's order. A message of which more than
+    ``window`` bytes of its lane are ahead waits until its receive is posted. Raises LaneError for descriptors that are
+    no sockets.
+    """
+
+    def __init__(self, sockets: Sequence[int], *, name: str, window: int = ...) -> None: ...
+    def close(self, timeout: timedelta | float) -> None:
+        """Send what is pending and wait up to ``timeout`` until the other end closes, too. Idempotent."""
+
+    def abort(self, reason: str) -> None:
+        """Fail everything pending and everything later with ``reason``. Returns at once."""
+
+    @property
+    def num_connections(self) -> int: ...
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes sent so far, with headers of frames."""
+
+    @property
+    def received_bytes(self) -> int: ...
+
+class SocketLinks:
+    """A transport for host memory: socket links by the peer's rank in the lane's group, and the lane's number."""
+
+    def __init__(self, *, links: Mapping[int, SocketLink], lane: int) -> None: ...
 
 class NcclCommunicators:
     """A transport that calls NCCL, given the addresses of the communicators of the lane's groups, or None."""

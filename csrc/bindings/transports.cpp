@@ -2,6 +2,8 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/timeout.h"
+#include "common/timeout.h"
 #include "transports/nccl_library.h"
 #include "transports/transport_choice.h"
 
@@ -10,6 +12,28 @@ namespace py = pybind11;
 namespace ldt {
 
 void bind_transports(py::module_& module) {
+  py::class_<SocketLink, std::shared_ptr<SocketLink>>(module, "SocketLink")
+      .def(py::init([](std::vector<int> sockets, std::string name, uint64_t window) {
+             return SocketLink::create(std::move(sockets), {std::move(name), window});
+           }),
+           py::arg("sockets"), py::kw_only(), py::arg("name"),
+           py::arg("window") = SocketLinkOptions{}.window)
+      .def(
+          "close",
+          [](SocketLink& link, Timeout timeout) {
+            link.close(checked_timeout(timeout.seconds, "a socket link"));
+          },
+          py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("abort", &SocketLink::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("num_connections", &SocketLink::num_connections)
+      .def_property_readonly("sent_bytes", &SocketLink::sent_bytes)
+      .def_property_readonly("received_bytes", &SocketLink::received_bytes);
+  py::class_<SocketLinks>(module, "SocketLinks")
+      .def(py::init([](std::map<int, std::shared_ptr<SocketLink>> links, uint32_t lane) {
+             return SocketLinks{std::move(links), lane};
+           }),
+           py::kw_only(), py::arg("links"), py::arg("lane"));
+
   py::class_<NcclCommunicators>(module, "NcclCommunicators")
       .def(py::init([](std::optional<int64_t> p2p, std::optional<int64_t> stage) {
              return NcclCommunicators{p2p, stage};

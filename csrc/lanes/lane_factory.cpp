@@ -37,8 +37,15 @@ std::unique_ptr<Transport> make_transport(const LaneConfig& config, const LaneOp
 }  // namespace
 
 std::shared_ptr<Lane> make_lane(LaneConfig config) {
-  auto comm =
+  std::shared_ptr<GroupComm> comm =
       std::make_shared<C10dGroupComm>(config.point_to_point, config.stage, config.stage_root);
+  if (const auto* links = std::get_if<SocketLinks>(&config.transport)) {
+    if (!config.device.is_cpu()) {
+      throw_lane_error("lane ", config.name, ": socket links carry host memory, got ",
+                       config.device.str());
+    }
+    comm = std::make_shared<SocketGroupComm>(std::move(comm), *links);
+  }
   const bool on_cpu = config.device.is_cpu();
   LaneOptions options;
   options.name = config.name;

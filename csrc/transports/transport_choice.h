@@ -5,6 +5,7 @@
 #include <optional>
 #include <variant>
 
+#include "process_group/socket_group_comm.h"
 #include "transports/copy_engine_transport.h"
 
 namespace ldt {
@@ -16,7 +17,7 @@ struct NcclCommunicators {
   std::optional<int64_t> stage;
 };
 
-/// The default: the process groups.
-using TransportChoice = std::variant<std::monostate, NcclCommunicators, IpcLinks>;
+/// The default: the process groups. Socket links are for the CPU only.
+using TransportChoice = std::variant<std::monostate, NcclCommunicators, IpcLinks, SocketLinks>;
 
 }  // namespace ldt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
 
 def rows_of(command: str, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each table, all with correct data."""
-    script, *options = command.split()
+    script, *options = shlex.split(command)
     file = folder / "rows.json"
     done = run(BENCHMARKS / script, *options, "--device", "cpu", "--json", file)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -259,3 +260,68 @@ def test_too_few_gpus_are_reported() -> None:
     done = run(BENCHMARKS / "p2p_overlap.py", "--device", "cuda", "--pairs", "500")
     assert done.returncode == 2
     assert "expected 1000 GPUs" in done.stderr
+
+
+def test_steps_over_a_wide_area_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from wan_link import check_wan
+
+    try:
+        check_wan()
+    except ValueError as error:
+        pytest.skip(str(error))
+    small = "--latency 5ms --stages 2 --microbatches 2 --bytes 64KiB --forward 1ms --steps 1 --warm-up 1"
+    tables = rows_of(
+        f"wan.py {small} --connections 2 --paths 'raw TCP' 'torch ushape' 'ldt optimize'", tmp_path
+    )
+    rows = tables["WanRow"]
+    assert [(row["path"], row["over"] is None) for row in rows] == [
+        ("raw TCP", True),
+        ("raw TCP", True),
+        ("torch ushape", True),
+        ("torch ushape", False),
+        ("ldt optimize", True),
+        ("ldt optimize", False),
+    ]
+    for row in rows:  # two messages of 64 KiB each way, and headers
+        assert 0.131 < row["up"] < 0.25
+        assert 0.131 < row["down"] < 0.25
+    assert rows[1]["measured"] > 10.0, "a round trip"
+
+
+def test_packets_are_lost_and_queued_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from harness import in_ranks
+    from wan_link import Settings, check_wan, wide_area_link
+
+    try:
+        check_wan()
+    except ValueError as error:
+        pytest.skip(str(error))
+    nbytes = 1 << 20
+    with wide_area_link(Settings(125e6, 1e-3, 0.01), Settings(2.5e6, 1e-3, queue=30_000)) as link:
+        assert in_ranks(_exchange, (nbytes,), 2, list(link.places)) == nbytes
+        up, down = link.counters(0), link.counters(1)
+    assert 0 < up.lost < 0.1 * up.packets
+    assert up.overflowed == down.lost == 0
+    assert down.overflowed > 0
+    assert down.largest_backlog <= 30_000
+    assert min(up.bytes, down.bytes) > nbytes
+
+
+def _exchange(nbytes: int) -> int:
+    """Send ``nbytes`` random bytes both ways; returns how many arrived as sent."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    sent = [
+        torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        for i in (0, 1)
+    ]
+    got = torch.zeros(nbytes, dtype=torch.uint8)
+    works = [dist.irecv(got, 1 - rank), dist.isend(sent[rank], 1 - rank)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    return int((got == sent[1 - rank]).sum())

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ldt._C import Lane
+from ldt._C import Lane, SocketLink
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
@@ -25,6 +25,7 @@ class LaneSet:
         self._layout: LaneLayout | None = None
         self._transports: Mapping[LaneId, LaneTransport] = {}
         self._watched: tuple[Lane, ...] = ()  # only ever replaced: the watchdog's thread reads it
+        self._links: tuple[SocketLink, ...] = ()  # likewise
 
     def set(
         self,
@@ -36,6 +37,7 @@ class LaneSet:
         self._layout, self._transports = layout, transports
         self.endpoints.update(endpoints)
         self._watched = tuple(self.all())
+        self._links = tuple({id(link): link for t in transports.values() for link in t.links}.values())
 
     def all(self) -> list[Lane]:
         """Every lane, once."""
@@ -50,10 +52,12 @@ class LaneSet:
         stripes, layout = self.endpoints[channel].stripes, self._layout
         assert layout is not None
         key = lanes(layout.topology, layout.policy)[channel]
-        transports = (self._transports.get((key, stripe)) for stripe in stripes)
-        return " and ".join(
-            sorted({"c10d" if transport is None else transport.kind for transport in transports})
-        )
+        kinds = {
+            "c10d" if (found := self._transports.get((key, one))) is None else found.kind for one in stripes
+        }
+        if layout.topology.is_local(channel):  # it may share a lane with one that is not
+            kinds = {"c10d" if kind == "sockets" else kind for kind in kinds}
+        return " and ".join(sorted(kinds))
 
     def overdue(self) -> str:
         """Describes a transfer that exceeds its timeout; "" if there is none. Called by the watchdog thread."""
@@ -62,18 +66,22 @@ class LaneSet:
     def abort(self, reason: str) -> None:
         """Abort all transfers in flight. May be called from any thread."""
         run_teardown((f"abort lane {lane.name}", partial(lane.abort, reason)) for lane in self._watched)
+        run_teardown(("abort a socket link", partial(link.abort, reason)) for link in self._links)
 
     def close(self, deadline: float) -> BaseException | None:
         """Finish the transfers in flight by ``deadline`` and close every lane. Returns the first error."""
-        return run_teardown(
-            (f"close lane {lane.name}", partial(_close, lane, deadline)) for lane in self.all()
-        )
+        closing: Sequence[Lane | SocketLink] = [*self.all(), *self._links]
+        return run_teardown((f"close {_name(one)}", partial(_close, one, deadline)) for one in closing)
 
     def clear(self) -> None:
         """Drop the lanes and their references to groups."""
         self.endpoints.clear()
-        self._transports, self._watched = {}, ()
+        self._transports, self._watched, self._links = {}, (), ()
 
 
-def _close(lane: Lane, deadline: float) -> None:
-    lane.close(time_left(deadline))
+def _close(one: Lane | SocketLink, deadline: float) -> None:
+    one.close(time_left(deadline))
+
+
+def _name(one: Lane | SocketLink) -> str:
+    return f"lane {one.name}" if isinstance(one, Lane) else "a socket link"

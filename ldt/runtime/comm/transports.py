@@ -10,13 +10,14 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
-from ldt._C import IpcLinks, NcclCommunicators, has_nccl
+from ldt._C import IpcLinks, NcclCommunicators, SocketLink, SocketLinks, has_nccl
 from ldt._cuda import MAX_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt._torch_private import nccl_communicator
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId, LaneIpcLinks, connect_ipc_links, ipc_links
 from ldt.runtime.comm.lane_layout import LaneLayout
+from ldt.runtime.comm.socket_links import SocketConnector
 
 __all__ = ["LaneTransport", "TransportChoice", "TransportSelector", "check_transport"]
 
@@ -26,10 +27,11 @@ TransportChoice = Literal["auto", "copy_engine", "nccl", "c10d"]
 
 
 class LaneTransport(NamedTuple):
-    """A lane's transport, and the handle that the lane needs to use it."""
+    """A lane's transport, its handle (None if this rank only joins broadcasts), and what to close after all lanes."""
 
     kind: str
-    handle: IpcLinks | NcclCommunicators
+    handle: IpcLinks | NcclCommunicators | SocketLinks | None
+    links: Sequence[SocketLink] = ()
 
 
 def check_transport(transport: str, device: torch.device) -> None:
@@ -55,6 +57,7 @@ class TransportSelector:
     transport: TransportChoice
     layout: LaneLayout
     all_gather: AllGather
+    sockets: SocketConnector | None = None
 
     def select(self) -> dict[LaneId, LaneTransport]:
         """The transport of each lane of this rank. Lanes that are left out use their process groups.
@@ -70,6 +73,9 @@ class TransportSelector:
         ]
         if self.layout.device.type == "cuda":
             self._check_queues(sum(_num_streams(found, self.layout.rank) for found in links.values()))
+        if self.layout.device.type == "cpu" and self.sockets is not None:
+            ends, connected = self.sockets.connect(links)
+            return {lane: LaneTransport("sockets", handle, connected) for lane, handle in ends.items()}
         if self.layout.device.type == "cpu" or self.transport == "c10d":
             return {}
         failed = set(links)

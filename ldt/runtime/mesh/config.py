@@ -14,7 +14,7 @@ from ldt.topology import LanePolicy, Topology
 
 __all__ = ["ConnectConfig", "Timeouts"]
 
-_EQUAL_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device")
+_EQUAL_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device", "connections")
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ class ConnectConfig:
     device: torch.device
     timeouts: Timeouts
     share_edge_errors: bool
+    connections: int | None = None
 
     @property
     def settings(self) -> dict[str, str]:
@@ -68,5 +69,6 @@ class ConnectConfig:
             self.transport,
             str(self.backend),
             self.device.type,
+            str(self.connections),
         )
         return dict(zip(_EQUAL_ON_ALL_RANKS, values, strict=True))

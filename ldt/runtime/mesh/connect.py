@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._torch_private import HashStore, default_store
+from ldt.runtime.comm.socket_links import MAX_CONNECTIONS
 from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
@@ -48,6 +49,7 @@ def connect(
     heartbeat_timeout: timedelta = HealthTimeouts.heartbeat,
     stall_timeout: timedelta = HealthTimeouts.stall,
     share_edge_errors: bool = False,
+    connections: int | None = None,
 ) -> Mesh:
     """Connect the ranks of ``topology`` into a mesh. A collective call of these ranks.
 
@@ -71,6 +73,9 @@ def connect(
         heartbeat_timeout: Silence after which a rank is taken for dead. At least 1 s.
         stall_timeout: Time without progress after which a rank is taken for hung.
         share_edge_errors: Publish text and traceback of all errors of the edge, which may quote a sample.
+        connections: Number of TCP connections, 1 to 64, between two ranks on different sites, over which all their
+            lanes send in the plan's order; see the guide "Slow links". On the CPU only. Default: each lane has a
+            connection of its process group.
 
     Returns:
         This rank's mesh. Close it, or use it as a context manager.
@@ -100,6 +105,7 @@ def connect(
             device=device,
             timeouts=timeouts,
             share_edge_errors=share_edge_errors,
+            connections=_check_connections(connections, device),
         )
     )
 
@@ -149,6 +155,18 @@ def _store_and_key(global_rank: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
         store = default_store()
         return store, mesh_key(store, global_rank, ranks)
     return HashStore(), "ldt/alone"
+
+
+def _check_connections(connections: int | None, device: torch.device) -> int | None:
+    if connections is None:
+        return None
+    if isinstance(connections, bool) or not isinstance(connections, int):
+        raise TypeError(f"connections must be an int or None, got {connections!r}")
+    if not 1 <= connections <= MAX_CONNECTIONS:
+        raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {connections}")
+    if device.type != "cpu":
+        raise ValueError(f"connections={connections} needs a mesh on the CPU, got {device}: leave it out")
+    return connections
 
 
 def _check_ranks(topology: Topology, ranks: Sequence[int] | None) -> tuple[int, ...]:

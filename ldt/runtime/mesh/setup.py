@@ -14,6 +14,7 @@ from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
 from ldt.runtime.comm.preconnect import check_warm_up, connect_all, connect_alone, limit_transfers
+from ldt.runtime.comm.socket_links import SocketConnector
 from ldt.runtime.comm.transports import LaneTransport, TransportSelector
 from ldt.runtime.common.device import choose_backend, warm_up_libraries
 from ldt.runtime.common.rank_info import RankInfo
@@ -86,7 +87,12 @@ class MeshSetup:
 
     def make_lanes(self) -> tuple[LaneLayout, Mapping[LaneId, LaneTransport], Mapping[Channel, Endpoint]]:
         """Choose the transport of each lane and create the endpoints of this rank."""
-        transports = TransportSelector(self._config.transport, self._layout, self._share).select()
+        sockets = None
+        if self._config.connections is not None:
+            sockets = SocketConnector(
+                self._layout, self._config.connections, self._share, self._watchdog, self._deadline
+            )
+        transports = TransportSelector(self._config.transport, self._layout, self._share, sockets).select()
         endpoints = make_endpoints(self._layout, self._config.timeouts.transfer_timeout, transports)
         return self._layout, transports, endpoints
 

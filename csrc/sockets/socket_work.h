@@ -1,0 +1,28 @@
+// A c10d::Work for one message of a socket link.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <functional>
+#include <string>
+
+namespace ldt {
+
+/// Completed by the link's thread. abort() fails the whole link: half a message cannot be taken
+/// back.
+class SocketWork final : public c10d::Work {
+ public:
+  SocketWork(c10d::OpType type, std::function<void()> abort)
+      : Work(-1, type), abort_(std::move(abort)) {}
+
+  /// Throws LaneError when the timeout expires, and the link's error.
+  bool wait(std::chrono::milliseconds timeout) override;
+  void synchronize() override {}
+  void abort() override { abort_(); }
+  void complete(const std::exception_ptr& error) { finish(error); }
+
+ private:
+  const std::function<void()> abort_;
+};
+
+}  // namespace ldt
