@@ -91,17 +91,14 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
         for latency in given.latency:
             up = Settings(given.rate, latency, loss, given.queue)
             down = replace(up, rate=given.rate_down or given.rate)
-            links = [
-                (up, down),
-                tuple(replace(side, delay=CONTROL_DELAY, loss=0.0, queue=None) for side in (up, down)),
-            ]
+            quiet = [replace(side, delay=CONTROL_DELAY, loss=0.0, queue=None) for side in (up, down)]
             for path, job, costs in jobs_of(given, latency):
                 excess = None
-                for sides in reversed(links):
+                for sides in (quiet, [up, down]):
                     simulated = None
                     if costs is not None:
                         simulated = simulate(job.plan, replace(costs, latency=sides[0].delay)).makespan
-                    cell = Cell(path, job, *sides, simulated)
+                    cell = Cell(path, job, sides[0], sides[1], simulated)
                     measured, load = cell.measure(given.congestion)
                     row = row_of(cell, measured, load, excess)
                     if simulated is not None and excess is None:

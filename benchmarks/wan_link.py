@@ -112,7 +112,7 @@ def wide_area_link(up: Settings, down: Settings | None = None, congestion: str =
                 loss=settings.loss,
                 queue=settings.queue_bytes,
             )
-        command = [program, names[0], ADDRESSES[0], names[1], ADDRESSES[1], str(MTU), control.name]
+        command = [str(program), names[0], ADDRESSES[0], names[1], ADDRESSES[1], str(MTU), control.name]
         emulator = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

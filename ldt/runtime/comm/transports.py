@@ -74,8 +74,8 @@ class TransportSelector:
         if self.layout.device.type == "cuda":
             self._check_queues(sum(_num_streams(found, self.layout.rank) for found in links.values()))
         if self.layout.device.type == "cpu" and self.sockets is not None:
-            ends, connected = self.sockets.connect(links)
-            return {lane: LaneTransport("sockets", handle, connected) for lane, handle in ends.items()}
+            handles, connected = self.sockets.connect(links)
+            return {lane: LaneTransport("sockets", handle, connected) for lane, handle in handles.items()}
         if self.layout.device.type == "cpu" or self.transport == "c10d":
             return {}
         failed = set(links)
