@@ -99,11 +99,17 @@ def run(
 
 
 SIZES = [[1, 2], [2, 1], [2, 2], [1, 4], [4, 1, 3], [2, 3], [2, 4, 1]]
+CASES = [  # all sizes with one lap and with two, each with one choice of transfers; `make slow` runs the other
+    pytest.param(
+        tp, laps, policy, dim, transfer, marks=[pytest.mark.slow] if (row + laps + column) % 2 else []
+    )
+    for row, tp in enumerate(SIZES)
+    for laps, policy, dim in [(1, "dedicated", 0), (2, "paired", 1)]
+    for column, transfer in enumerate(["direct", "auto"])
+]
 
 
-@pytest.mark.parametrize("transfer", ["direct", "auto"])
-@pytest.mark.parametrize(("laps", "policy", "dim"), [(1, "dedicated", 0), (2, "paired", 1)])
-@pytest.mark.parametrize("tp", SIZES, ids=str)
+@pytest.mark.parametrize(("tp", "laps", "policy", "dim", "transfer"), CASES, ids=str)
 def test_between_stages_of_any_sizes(
     pool: RankPool, tp: list[int], laps: int, policy: LanePolicy, dim: int, transfer: TransferChoice
 ) -> None:

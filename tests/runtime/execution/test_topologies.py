@@ -22,6 +22,12 @@ from ldt.topology import Topology
 WORLD_SIZE = 12
 TP = [[1, 2], [2, 1], [1, 4], [2, 4], [2, 1, 2], [1, 3, 2]]
 REPLICAS = [(1, 1), (2, 1), (2, 2)]  # dp and edge_dp
+CASES = [  # each number of laps with every other pair of a shape and replicas; `make slow` runs the rest
+    pytest.param(tp, *replicas, laps, marks=[pytest.mark.slow] if (row + column + laps) % 2 else [])
+    for row, tp in enumerate(TP)
+    for column, replicas in enumerate(REPLICAS)
+    for laps in (1, 2)
+]
 MICROBATCHES = 3  # per edge replica: not a multiple of the number of replicas that it serves
 
 
@@ -81,9 +87,7 @@ def close(mine: Tensor | None, expected: Tensor) -> bool:
     return bool((whole - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max())))
 
 
-@pytest.mark.parametrize("laps", [1, 2])
-@pytest.mark.parametrize(("dp", "edge_dp"), REPLICAS)
-@pytest.mark.parametrize("tp", TP, ids=str)
+@pytest.mark.parametrize(("tp", "dp", "edge_dp", "laps"), CASES, ids=str)
 def test_unequal_stages(pool: RankPool, tp: list[int], dp: int, edge_dp: int, laps: int) -> None:
     size = Topology(tp, dp=dp, edge_dp=edge_dp).world_size
     norms = pool.run(run, tp, dp, edge_dp, laps, ranks=range(size), timeout=60)
