@@ -18,6 +18,7 @@
 # ARGS           further arguments for pytest, for the demo, for ctest or for the fuzzer: libFuzzer's own options if
 #                the compiler is Clang (CXX=clang++), else the number of messages and a seed
 # WORKERS        how many test files run side by side (default 2): each waits for its ranks more than it computes
+# INSTALL        what each target does first to build and install; `:` does nothing, where all is there
 # NPROC          processes of the demo; the sum of --stages in ARGS unless given
 
 PYTHON ?= python3
@@ -40,7 +41,7 @@ export PATH := $(BIN):$(PATH)
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
-INSTALL = $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
+INSTALL ?= $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'
 build demo: EXTRAS = examples
 test slow faults differential: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
