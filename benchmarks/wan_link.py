@@ -2,7 +2,7 @@
 
 The emulator (``wan_emulator.c``, compiled on first use) gives each direction a rate, a drop-tail queue, a delay and
 random loss. All that ranks of one namespace send to the other shares that link. Ranks of one namespace talk over its
-loopback. Both namespaces keep the kernel's default socket buffers, and use cubic unless told otherwise. Needs Linux,
+loopback. Both namespaces keep the kernel's default socket buffers, and use cubic by default. Needs Linux,
 root, /dev/net/tun, pyroute2 and a C compiler.
 """
 
