@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ldt.runtime import Pipeline as Pipeline
     from ldt.runtime import StepResult as StepResult
     from ldt.runtime import connect as connect
+    from ldt.runtime.comm.compression import Compression as Compression
     from ldt.topology import Node as Node
     from ldt.topology import Topology as Topology
     from ldt.train import GradScaler as GradScaler
@@ -52,6 +53,7 @@ _PURE = {
     "Topology": "ldt.topology",
 }
 _NEEDS_TORCH = {
+    "Compression": "ldt.runtime.comm.compression",
     "GradScaler": "ldt.train",
     "LaneError": "ldt._C",
     "LoadedCheckpoint": "ldt.train",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ldt.cli.compressed_costs import SHARES, compressed
 from ldt.cli.units import bandwidth, nbytes, one_or_more, seconds
 from ldt.errors import LdtError
 from ldt.plan import (
@@ -81,6 +82,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of a gradient; default: as --bytes",
     )
     costs.add_argument(
+        "--compression",
+        choices=tuple(SHARES),
+        help="plan for connect(compression=...), too: the plan written is for that",
+    )
+    costs.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the messages that --compression packs; default: float32",
+    )
+    costs.add_argument(
         "--activation-bytes",
         type=one_or_more(nbytes),
         metavar="SIZE",
@@ -129,11 +141,15 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.from_csv is not None or arguments.to_csv is not None:
             check_expressible(topology)
         costs = _costs(arguments)
+        table = ""
+        if arguments.compression is not None:
+            packed = compressed(costs, topology, arguments.compression, arguments.dtype)
+            uncompressed, plans = _compare(arguments, topology, costs)
+            table = _table(uncompressed, _bounds(arguments, topology, costs, plans), costs)
+            table += f'\n\nwith compression="{arguments.compression}"\n'
+            costs = packed
         timelines, plans = _compare(arguments, topology, costs)
-        bounds = {
-            name: lower_bound(topology, arguments.microbatches, costs, split_backward=_splits(plan))
-            for name, plan in plans.items()
-        }
+        bounds = _bounds(arguments, topology, costs, plans)
         within = [
             name for name, timeline in timelines.items() if _keeps_to_limits(arguments, timeline, costs)
         ]
@@ -143,7 +159,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"python -m ldt plan: {error}", file=sys.stderr)
         return 2
     print(f"{topology.to_text()}, {arguments.microbatches} microbatches, {arguments.lanes} lanes")
-    print(_table(timelines, bounds, costs))
+    print(table + _table(timelines, bounds, costs))
     for name in (name for name in timelines if name not in within):
         print(f"{name} does not keep to the memory limit")
     print(f"wrote {_listed(map(str, written))}")
@@ -220,6 +236,15 @@ def _compare(
     for name, split in zip(_NAMES[1:], splits):  # noqa: B905 (the last may be left out)
         plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)
     return {name: simulate(plan, costs) for name, plan in plans.items()}, plans
+
+
+def _bounds(
+    arguments: argparse.Namespace, topology: Topology, costs: Costs, plans: dict[str, Plan]
+) -> dict[str, float]:
+    return {
+        name: lower_bound(topology, arguments.microbatches, costs, split_backward=_splits(plan))
+        for name, plan in plans.items()
+    }
 
 
 def _table(timelines: dict[str, Timeline], bounds: dict[str, float], costs: Costs) -> str:

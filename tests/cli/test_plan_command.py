@@ -44,6 +44,38 @@ def test_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert (folder / "ldt-plan.png").stat().st_size > 10_000
 
 
+def test_what_compression_gains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [*ARGUMENTS, "--no-split", "--bandwidth", "1Gbit", "--bytes", "4MiB", "--compression", "8bit"]
+    assert main(given) == 0
+    before, after = capsys.readouterr().out.split('with compression="8bit"\n')
+    times = [float(rows(part)["optimize"][0].split()[0]) for part in (before, after)]
+    plan = Plan.from_text((folder / "ldt-plan.txt").read_text())
+    size = 4 * 2**20
+    costs = [
+        Costs(0.01, 0.02, latency=0.02, bandwidth=1.25e8, bytes=[edge, size, edge])
+        for edge in (size, size * 130 / 512)
+    ]
+    assert simulate(plan, costs[1]).makespan * 1e3 == pytest.approx(times[1], rel=1e-3)
+    assert times[1] < 0.9 * times[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (["--compression", "8bit"], "--compression needs --bandwidth and --bytes"),
+        (
+            ["--compression", "bf16", "--dtype", "float16"],
+            "--compression bf16 packs float32, got --dtype float16",
+        ),
+    ],
+)
+def test_compression_that_changes_nothing_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: list[str], sentence: str
+) -> None:
+    assert main([*ARGUMENTS, *given]) == 2
+    assert sentence in capsys.readouterr().err
+
+
 def test_the_best_plan_keeps_to_the_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", "--stages", "1,1", "--microbatches", "8", "--forward", "1ms", "--latency", "10ms"]
     assert main([*given, "--memory-limit", "2"]) == 0

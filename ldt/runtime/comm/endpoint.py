@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import Lane
+from ldt.runtime.comm.compression import Compressions, Scheme, wire_bytes
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
@@ -21,10 +22,11 @@ from ldt.runtime.comm.transports import LaneTransport
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.topology import Channel, LaneKey, lanes
 
-__all__ = ["Endpoint", "StripeEnd", "make_endpoints"]
+__all__ = ["Endpoint", "Parts", "StripeEnd", "make_endpoints"]
 
 _UNCUT = 1 << 62  # a chunk_bytes that no message reaches
-Parts = Mapping[Stripe, Sequence[torch.Tensor]]
+Parts = dict[Stripe, list[torch.Tensor]]
+Pairs = list[tuple[torch.Tensor, TensorSpec]]
 
 
 class StripeEnd(NamedTuple):
@@ -46,6 +48,7 @@ class Endpoint:
         shares: Number of parts that a message of ``scatter_from`` bytes or more is cut into, one per broadcast stripe.
         scatter_from: See ``shares``.
         sends: Whether this is the sending end.
+        scheme: How tensors are packed. ``send``, ``receive`` and ``buffers`` are for messages that are not.
     """
 
     channel: Channel
@@ -55,6 +58,7 @@ class Endpoint:
     shares: int
     scatter_from: float
     sends: bool
+    scheme: Scheme = "none"
 
     @property
     def lane(self) -> Lane:
@@ -80,8 +84,12 @@ class Endpoint:
     ) -> CompositeWork | None:
         """Start sending this rank's part. Returns None if it has none. Without ``specs`` no tensor is sharded."""
         assert self.sends, self.channel
+        return self.send_parts(_tensors_of(self.parts(tensors, specs)), label)
+
+    def send_parts(self, parts: Parts, label: str) -> CompositeWork | None:
+        """Start sending those of ``parts`` that this rank has a stripe for. Returns None if it has none."""
         works = []
-        for stripe, part in self._parts(tensors, specs).items():
+        for stripe, part in parts.items():
             end = self.stripes.get(stripe)
             if end is not None:
                 assert end.peer is not None, self.channel
@@ -95,7 +103,11 @@ class Endpoint:
         assert all(tensor.is_contiguous() for tensor in tensors), (
             "parts of non-contiguous tensors would be copies"
         )
-        ends = [(self.stripes[stripe], part) for stripe, part in self._parts(tensors, specs).items()]
+        return self.receive_parts(_tensors_of(self.parts(tensors, specs)), label)
+
+    def receive_parts(self, parts: Parts, label: str) -> CompositeWork:
+        """Start receiving ``parts``."""
+        ends = [(self.stripes[stripe], part) for stripe, part in parts.items()]
         return CompositeWork([end.lane.recv(part, end.peer, label=label) for end, part in ends])
 
     def connect(self, device: torch.device) -> Iterator[dist.Work]:
@@ -113,28 +125,40 @@ class Endpoint:
     def _is_cut(self, nbytes: int) -> bool:
         return self.shares > 1 and nbytes >= self.scatter_from
 
-    def _parts(self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None) -> Parts:
-        """The part of each stripe. Parts without elements are left out, on both ends."""
+    def is_in_pieces(self, specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]]) -> bool:
+        """Whether several lanes write to one tensor of a message. ``shapes`` are those of this rank's tensors."""
+        sizes = [wire_bytes(self.scheme, spec, shape) for spec, shape in zip(specs, shapes, strict=True)]
+        return self._is_cut(sum(sizes)) or any(spec.shard is not None for spec in specs)
+
+    def parts(
+        self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None
+    ) -> dict[Stripe, Pairs]:
+        """The part of each stripe, each tensor with its spec. Parts without elements are left out, on both ends."""
         direct = [stripe for stripe in self.stripes if stripe.direct]
+        known = specs is not None
+        pairs = list(zip(tensors, specs or map(TensorSpec.of, tensors), strict=True))
         if direct and self.shares == 0:
-            return dict.fromkeys(direct, tensors)
-        if not direct or specs is None:
-            return self._of_whole(tensors)
-        pairs = list(zip(tensors, specs, strict=True))
-        whole = [tensor for tensor, spec in pairs if spec.shard is None]
+            return dict.fromkeys(direct, pairs)
+        if not direct or not known:
+            return self._of_whole(pairs)
+        whole = [(tensor, spec) for tensor, spec in pairs if spec.shard is None]
         sharded = [(tensor, spec) for tensor, spec in pairs if spec.shard is not None]
         parts = dict(self._of_whole(whole)) if whole else {}
         for stripe in direct:
-            pieces = [self._piece(tensor, spec, stripe) for tensor, spec in sharded]
-            if any(piece.numel() for piece in pieces):
+            pieces = [(self._piece(tensor, spec, stripe), spec) for tensor, spec in sharded]
+            if any(piece.numel() for piece, _ in pieces):
                 parts[stripe] = pieces
         return parts
 
-    def _of_whole(self, tensors: Sequence[torch.Tensor]) -> Parts:
+    def _of_whole(self, pairs: Pairs) -> dict[Stripe, Pairs]:
         """The parts of tensors that every rank of a node has, or receives, in full."""
-        if self._is_cut(sum(tensor.numel() * tensor.element_size() for tensor in tensors)):
-            return {Stripe(rank, rank): part for rank, part in enumerate(parts_of(tensors, self.shares))}
-        return {LEADERS: tensors}
+        if self._is_cut(sum(wire_bytes(self.scheme, spec, tensor.shape) for tensor, spec in pairs)):
+            shares = parts_of([tensor for tensor, _ in pairs], self.shares)
+            return {
+                Stripe(rank, rank): [(view, spec) for view, (_, spec) in zip(share, pairs, strict=True)]
+                for rank, share in enumerate(shares)
+            }
+        return {LEADERS: pairs}
 
     def _piece(self, part: torch.Tensor, spec: TensorSpec, stripe: Stripe) -> torch.Tensor:
         """The view of ``part``, this rank's shard, that both ends of ``stripe`` have."""
@@ -145,8 +169,15 @@ class Endpoint:
         return overlap(part, spec.shard, local, remote)
 
 
+def _tensors_of(parts: Mapping[Stripe, Pairs]) -> Parts:
+    return {stripe: [tensor for tensor, _ in part] for stripe, part in parts.items()}
+
+
 def make_endpoints(
-    layout: LaneLayout, timeout: timedelta, transports: Mapping[LaneId, LaneTransport]
+    layout: LaneLayout,
+    timeout: timedelta,
+    transports: Mapping[LaneId, LaneTransport],
+    compressions: Compressions,
 ) -> dict[Channel, Endpoint]:
     """The endpoints of all channels of this rank's node. Ranks that own no stripe of an outgoing channel get none.
 
@@ -195,6 +226,13 @@ def make_endpoints(
             shares = sum(not stripe.direct for stripe in stripes)
             sizes = transfers.sizes(channel)
             endpoints[channel] = Endpoint(
-                channel, ends, tp_rank, sizes, shares, transfers.scatter_from(channel), sends
+                channel,
+                ends,
+                tp_rank,
+                sizes,
+                shares,
+                transfers.scatter_from(channel),
+                sends,
+                compressions.scheme(channel),
             )
     return endpoints

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Union, get_args
+from typing import Literal, NamedTuple, TypeVar, Union, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,22 @@ import torch.distributed as dist
 from ldt.runtime.comm.shards import overlapping
 from ldt.topology import Channel, Topology
 
-__all__ = ["LEADERS", "CompositeWork", "Stripe", "Transfer", "TransferChoice", "Transfers", "parts_of"]
+__all__ = [
+    "LEADERS",
+    "CompositeWork",
+    "Stripe",
+    "Transfer",
+    "TransferChoice",
+    "Transfers",
+    "link_of",
+    "links_by_stages",
+    "parts_of",
+]
 
 Transfer = Literal["leader", "scatter", "direct", "auto"]
 TransferChoice = Union[Transfer, Mapping[tuple[int, int], Transfer]]  # noqa: UP007 (evaluated)
 _BLOCK_BYTES = 512
+Value = TypeVar("Value")
 
 
 class Stripe(NamedTuple):
@@ -52,25 +63,15 @@ class Transfers:
         """
         if not isinstance(choice, Mapping):
             return cls(topology, _checked(choice), {})
-        links = {_link(channel) for channel in topology.channels}
-        by_link: dict[tuple[int, int], Transfer] = {}
-        for stages, mode in choice.items():
-            link = next((link for link in links if stages in (link, link[::-1])), None)
-            if link is None:
-                raise ValueError(
-                    f"transfer names a link {stages!r}, but the links of {topology.to_text()} are between stages "
-                    f"{', '.join(map(str, sorted(links))) or '(none)'}"
-                )
-            if link in by_link:
-                raise ValueError(
-                    f"transfer names the link {link} twice: give only one of {stages} and {stages[::-1]}"
-                )
-            by_link[link] = _checked(mode)
+        links = sorted({link_of(channel) for channel in topology.channels})
+        by_link = links_by_stages("transfer", choice, links, topology)
+        for mode in by_link.values():
+            _checked(mode)
         return cls(topology, "leader", by_link)
 
     def mode(self, channel: Channel) -> Transfer:
         """The transfer mode of ``channel``."""
-        return self.by_link.get(_link(channel), self.default)
+        return self.by_link.get(link_of(channel), self.default)
 
     def sizes(self, channel: Channel) -> tuple[int, int]:
         """The number of ranks of the sending and of the receiving node."""
@@ -106,9 +107,34 @@ class Transfers:
         return ", ".join([self.default, *named])
 
 
-def _link(channel: Channel) -> tuple[int, int]:
+def link_of(channel: Channel) -> tuple[int, int]:
+    """The stages of a channel's two ends, (lower, upper)."""
     lower, upper = sorted((channel.source.stage, channel.target.stage))
     return lower, upper
+
+
+def links_by_stages(
+    setting: str,
+    choice: Mapping[tuple[int, int], Value],
+    links: Sequence[tuple[int, int]],
+    topology: Topology,
+) -> dict[tuple[int, int], Value]:
+    """A dict by link with its keys as (lower, upper). Raises ValueError for a key that is none of ``links``."""
+    by_link: dict[tuple[int, int], Value] = {}
+    for stages, value in choice.items():
+        link = next((link for link in links if stages in (link, link[::-1])), None)
+        if link is None:
+            raise ValueError(
+                f"{setting} names a link {stages!r}, but the links of {topology.to_text()}"
+                f"{' that have one end on the edge' if setting == 'compression' else ''} are between stages "
+                f"{', '.join(map(str, links)) or '(none)'}"
+            )
+        if link in by_link:
+            raise ValueError(
+                f"{setting} names the link {link} twice: give only one of {stages} and {stages[::-1]}"
+            )
+        by_link[link] = value
+    return by_link
 
 
 def _checked(mode: Transfer) -> Transfer:

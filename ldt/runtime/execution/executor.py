@@ -13,6 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import error_context
+from ldt.runtime.comm.packed_message import receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.common.chunk_outputs import check_device
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, backward_specs, first_difference, specs_of
@@ -21,6 +22,7 @@ from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
 from ldt.runtime.execution.grad_reduce import GradReduction, check_sparse_gradient
 from ldt.runtime.execution.in_flight import InFlightTensors, own_memory, self_overlapping
+from ldt.runtime.execution.outgoing import Outgoing, message_bytes
 from ldt.runtime.execution.recorder import Entry, Recorder
 from ldt.runtime.execution.run_ahead import RunAheadLimit
 from ldt.runtime.execution.stash import ActivationStash, Slot, Stashed
@@ -52,7 +54,7 @@ class Executor:
         self._runners = runners
         self._step = step
         self._stash = ActivationStash()
-        self._outbox: dict[Slot, list[torch.Tensor]] = {}
+        self._outbox: dict[Slot, Outgoing] = {}
         self._run_ahead = RunAheadLimit(mesh.device, mesh.watchdog)
         self._sends: dict[Channel, deque[tuple[CompositeWork, Entry]]] = {}
         self._in_flight_tensors = InFlightTensors()
@@ -120,21 +122,26 @@ class Executor:
 
     def _send(self, action: Action, entry: Entry) -> None:
         endpoint = self._mesh.endpoints.get(self._channel(action))
-        tensors = self._outbox.pop(_slot(action), None)
-        if endpoint is None or not tensors:
+        message = self._outbox.pop(_slot(action), None)
+        if endpoint is None or message is None:
             return  # other ranks of this node send the message, or this hop carries nothing
         earlier = self._sends.setdefault(self._channel(action), deque())
         while earlier and self._reap(*earlier[0]):  # a query costs time; a channel completes sends in order
             earlier.popleft()
-        specs = self._message_specs(action.hop, action.kind.direction, _microbatch(action))
-        wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
-        work = endpoint.send(wire, _label(action), specs)
+        work = message.send(endpoint, _label(action))
         if work is not None:
-            self._count(action, specs)
+            self._count(action, message_bytes(endpoint, message.specs))
             if self._audit is not None:
                 purpose = "activation" if action.kind.direction == "F" else "gradient"
                 channel = self._channel(action).name
-                self._audit.write_tensors(purpose, self._step.serial, channel, _microbatch(action), tensors)
+                self._audit.write_tensors(
+                    purpose,
+                    self._step.serial,
+                    channel,
+                    _microbatch(action),
+                    message.tensors,
+                    message.schemes,
+                )
             earlier.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
@@ -143,11 +150,11 @@ class Executor:
         if not specs:
             return
         endpoint = self._mesh.endpoints[self._channel(action)]
-        wire = endpoint.buffers(specs, list(map(self._mesh.shards.local_shape, specs)), self._mesh.device)
-        tensors = [spec.from_wire(buffer) for spec, buffer in zip(specs, wire, strict=True)]
+        shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
-        self._count(action, specs)
-        self._stash.put(slot, Stashed(tensors, endpoint.receive(wire, _label(action), specs)))
+        self._count(action, message_bytes(endpoint, specs))
+        arrival = receive_message(endpoint, specs, shapes, self._mesh.device, _label(action))
+        self._stash.put(slot, Stashed((), arrival.work, arrival.unpack))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
         row = self._step.plan.rows[self._mesh.node]
@@ -247,11 +254,16 @@ class Executor:
         aliasing = self._runners[action.chunk].aliasing
         if shared and direction == "F" and aliasing is not None:
             aliasing.shares(action.chunk, shared)
-        self._in_flight_tensors.begin(slot, tensors)
-        if self._topology.crosses(min(action.chunk, chunk)):
-            self._outbox[slot] = tensors
-        else:
+        hop = min(action.chunk, chunk)
+        if not self._topology.crosses(hop):
+            self._in_flight_tensors.begin(slot, tensors)
             self._stash.put(slot, Stashed(tensors))
+            return
+        replica = self._topology.cloud_replica(self._mesh.node, slot.microbatch)
+        endpoint = self._mesh.endpoints.get(self._topology.channel(hop, direction, replica))
+        message = Outgoing.of(endpoint, tensors, self._message_specs(hop, direction, slot.microbatch))
+        self._in_flight_tensors.begin(slot, message.in_flight)
+        self._outbox[slot] = message
 
     def _take(self, slot: Slot, entry: Entry) -> Sequence[torch.Tensor]:
         """Take the tensors of ``slot`` from the stash. Waits if they are still in flight."""
@@ -271,7 +283,7 @@ class Executor:
             now = self.recorder.now()
             self.recorder.has_waited(entry, now - start)
             self._receives.pop(slot).end = now
-        return stashed.tensors
+        return stashed.tensors if stashed.unpack is None else stashed.unpack()
 
     def _message_specs(self, hop: int, direction: Direction, microbatch: int) -> HopSpecs:
         """The tensors of a message: forward all of the hop, backward the gradients of those that get one."""
@@ -306,11 +318,11 @@ class Executor:
             self._step.guard.check(parts, what)
         return parts
 
-    def _count(self, action: Action, specs: HopSpecs) -> None:
+    def _count(self, action: Action, nbytes: int) -> None:
         """Count a message with all its bytes, whether or not this rank carries them."""
         counts = self.traffic.setdefault(self._channel(action), [0, 0])
         counts[0] += 1
-        counts[1] += sum(spec.nbytes for spec in specs)
+        counts[1] += nbytes
 
     def _enter(self, position: str) -> None:
         """Record that this rank is now at ``position``. Raises RemoteStageError if the mesh has failed."""

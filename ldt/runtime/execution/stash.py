@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,10 +22,14 @@ class Slot(NamedTuple):
 
 @dataclass
 class Stashed:
-    """Tensors that have arrived, or that a transfer in flight writes into. None is an absent gradient."""
+    """Tensors that have arrived, or that a transfer in flight writes into. None is an absent gradient.
+
+    With ``unpack``, of a transfer, they are what it returns afterwards.
+    """
 
     tensors: Sequence[Any]
     work: CompositeWork | None = None
+    unpack: Callable[[], Sequence[Any]] | None = None
 
 
 class ActivationStash:

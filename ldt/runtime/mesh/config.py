@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import torch
 
+from ldt.runtime.comm.compression import Compressions
 from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.runtime.comm.transports import TransportChoice
 from ldt.runtime.health.failure_detector import MIN_HEARTBEAT_TIMEOUT, HealthTimeouts
@@ -14,7 +15,16 @@ from ldt.topology import LanePolicy, Topology
 
 __all__ = ["ConnectConfig", "Timeouts"]
 
-_EQUAL_ON_ALL_RANKS = ("topology", "lanes", "transfer", "transport", "backend", "device", "connections")
+_EQUAL_ON_ALL_RANKS = (
+    "topology",
+    "lanes",
+    "transfer",
+    "transport",
+    "compression",
+    "backend",
+    "device",
+    "connections",
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class ConnectConfig:
     lanes: LanePolicy
     transfers: Transfers
     transport: TransportChoice
+    compressions: Compressions
     ranks: tuple[int, ...]
     rank: int
     device: torch.device
@@ -67,6 +78,7 @@ class ConnectConfig:
             self.lanes,
             self.transfers.to_text(),
             self.transport,
+            self.compressions.to_text(),
             str(self.backend),
             self.device.type,
             str(self.connections),

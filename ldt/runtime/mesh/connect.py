@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._torch_private import HashStore, default_store
+from ldt.runtime.comm.compression import CompressionChoice, Compressions
 from ldt.runtime.comm.socket_links import MAX_CONNECTIONS
 from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
@@ -42,6 +43,7 @@ def connect(
     *,
     transfer: TransferChoice = "leader",
     transport: TransportChoice = "auto",
+    compression: CompressionChoice = "none",
     ranks: Sequence[int] | None = None,
     device: torch.device | str | None = None,
     timeout: timedelta = timedelta(seconds=60),
@@ -66,6 +68,9 @@ def connect(
             or a dict of these by link, as ``{(0, 1): "leader", (1, 2): "direct"}``; other links use ``"leader"``.
         transport: What moves bytes between GPUs: ``"copy_engine"``, ``"nccl"``, ``"c10d"``, or ``"auto"`` for the
             first of these that a lane can use. On the CPU always c10d.
+        compression: How tensors that require a gradient, and their gradients, are packed on the links of the edge:
+            ``"none"``, ``"bf16"`` or ``"8bit"``, or a dict by link, as ``{(0, 1): ldt.Compression(activations="8bit",
+            gradients="bf16")}``; other links pack nothing. Results then differ from the unsplit model's by rounding.
         ranks: ``ranks[i]`` is the global rank of rank i of the topology. Default: i; the topology then fills the world.
         device: Device of chunks and samples. Default: that of the default process group.
         timeout: Limit for connecting.
@@ -93,6 +98,7 @@ def connect(
     timeouts = Timeouts(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
+    compressions = Compressions.of(topology, compression, device)
     return _connect(
         ConnectConfig(
             topology=topology,
@@ -100,6 +106,7 @@ def connect(
             lanes=lanes,
             transfers=transfers,
             transport=transport,
+            compressions=compressions,
             ranks=ranks,
             rank=rank,
             device=device,

@@ -62,6 +62,7 @@ class Mesh:
         self.rank_info = RankInfo(config.topology, config.ranks, config.rank)
         self.lanes: LanePolicy = config.lanes
         self.transfers = config.transfers
+        self.compressions = config.compressions
         self.device = config.device
         self._store = store
         self._key = key

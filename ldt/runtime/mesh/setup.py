@@ -93,7 +93,9 @@ class MeshSetup:
                 self._layout, self._config.connections, self._share, self._watchdog, self._deadline
             )
         transports = TransportSelector(self._config.transport, self._layout, self._share, sockets).select()
-        endpoints = make_endpoints(self._layout, self._config.timeouts.transfer_timeout, transports)
+        endpoints = make_endpoints(
+            self._layout, self._config.timeouts.transfer_timeout, transports, self._config.compressions
+        )
         return self._layout, transports, endpoints
 
     def connect(self, endpoints: Mapping[Channel, Endpoint]) -> None:

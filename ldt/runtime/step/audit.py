@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ldt._torch_private import pytree
+from ldt.runtime.comm.compression import Scheme, wire_bytes
 from ldt.runtime.common.redact import InputValueError, QuotingError
+from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.model.module_state import unwrapped_tensors
 from ldt.runtime.step.microbatch import Microbatch
 
@@ -23,8 +25,9 @@ class Audit:
     """Writes a line of JSON to ``path`` for everything that a rank of the edge sends in its calls.
 
     For an "activation" or a "gradient", a line has the call's number, channel, microbatch and tensor, with the shape,
-    dtype and bytes of this rank's tensor. For "metadata" and "tokens", which go to each other node, it has the call and
-    the bytes. Raises OSError, and LdtError if the file exists.
+    dtype and bytes of this rank's tensor. A tensor that crosses packed also has "compression", and its bytes are those
+    on the wire. For "metadata" and "tokens", which go to each other node, it has the call and the bytes. Raises
+    OSError, and LdtError if the file exists.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,19 +48,28 @@ class Audit:
         self._file.flush()
 
     def write_tensors(
-        self, purpose: str, call: int, channel: str, microbatch: int, tensors: Sequence[torch.Tensor]
+        self,
+        purpose: str,
+        call: int,
+        channel: str,
+        microbatch: int,
+        tensors: Sequence[torch.Tensor],
+        schemes: Sequence[Scheme],
     ) -> None:
-        """Write a line for each tensor of a message."""
-        for index, tensor in enumerate(tensors):
+        """Write a line for each tensor of a message. ``schemes`` says how each is packed."""
+        for index, (tensor, scheme) in enumerate(zip(tensors, schemes, strict=True)):
+            spec = TensorSpec(tuple(tensor.shape), tensor.dtype, requires_grad=scheme != "none")
+            packed = {} if scheme == "none" else {"compression": scheme}
             self.write(
                 purpose,
                 call,
-                tensor.numel() * tensor.element_size(),
+                wire_bytes(scheme, spec),
                 channel=channel,
                 microbatch=microbatch,
                 tensor=index,
                 shape=list(tensor.shape),
                 dtype=str(tensor.dtype).removeprefix("torch."),
+                **packed,
             )
 
 

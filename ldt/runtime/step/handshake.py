@@ -16,6 +16,7 @@ from ldt.runtime.control.edge_broadcast import EdgeMessage, Subject
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.announce import Announcement, Announcer
 from ldt.runtime.step.call import Call, Mode, StepRejected
+from ldt.runtime.step.compression_advice import CompressionAdvice
 from ldt.runtime.step.metadata import StepCalledOff, StepMessage, unpack
 from ldt.runtime.step.plan_cache import PlanCache
 from ldt.runtime.step.shape_cache import ShapeCache
@@ -44,6 +45,7 @@ class Handshake:
         self._shapes = shapes
         self._plans = plans
         self._announcer = announcer
+        self._advice = CompressionAdvice(mesh)
         # Shapes of hops mostly follow from those of metadata: on the meta device no elements are rebuilt.
         self._shapes_device = torch.device("cpu" if shapes.reads_values else "meta")
         self._contents: dict[int, bytes] = {}  # the last content from each edge replica
@@ -75,7 +77,10 @@ class Handshake:
             self._shapes.hops(message, replica, call.training, keywords)
             for replica, message in enumerate(messages)
         ]
-        return StepContext(plan, hops[mesh.rank_info.edge_replica], keywords)
+        own = hops[mesh.rank_info.edge_replica]
+        for specs in own:
+            self._advice.check(specs, self._shapes.autocast())
+        return StepContext(plan, own, keywords)
 
     def _read(self, replica: int, edge_message: EdgeMessage) -> None:
         """Unpack the message, also on the edge that packed it: so all ranks ask the same about shapes."""

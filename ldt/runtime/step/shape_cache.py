@@ -86,10 +86,14 @@ class ShapeCache:
     def setting(self) -> str:
         """Describe the modes that may change shapes for equal inputs: autocast, and which modules are in train mode.
 
+        A compression is named, too.
+
         The edge's setting stands for all ranks: modes must change between the same two steps on every rank.
         """
         modes = bytes(part.training for chunk in self.chunks.values() for part in chunk.modules())
-        return f"autocast={self.autocast()} modes={hashlib.sha256(modes).hexdigest()[:16]}"
+        compression = self._mesh.compressions.to_text()
+        packed = "" if compression == "none" else f" compression={compression}"
+        return f"autocast={self.autocast()} modes={hashlib.sha256(modes).hexdigest()[:16]}{packed}"
 
     def forget(self) -> None:
         """Clear the cache. Call it on all ranks between the same two steps."""

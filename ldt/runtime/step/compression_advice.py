@@ -1,0 +1,42 @@
+"""Advises compression where autocast computes in bfloat16 and the edge's hops carry float32 all the same."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ldt.runtime.common.tensor_spec import HopSpecs
+from ldt.runtime.mesh.mesh import Mesh
+
+__all__ = ["CompressionAdvice"]
+
+logger = logging.getLogger(__name__)
+
+
+class CompressionAdvice:
+    """Logs a warning for each such hop, once, on the leader of the edge."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._logged: set[int] = set()
+
+    def check(self, hops: Sequence[HopSpecs], autocast: str | None) -> None:
+        """``hops`` are those of a microbatch, ``autocast`` is the name of its dtype, None if it is off."""
+        mesh, topology = self._mesh, self._mesh.topology
+        if autocast != "torch.bfloat16" or not (mesh.is_edge and mesh.is_leader):
+            return
+        for hop, specs in enumerate(hops):
+            wide = [i for i, spec in enumerate(specs) if spec.requires_grad and spec.dtype == torch.float32]
+            if hop in self._logged or not wide or 0 not in map(topology.stage_of, (hop, hop + 1)):
+                continue
+            if mesh.compressions.scheme(topology.channel(hop, "F", 0)) == "none":
+                self._logged.add(hop)
+                logger.warning(
+                    "hop %d->%d carries float32 under bfloat16 autocast (tensors %s, such as a LayerNorm's output): "
+                    'connect(compression="bf16") would halve it',
+                    hop,
+                    hop + 1,
+                    ", ".join(map(str, wide)),
+                )
