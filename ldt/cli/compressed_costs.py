@@ -26,7 +26,9 @@ def compressed(costs: Costs, topology: Topology, scheme: str, dtype: str) -> Cos
     """
     if dtype not in SHARES[scheme]:
         raise LdtError(f"--compression {scheme} packs {', '.join(SHARES[scheme])}, got --dtype {dtype}")
-    if costs.bandwidth is None or not any(any(_by_hop(sizes, topology)) for sizes in _directions(costs.bytes)):
+    if costs.bandwidth is None or not any(
+        any(_by_hop(sizes, topology)) for sizes in _directions(costs.bytes)
+    ):
         raise LdtError("--compression needs --bandwidth and --bytes, or a file of costs that has them")
     share = SHARES[scheme][dtype]
     if isinstance(costs.bytes, Mapping):
