@@ -283,9 +283,9 @@ def test_steps_over_a_wide_area_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("ldt optimize", True),
         ("ldt optimize", False),
     ]
-    for row in rows:  # two messages of 64 KiB each way, and headers
-        assert 0.131 < row["up"] < 0.25
-        assert 0.131 < row["down"] < 0.25
+    for row in rows:  # messages of 64 KiB each way, headers, and what is sent again
+        assert 0.131 < row["up"] < 1.0
+        assert 0.131 < row["down"] < 1.0
     assert rows[1]["measured"] > 10.0, "a round trip"
 
 
