@@ -36,6 +36,7 @@ from ldt.cli.units import bandwidth, nbytes, one_or_more, seconds
 from ldt.plan import Costs, Plan, optimize, simulate, ushape
 
 CONTROL_DELAY = 50e-6
+LOOPBACK = 1e12  # bytes per second, in place of a rate
 RUNS: dict[str, Callable[[Job, Link], Measured]] = {"raw": raw_tcp, "torch": torch_steps, "ldt": ldt_steps}
 # Which of the requested numbers of connections a path can have; 0 is one for each process group.
 COUNTS: dict[str, Callable[[list[int]], list[int]]] = {
@@ -92,12 +93,12 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
             up = Settings(given.rate, latency, loss, given.queue)
             down = replace(up, rate=given.rate_down or given.rate)
             quiet = [replace(side, delay=CONTROL_DELAY, loss=0.0, queue=None) for side in (up, down)]
-            for path, job, costs in jobs_of(given, latency):
+            for path, job in jobs_of(given, latency):
                 excess = None
                 for sides in (quiet, [up, down]):
                     simulated = None
-                    if costs is not None:
-                        simulated = simulate(job.plan, replace(costs, latency=sides[0].delay)).makespan
+                    if not path.startswith("raw"):
+                        simulated = simulate(job.plan, costs_of(given, sides[0].delay)).makespan
                     cell = Cell(path, job, sides[0], sides[1], simulated)
                     measured, load = cell.measure(given.congestion)
                     row = row_of(cell, measured, load, excess)
@@ -106,34 +107,38 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
                     yield row
 
 
-def jobs_of(given: argparse.Namespace, latency: float) -> Iterator[tuple[str, Job, Costs | None]]:
-    """Each path with its job, and the costs that it is simulated with."""
-    forward = given.forward if isinstance(given.forward, list) else [given.forward] * (given.stages + 1)
+def costs_of(given: argparse.Namespace, latency: float) -> Costs:
+    """Of the job over a link of that latency. Nothing but the link takes time between stages."""
     topology = ldt.Topology([1] * given.stages)
-    costs = Costs(
-        forward=forward,
-        backward=[2 * value for value in forward],
-        latency=latency,
-        bandwidth=min(given.rate, given.rate_down or given.rate),
+    hops = range(topology.tail)
+    crosses = [not topology.is_local(topology.channel(hop, "F", 0)) for hop in hops]
+    up, down = given.rate, given.rate_down or given.rate
+    return Costs(
+        forward=given.forward,
+        backward=[2 * value for value in given.forward],
+        latency=[latency if crossing else 0.0 for crossing in crosses],
+        bandwidth={
+            way: [rate if crossing else LOOPBACK for crossing in crosses]
+            for way, rate in {"up": up, "down": down}.items()
+        },
         bytes=given.bytes,
     )
+
+
+def jobs_of(given: argparse.Namespace, latency: float) -> Iterator[tuple[str, Job]]:
+    """Each path with its job for a link of that latency."""
+    topology = ldt.Topology([1] * given.stages)
     plans: dict[str, Plan] = {
         "ushape": ushape(topology, given.microbatches),
-        "optimize": optimize(topology, given.microbatches, costs),
+        "optimize": optimize(topology, given.microbatches, costs_of(given, latency)),
     }
     for path in given.paths:
-        order = path.split()[-1]
+        plan = plans.get(path.split()[-1], plans["ushape"])
         for connections in COUNTS[path.split()[0]](given.connections):
-            job = Job(
-                topology,
-                plans.get(order, plans["ushape"]),
-                forward,
-                given.bytes,
-                given.steps,
-                given.warm_up,
-                connections,
+            yield (
+                path,
+                Job(topology, plan, given.forward, given.bytes, given.steps, given.warm_up, connections),
             )
-            yield path, job, costs if order in plans else None
 
 
 def row_of(cell: Cell, measured: Measured, load: float, excess: float | None) -> WanRow:
@@ -193,6 +198,12 @@ if __name__ == "__main__":
     options.add_argument("--steps", type=int, default=5, help="counted steps of each cell")
     options.add_argument("--warm-up", type=int, default=2, help="steps of each cell before them")
     given = options.parse_args()
+    if not isinstance(given.forward, list):
+        given.forward = [given.forward] * (given.stages + 1)
+    if len(given.forward) != given.stages + 1:
+        options.error(
+            f"--forward: expected a time for each of {given.stages + 1} chunks, got {len(given.forward)}"
+        )
     given.device, given.link, given.ranks = "cpu", None, given.stages
     try:
         check_wan()

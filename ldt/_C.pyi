@@ -77,8 +77,7 @@ class SocketLink:
     """TCP connections to another process, over which lanes send in the order of their calls.
 
     Takes over ``sockets``, descriptors of connected sockets in the other end's order. A message of which more than
-    ``window`` bytes of its lane are ahead waits until its receive is posted. Raises LaneError for descriptors that are
-    no sockets.
+    ``window`` bytes of its lane are ahead waits until its receive is posted. Raises LaneError if there is no socket.
     """
 
     def __init__(self, sockets: Sequence[int], *, name: str, window: int = ...) -> None: ...
@@ -87,15 +86,6 @@ class SocketLink:
 
     def abort(self, reason: str) -> None:
         """Fail everything pending and everything later with ``reason``. Returns at once."""
-
-    @property
-    def num_connections(self) -> int: ...
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes sent so far, with headers of frames."""
-
-    @property
-    def received_bytes(self) -> int: ...
 
 class SocketLinks:
     """A transport for host memory: socket links by the peer's rank in the lane's group, and the lane's number."""

@@ -24,10 +24,8 @@ void bind_transports(py::module_& module) {
             link.close(checked_timeout(timeout.seconds, "a socket link"));
           },
           py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
-      .def("abort", &SocketLink::abort, py::arg("reason"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("num_connections", &SocketLink::num_connections)
-      .def_property_readonly("sent_bytes", &SocketLink::sent_bytes)
-      .def_property_readonly("received_bytes", &SocketLink::received_bytes);
+      .def("abort", &SocketLink::abort, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>());
   py::class_<SocketLinks>(module, "SocketLinks")
       .def(py::init([](std::map<int, std::shared_ptr<SocketLink>> links, uint32_t lane) {
              return SocketLinks{std::move(links), lane};

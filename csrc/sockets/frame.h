@@ -13,11 +13,14 @@ struct FrameHeader {
 
   uint32_t magic = kMagic;
   uint32_t kind = kPayload;
-  uint32_t lane{};
+  uint32_t lane = 0;
+  uint32_t reserved = 0;
   uint64_t message = 0;  // kPosted: how many receives the lane has had posted
   uint64_t total = 0;    // bytes of the message
   uint64_t offset = 0;   // of this frame's payload in it
   uint64_t length = 0;   // of this frame's payload
+
+  bool is_valid() const { return magic == kMagic && kind <= kPosted; }
 };
 static_assert(sizeof(FrameHeader) == 48 && std::endian::native == std::endian::little);
 

@@ -1,6 +1,7 @@
 // Matches frames with posted receives, in order within each lane.
 #include "sockets/incoming.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/error.h"
@@ -43,7 +44,8 @@ std::shared_ptr<IncomingMessage> Incoming::place(const FrameHeader& header, uint
     check_size(message->size, header.total);
   } else if (!message->arrives) {
     if (header.message < state.posted) throw_lane_error("a frame of a message that is complete");
-    if (state.early_bytes > 0 && state.early_bytes + header.total > window_) {
+    const uint64_t room = window_ - std::min(window_, state.early_bytes);
+    if (state.early_bytes > 0 && header.total > room) {
       throw_lane_error("the peer sends more than may come before its receive is posted");
     }
     state.early_bytes += header.total;

@@ -140,8 +140,7 @@ void SocketLink::close(std::chrono::milliseconds timeout) {
   abort(c10::str(options_.name, ": the other end did not close within ", timeout.count(), " ms"));
 }
 
-// ---- the thread
-// -----------------------------------------------------------------------------------
+// ---- the thread ---------------------------------------------------------------------------------
 
 bool SocketLink::begin_frame(Connection& connection) {
   std::lock_guard<std::mutex> lock(mutex_);
@@ -175,7 +174,6 @@ bool SocketLink::write_some(Connection& connection) {
     }
     return false;
   }
-  sent_bytes_ += written;
   connection.left -= written;
   if (connection.left) return false;
   c10::intrusive_ptr<SocketWork> work;
@@ -206,7 +204,6 @@ void SocketLink::read_some(Connection& connection) {
         }
         return;
       }
-      received_bytes_ += got;
       connection.got += got;
       if (connection.got < size) continue;
     }
@@ -215,7 +212,7 @@ void SocketLink::read_some(Connection& connection) {
       std::lock_guard<std::mutex> lock(mutex_);
       if (failure_.happened()) return;
       if (header) {
-        if (connection.in.magic != FrameHeader::kMagic) throw_lane_error("not a frame of ldt");
+        if (!connection.in.is_valid()) throw_lane_error("not a frame of ldt");
         if (connection.in.kind == FrameHeader::kPosted) {
           outgoing_.set_posted(connection.in.lane, connection.in.message);
           connection.got = 0;
@@ -267,13 +264,12 @@ void SocketLink::end_writing() {
 
 // A connection is watched for room while it has not taken all of a frame.
 void SocketLink::watch(Connection& connection) {
-  if (connection.read_ended && connection.write_ended) {  // it would report that without end
-    if (connection.watched) epoll_ctl(events_, EPOLL_CTL_DEL, connection.descriptor, nullptr);
-    connection.watched = 0;
+  if (connection.read_ended && connection.write_ended) {  // epoll would report that without end
+    epoll_ctl(events_, EPOLL_CTL_DEL, connection.descriptor, nullptr);
     return;
   }
   const uint32_t wanted =
-      (connection.read_ended ? 0u : EPOLLIN) | (connection.left ? EPOLLOUT : 0u) | EPOLLPRI;
+      (connection.read_ended ? 0u : EPOLLIN) | (connection.left ? EPOLLOUT : 0u);
   if (wanted == connection.watched) return;
   epoll_event event{.events = wanted, .data = {.ptr = &connection}};
   epoll_ctl(events_, EPOLL_CTL_MOD, connection.descriptor, &event);

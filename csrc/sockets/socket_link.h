@@ -1,7 +1,6 @@
 // The TCP connections between two processes, shared by all their lanes.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -44,11 +43,6 @@ class SocketLink : public std::enable_shared_from_this<SocketLink> {
   /// Fails everything pending and everything later with `reason`. Returns at once.
   void abort(const std::string& reason);
 
-  size_t num_connections() const { return connections_.size(); }
-  uint64_t sent_bytes() const { return sent_bytes_; }
-  uint64_t received_bytes() const { return received_bytes_; }
-  bool is_of_this_process() const { return process_.is_current(); }
-
  private:
   struct Connection;
 
@@ -71,7 +65,6 @@ class SocketLink : public std::enable_shared_from_this<SocketLink> {
   std::vector<std::unique_ptr<Connection>> connections_;
   int events_ = -1;  // epoll
   int wakeup_ = -1;  // eventfd
-  std::atomic<uint64_t> sent_bytes_{0}, received_bytes_{0};
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable ended_changed_;

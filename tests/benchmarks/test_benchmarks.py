@@ -9,7 +9,9 @@ import shlex
 import socket
 import subprocess
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
@@ -283,10 +285,12 @@ def test_steps_over_a_wide_area_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("ldt optimize", True),
         ("ldt optimize", False),
     ]
-    for row in rows:  # messages of 64 KiB each way, headers, and what is sent again
-        assert 0.131 < row["up"] < 1.0
-        assert 0.131 < row["down"] < 1.0
-    assert rows[1]["measured"] > 10.0, "a round trip"
+    for row in rows:  # two messages of 64 KiB each way; TCP adds headers, and repeats what is late
+        assert row["up"] > 0.131
+        assert row["down"] > 0.131
+    assert rows[1]["measured"] > 5.0, "the latency of the link"
+    assert min(rows[3]["measured"], rows[5]["measured"]) > 10.0, "up and down"
+    assert rows[5]["simulated"] > rows[4]["simulated"] + 5.0
 
 
 def test_packets_are_lost_and_queued_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,8 +302,8 @@ def test_packets_are_lost_and_queued_as_asked(monkeypatch: pytest.MonkeyPatch) -
         check_wan()
     except ValueError as error:
         pytest.skip(str(error))
-    nbytes = 1 << 20
-    with wide_area_link(Settings(125e6, 1e-3, 0.01), Settings(2.5e6, 1e-3, queue=30_000)) as link:
+    nbytes = 512 << 10
+    with wide_area_link(Settings(125e6, 1e-3, 0.03), Settings(2.5e6, 1e-3, queue=30_000)) as link:
         assert in_ranks(_exchange, (nbytes,), 2, list(link.places)) == nbytes
         up, down = link.counters(0), link.counters(1)
     assert 0 < up.lost < 0.1 * up.packets
@@ -307,6 +311,59 @@ def test_packets_are_lost_and_queued_as_asked(monkeypatch: pytest.MonkeyPatch) -
     assert down.overflowed > 0
     assert down.largest_backlog <= 30_000
     assert min(up.bytes, down.bytes) > nbytes
+
+
+def test_every_byte_of_a_link_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datagrams, as nothing repeats them: a queue of ten takes no eleventh at once, a cut link none."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from wan_link import ADDRESSES, Settings, check_wan, wide_area_link
+
+    try:
+        check_wan()
+    except ValueError as error:
+        pytest.skip(str(error))
+    size, headers, framing = 1000, 28, 38
+    queue = 10 * (size + headers + framing)
+    with wide_area_link(Settings(1e-3, queue=queue), Settings(1e9)) as link:  # nothing leaves the queue
+        sender, receiver = (
+            _datagrams_in(place.namespace, address)
+            for place, address in zip(link.places, ADDRESSES, strict=True)
+        )
+        with sender, receiver:
+            for _ in range(25):
+                sender.sendto(bytes(size), receiver.getsockname())
+            _wait_until(lambda: link.counters(0).overflowed == 15)
+            assert link.counters(0)[:4] == (10 * (size + headers), 10, 0, 15)
+            assert queue - 1 <= link.counters(0).largest_backlog <= queue
+            link.set(0, cut=1)
+            for _ in range(3):
+                sender.sendto(bytes(size), receiver.getsockname())
+            _wait_until(lambda: link.counters(0).lost == 3)
+            assert link.counters(0)[:4] == (10 * (size + headers), 10, 3, 15)
+            receiver.sendto(bytes(size), sender.getsockname())
+            assert len(sender.recv(2 * size)) == size
+            assert link.counters(1)[:4] == (size + headers, 1, 0, 0)
+
+
+def _datagrams_in(namespace: str, address: str) -> socket.socket:
+    def make() -> socket.socket:
+        from pyroute2 import netns
+
+        netns.setns(namespace, flags=0)  # of the thread
+        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        made.settimeout(20.0)
+        made.bind((address, 0))
+        return made
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
+
+
+def _wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def _exchange(nbytes: int) -> int:

@@ -117,16 +117,12 @@ class SocketConnector:
             self._check(f"ranks {missing} did not connect to {_address_text(server)}")
             with suppress(OSError):  # nobody yet, or nobody who speaks to us
                 caller = server.accept()[0]
-                caller.settimeout(_HELLO_SECONDS)
-                name, rank, index = _HELLO.unpack(_read(caller, _HELLO.size))
-                if (
-                    not secrets.compare_digest(name, token.encode())
-                    or (rank, index) not in expected - found.keys()
-                ):
+                key = _read_hello(caller, token)
+                if key in expected:
+                    caller.sendall(_WELCOME)
+                    found[key] = caller  # in place of one that the other end has given up
+                else:
                     caller.close()
-                    continue
-                caller.sendall(_WELCOME)
-                found[rank, index] = caller
         return {rank: [found[rank, index] for index in range(self._num_connections)] for rank in callers}
 
     def dial(self, rank: int, offer: Mapping[str, str]) -> list[socket.socket]:
@@ -134,15 +130,10 @@ class SocketConnector:
         host, port = offer["address"].rsplit(":", 1)
         connections = []
         for index in range(self._num_connections):
-            while True:
+            hello = _HELLO.pack(offer["token"].encode(), self._layout.rank, index)
+            while (connection := _greet(host, int(port), hello)) is None:
                 self._check(f"rank {rank} cannot be reached at {offer['address']}")
-                try:
-                    connection = socket.create_connection((host, int(port)), timeout=_HELLO_SECONDS)
-                    connection.sendall(_HELLO.pack(offer["token"].encode(), self._layout.rank, index))
-                    if connection.recv(1) == _WELCOME:
-                        break
-                except OSError:
-                    time.sleep(_POLL_SECONDS)
+                time.sleep(_POLL_SECONDS)
             connections.append(connection)
         return connections
 
@@ -180,14 +171,26 @@ def _address_text(server: socket.socket) -> str:
     return f"{host}:{port}"
 
 
-def _read(caller: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        piece = caller.recv(count - len(data))
-        if not piece:
-            raise ConnectionError("closed")
-        data += piece
-    return data
+def _greet(host: str, port: int, hello: bytes) -> socket.socket | None:
+    """A connection that was welcomed after ``hello``; None if there is none."""
+    with suppress(OSError), ExitStack() as undo:
+        connection = undo.enter_context(socket.create_connection((host, port), timeout=_HELLO_SECONDS))
+        connection.sendall(hello)
+        if connection.recv(1) == _WELCOME:
+            undo.pop_all()
+            return connection
+    return None
+
+
+def _read_hello(caller: socket.socket, token: str) -> tuple[int, int] | None:
+    """The rank and the number of a connection that knows ``token``; None for any other."""
+    caller.settimeout(_HELLO_SECONDS)
+    try:
+        with caller.makefile("rb") as stream:  # nothing follows a hello until it is answered
+            name, rank, index = _HELLO.unpack(stream.read(_HELLO.size))
+    except (OSError, struct.error):
+        return None
+    return (rank, index) if secrets.compare_digest(name, token.encode()) else None
 
 
 def _link(peer: int, connections: Sequence[socket.socket]) -> SocketLink:

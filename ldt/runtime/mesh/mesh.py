@@ -186,7 +186,7 @@ class Mesh:
         return self._lane_set.all()
 
     def transport_of(self, channel: Channel) -> str:
-        """Return the transport of ``channel``: "copy_engine", "nccl" or "c10d"; if its stripes differ, all of them.
+        """Return the transport of ``channel``: "copy_engine", "nccl", "sockets" or "c10d"; all if its stripes differ.
 
         Args:
             channel: One of ``topology.channels``.

@@ -102,8 +102,11 @@ def test_a_chunk_raises(pool: RankPool, chunk: int, where: str, policy: str) -> 
         if rank == stage:
             assert text.startswith("BoomError: no more")
         else:
-            assert text.startswith("RemoteStageError: ")  # of that call or, if it had ended here, of the next
-            assert f"rank {stage} (stage {stage}, replica 0) failed first" in text
+            # The second step is refused if the first had ended here and the failure is known already.
+            raised = text.replace("this mesh cannot be used after a failure; connect again. ", "", 1)
+            assert raised.startswith(
+                f"RemoteStageError: rank {stage} (stage {stage}, replica 0) failed first"
+            )
             assert f"action {chunk}{kind}2" in text
             # The text of an edge exception stays on the edge.
             what = "BoomError raised at" if stage == 0 else f"BoomError: no more {where}"
