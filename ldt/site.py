@@ -53,5 +53,5 @@ def sites_text(sites: Sequence[Site]) -> str:
 
 
 def parse_sites(text: str) -> list[Site]:
-    """Parse a text that matches ``SITES``."""
-    return [int(site) if site.isdigit() else site for site in text.split(",")]
+    """Parse the text of ``sites_text``; whether the sites are valid, ``check_sites`` says."""
+    return [int(site) if re.fullmatch(_NUMBER, site) else site for site in text.split(",")]

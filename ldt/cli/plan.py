@@ -27,10 +27,11 @@ from ldt.plan import (
     ushape,
 )
 from ldt.plan.torch_csv import check_expressible
-from ldt.topology import Site, Topology
+from ldt.site import parse_sites
+from ldt.topology import Topology
 
 _NAMES = ("ushape", "optimize", "optimize, split backward")
-_PER_CHUNK = one_or_more(seconds)
+_TIMES, _RATES, _SIZES = one_or_more(seconds), one_or_more(bandwidth), one_or_more(nbytes)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,64 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "example: python -m ldt plan --stages 1,2,2 --microbatches 32 --latency 20ms --bandwidth 1Gbit "
         "--bytes 4MiB --forward 3ms,12ms,12ms,3ms"
     )
-    shape = parser.add_argument_group("topology")
-    shape.add_argument(
-        "--stages", type=_numbers, required=True, metavar="TP,...", help="TP size of each stage"
-    )
-    shape.add_argument("--laps", type=int, default=1, help="walks through all stages; default: 1")
-    shape.add_argument("--dp", type=int, default=1, help="replicas of the cloud stages")
-    shape.add_argument("--edge-dp", type=int, help="replicas of the edge, which share them; default: as many")
-    shape.add_argument(
-        "--sites",
-        type=_sites,
-        metavar="SITE,...",
-        help="site of each stage, such as 0,1,1; what crosses between two shares one pipe; default: edge and cloud",
-    )
-    shape.add_argument("--microbatches", type=int, required=True, help="of each replica of the edge")
-    shape.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated")
-    costs = parser.add_argument_group(
-        "costs: one value for all, or one per chunk (per hop: latency, bandwidth, bytes)"
-    )
-    costs.add_argument(
-        "--costs", type=Path, metavar="FILE", help="what pipeline.measure_costs(...).save(FILE) wrote"
-    )
-    costs.add_argument("--forward", type=_PER_CHUNK, metavar="TIME", help="of one microbatch, such as 12ms")
-    costs.add_argument("--backward", type=_PER_CHUNK, metavar="TIME", help="default: twice the forward")
-    costs.add_argument("--latency", type=_PER_CHUNK, metavar="TIME", help="one way, such as 20ms")
-    costs.add_argument(
-        "--bandwidth", type=one_or_more(bandwidth), metavar="RATE", help="such as 1Gbit or 125MB/s"
-    )
-    costs.add_argument(
-        "--bytes", type=one_or_more(nbytes), metavar="SIZE", help="of one message, such as 4MiB"
-    )
-    costs.add_argument(
-        "--bandwidth-down",
-        type=one_or_more(bandwidth),
-        metavar="RATE",
-        help="from the cloud to the edge; default: as --bandwidth",
-    )
-    costs.add_argument(
-        "--bytes-backward",
-        type=one_or_more(nbytes),
-        metavar="SIZE",
-        help="of a gradient; default: as --bytes",
-    )
-    costs.add_argument(
-        "--compression",
-        choices=tuple(SHARES),
-        help="plan for connect(compression=...), too: the plan written is for that",
-    )
-    costs.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="of the messages that --compression packs; default: float32",
-    )
-    costs.add_argument(
-        "--activation-bytes",
-        type=one_or_more(nbytes),
-        metavar="SIZE",
-        help="kept of one microbatch by a chunk",
+    _add_topology(parser.add_argument_group("topology"))
+    _add_costs(
+        parser.add_argument_group(
+            "costs: one value for all, or one per chunk (per hop: latency, bandwidth, bytes)"
+        )
     )
     limits = parser.add_argument_group("memory")
     limits.add_argument(
@@ -108,6 +56,51 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_files(parser.add_argument_group("files"))
     parser.add_argument("--no-split", action="store_true", help="plan whole backwards only")
     parser.add_argument("--grid", action="store_true", help="print the fastest plan")
+
+
+def _add_topology(shape: argparse._ArgumentGroup) -> None:
+    shape.add_argument(
+        "--stages", type=_numbers, required=True, metavar="TP,...", help="TP size of each stage"
+    )
+    shape.add_argument("--laps", type=int, default=1, help="walks through all stages; default: 1")
+    shape.add_argument("--dp", type=int, default=1, help="replicas of the cloud stages")
+    shape.add_argument("--edge-dp", type=int, help="replicas of the edge, which share them; default: as many")
+    shape.add_argument(
+        "--sites",
+        type=parse_sites,
+        metavar="SITE,...",
+        help="site of each stage, such as 0,1,1; what crosses between two shares one pipe; default: edge and cloud",
+    )
+    shape.add_argument("--microbatches", type=int, required=True, help="of each replica of the edge")
+    shape.add_argument("--lanes", choices=("dedicated", "paired"), default="dedicated")
+
+
+def _add_costs(costs: argparse._ArgumentGroup) -> None:
+    costs.add_argument(
+        "--costs", type=Path, metavar="FILE", help="what pipeline.measure_costs(...).save(FILE) wrote"
+    )
+    for name, parse, metavar, text in (
+        ("--forward", _TIMES, "TIME", "of one microbatch, such as 12ms"),
+        ("--backward", _TIMES, "TIME", "default: twice the forward"),
+        ("--latency", _TIMES, "TIME", "one way, such as 20ms"),
+        ("--bandwidth", _RATES, "RATE", "such as 1Gbit or 125MB/s"),
+        ("--bytes", _SIZES, "SIZE", "of one message, such as 4MiB"),
+        ("--bandwidth-down", _RATES, "RATE", "from the cloud to the edge; default: as --bandwidth"),
+        ("--bytes-backward", _SIZES, "SIZE", "of a gradient; default: as --bytes"),
+        ("--activation-bytes", _SIZES, "SIZE", "kept of one microbatch by a chunk"),
+    ):
+        costs.add_argument(name, type=parse, metavar=metavar, help=text)
+    costs.add_argument(
+        "--compression",
+        choices=tuple(SHARES),
+        help="plan for connect(compression=...), too: the plan written is for that",
+    )
+    costs.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="of the messages that --compression packs; default: float32",
+    )
 
 
 def _add_files(files: argparse._ArgumentGroup) -> None:
@@ -140,16 +133,11 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if arguments.from_csv is not None or arguments.to_csv is not None:
             check_expressible(topology)
-        costs = _costs(arguments)
-        table = ""
-        if arguments.compression is not None:
-            packed = compressed(costs, topology, arguments.compression, arguments.dtype)
-            uncompressed, plans = _compare(arguments, topology, costs)
-            table = _table(uncompressed, _bounds(arguments, topology, costs, plans), costs)
-            table += f'\n\nwith compression="{arguments.compression}"\n'
-            costs = packed
-        timelines, plans = _compare(arguments, topology, costs)
-        bounds = _bounds(arguments, topology, costs, plans)
+        tables = []
+        for title, costs in _cases(arguments, topology):
+            plans = _plans(arguments, topology, costs)
+            timelines = {name: simulate(plan, costs) for name, plan in plans.items()}
+            tables.append(title + _table(plans, timelines, costs))
         within = [
             name for name, timeline in timelines.items() if _keeps_to_limits(arguments, timeline, costs)
         ]
@@ -159,7 +147,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"python -m ldt plan: {error}", file=sys.stderr)
         return 2
     print(f"{topology.to_text()}, {arguments.microbatches} microbatches, {arguments.lanes} lanes")
-    print(table + _table(timelines, bounds, costs))
+    print("\n\n".join(tables))
     for name in (name for name in timelines if name not in within):
         print(f"{name} does not keep to the memory limit")
     print(f"wrote {_listed(map(str, written))}")
@@ -187,6 +175,15 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise LdtError(f"{path} is not a text file: {error}") from error
 
 
+def _cases(arguments: argparse.Namespace, topology: Topology) -> list[tuple[str, Costs]]:
+    """The costs to plan for, each with a title: as given and, if asked for, compressed."""
+    costs = _costs(arguments)
+    if arguments.compression is None:
+        return [("", costs)]
+    packed = compressed(costs, topology, arguments.compression, arguments.dtype)
+    return [("", costs), (f'with compression="{arguments.compression}"\n', packed)]
+
+
 def _costs(arguments: argparse.Namespace) -> Costs:
     """Costs from the file, the options, or both. An option overrides the file's figure."""
     names = ("forward", "backward", "latency", "bandwidth", "bytes", "activation_bytes")
@@ -209,7 +206,7 @@ def _by_direction(costs: Costs, arguments: argparse.Namespace) -> Costs:
         figure, given = getattr(costs, name), getattr(arguments, f"{name}_{other}")
         if given is None:
             continue
-        if figure is None:
+        if getattr(arguments, name) is None and not figure:  # bytes are 0 by default
             raise LdtError(f"--{name}-{other} needs --{name}, or a file with --costs that has it")
         first = figure[one] if isinstance(figure, Mapping) else figure
         figures: dict[str, Any] = {name: {one: first, other: given}}
@@ -217,9 +214,7 @@ def _by_direction(costs: Costs, arguments: argparse.Namespace) -> Costs:
     return costs
 
 
-def _compare(
-    arguments: argparse.Namespace, topology: Topology, costs: Costs
-) -> tuple[dict[str, Timeline], dict[str, Plan]]:
+def _plans(arguments: argparse.Namespace, topology: Topology, costs: Costs) -> dict[str, Plan]:
     number, lanes = arguments.microbatches, arguments.lanes
     limits = {"memory_limit": arguments.memory_limit, "memory_limit_bytes": arguments.memory_limit_bytes}
     plans = {}
@@ -235,19 +230,14 @@ def _compare(
     splits = (False,) if arguments.no_split else (False, True)
     for name, split in zip(_NAMES[1:], splits):  # noqa: B905 (the last may be left out)
         plans[name] = optimize(topology, number, costs, split_backward=split, lanes=lanes, **limits)
-    return {name: simulate(plan, costs) for name, plan in plans.items()}, plans
+    return plans
 
 
-def _bounds(
-    arguments: argparse.Namespace, topology: Topology, costs: Costs, plans: dict[str, Plan]
-) -> dict[str, float]:
-    return {
-        name: lower_bound(topology, arguments.microbatches, costs, split_backward=_splits(plan))
+def _table(plans: dict[str, Plan], timelines: dict[str, Timeline], costs: Costs) -> str:
+    bounds = {
+        name: lower_bound(plan.topology, plan.num_microbatches, costs, split_backward=_splits(plan))
         for name, plan in plans.items()
     }
-
-
-def _table(timelines: dict[str, Timeline], bounds: dict[str, float], costs: Costs) -> str:
     head = ("plan", "makespan", "bubble", "kept at most", "lower bound", "over it")
     rows = [
         (
@@ -317,7 +307,3 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected TP sizes such as 1,2,2, got {text!r}") from None
-
-
-def _sites(text: str) -> list[Site]:
-    return [int(part) if part.isdecimal() else part for part in text.split(",")]
