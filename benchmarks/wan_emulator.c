@@ -3,8 +3,9 @@
 //
 // The kernel hands over TCP segments of up to 64 KiB (segmentation offload), which cross as such: rate and queue count
 // the bytes of all the packets they stand for, with headers and 38 bytes of Ethernet framing each. Where packets are
-// lost, they are cut, so loss is one packet's. Settings and counters are in a file that both sides map (struct
-// direction, twice); wan_link.py knows its layout.
+// lost, they are cut, so loss is one packet's. Only IPv4 crosses: what a kernel asks its IPv6 neighbours is dropped and
+// not counted. Settings and counters are in a file that both sides map (struct direction, twice); wan_link.py knows its
+// layout.
 //
 // usage: wan_emulator NAMESPACE ADDRESS NAMESPACE ADDRESS MTU CONTROL_FILE      prints "ready", ends with its stdin
 #define _GNU_SOURCE
@@ -245,7 +246,10 @@ static bool take_in(struct pipe_end *end) {
       put_frame(frame);
       return count > 0;
     }
-    transmit(end, frame, length, now());
+    if (frame[HEADER] >> 4 == 4)
+      transmit(end, frame, length, now());
+    else
+      put_frame(frame);
   }
   return true;
 }
