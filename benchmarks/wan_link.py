@@ -98,6 +98,7 @@ def wide_area_link(up: Settings, down: Settings | None = None, congestion: str =
     """A link of ``up`` from the edge to the cloud and ``down`` back (default: the same). One at a time in a process."""
     program = _compiled()
     with ExitStack() as undo:
+        undo.enter_context(_allowed(congestion))
         names = undo.enter_context(namespaces())
         for name in names:
             _set_sysctls(name, congestion)
@@ -151,11 +152,27 @@ def _compiled() -> Path:
     return program
 
 
+@contextmanager
+def _allowed(congestion: str) -> Iterator[None]:
+    """Let namespaces use this algorithm: the host must allow it to all, unless it does."""
+    file = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+    before = file.read_text()
+    if congestion in before.split():
+        yield
+        return
+    file.write_text(f"{before.strip()} {congestion}")
+    try:
+        yield
+    finally:
+        file.write_text(before)
+
+
 def _set_sysctls(namespace: str, congestion: str) -> None:
     """In a process of its own: /proc/sys/net shows the namespace of the process that reads it."""
     values = {**SYSCTLS, "tcp_congestion_control": congestion}
     script = f"from pyroute2 import netns; netns.setns({namespace!r}, flags=0)\n" + "".join(
-        f"open('/proc/sys/net/ipv4/{name}', 'w').write({value!r})\n" for name, value in values.items()
+        f"with open('/proc/sys/net/ipv4/{name}', 'w') as file: file.write({value!r})\n"
+        for name, value in values.items()
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=30
