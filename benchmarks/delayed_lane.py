@@ -7,7 +7,6 @@ is last. This is the simulator's rule for a link of unlimited bandwidth. Each me
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import fields
 from datetime import timedelta
 from typing import Any
@@ -15,16 +14,13 @@ from typing import Any
 import torch
 
 from ldt.runtime import Mesh
-from ldt.runtime.comm.endpoint import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint, Parts
 
 __all__ = ["delay"]
 
 
 def delay(mesh: Mesh, seconds: float) -> None:
-    """Delay every further message of ``mesh`` by ``seconds``. Call it on all ranks, between steps.
-
-    Tensors that are split over the ranks of a stage are not supported.
-    """
+    """Delay every further message of ``mesh`` by ``seconds``. Call it on all ranks, between steps."""
     for channel, end in mesh.endpoints.items():
         mesh.endpoints[channel] = _DelayedEnd(end, seconds)
 
@@ -34,19 +30,20 @@ class _DelayedEnd(Endpoint):
         super().__init__(**{field.name: getattr(end, field.name) for field in fields(Endpoint)})
         self.__dict__.update(end=end, seconds=seconds, last_start=0.0)  # the class is frozen
 
-    def send(self, tensors: Sequence[torch.Tensor], label: str, specs: object = None) -> Any:
+    def send_parts(self, parts: Parts, label: str) -> Any:
         sent = torch.tensor([time.time()], dtype=torch.float64)
-        return super().send([sent, *tensors], label)
+        return super().send_parts({stripe: [sent, *part] for stripe, part in parts.items()}, label)
 
-    def receive(self, tensors: Sequence[torch.Tensor], label: str, specs: object = None) -> Any:
-        sent = torch.zeros(1, dtype=torch.float64)
-        return _DelayedWork(super().receive([sent, *tensors], label), sent, self.__dict__)
+    def receive_parts(self, parts: Parts, label: str) -> Any:
+        sent = {stripe: torch.zeros(1, dtype=torch.float64) for stripe in parts}
+        work = super().receive_parts({stripe: [sent[stripe], *part] for stripe, part in parts.items()}, label)
+        return _DelayedWork(work, list(sent.values()), self.__dict__)
 
 
 class _DelayedWork:
     """The part of ``dist.Work`` that the runtime uses."""
 
-    def __init__(self, work: Any, sent: torch.Tensor, link: dict[str, Any]) -> None:
+    def __init__(self, work: Any, sent: list[torch.Tensor], link: dict[str, Any]) -> None:
         self._work, self._sent, self._link = work, sent, link
         self._posted = time.time()
         self._arrival: float | None = None
@@ -61,7 +58,7 @@ class _DelayedWork:
 
     def _arrives(self) -> float:
         if self._arrival is None:
-            start = max(float(self._sent), self._posted, self._link["last_start"])
+            start = max(*map(float, self._sent), self._posted, self._link["last_start"])
             self._link["last_start"] = start
             self._arrival = start + self._link["seconds"]
         return self._arrival

@@ -98,7 +98,10 @@ def path_over(mesh: ldt.Mesh) -> Path:
         return work.wait if work is not None else lambda: None
 
     def empty(number: int) -> torch.Tensor:
-        return end.buffers([TensorSpec((number,), torch.int32, False)], [(number,)], mesh.device)[0]
+        spec = TensorSpec((number,), torch.int32)
+        if end.is_in_pieces([spec], [spec.shape]):
+            return torch.empty(number, dtype=torch.int32, device=mesh.device)
+        return end.lane.buffers([[number]], [torch.int32])[0]
 
     if end.sends:
         return Path("", send, None, empty)

@@ -1,4 +1,4 @@
-"""The costs of a step whose messages to and from the edge are packed."""
+"""The costs of a step whose messages between sites are packed."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def _by_hop(sizes: Sizes, topology: Topology) -> list[float]:
 
 
 def _packed(sizes: Sizes, topology: Topology, share: float) -> list[float]:
-    """Per hop, those to and from the edge times ``share``."""
+    """Per hop, those between two sites times ``share``."""
     return [
-        size * share if 0 in map(topology.stage_of, (hop, hop + 1)) else size
+        size * share
+        if topology.crosses(hop) and not topology.is_local(topology.channel(hop, "F", 0))
+        else size
         for hop, size in enumerate(_by_hop(sizes, topology))
     ]

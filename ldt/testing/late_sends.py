@@ -10,7 +10,7 @@ import torch
 
 from ldt.plan import Action, Kind, Plan, add_communication
 from ldt.runtime import Mesh
-from ldt.runtime.comm.endpoint import Endpoint
+from ldt.runtime.comm.endpoint import Endpoint, Parts
 from ldt.topology import Topology
 
 __all__ = ["each_kind_at_once", "hold_sends"]
@@ -81,14 +81,15 @@ class _LateEndpoint(Endpoint):
         self.__dict__.update(endpoint=endpoint, held=held)  # the class is frozen
         self.held: _HeldSends
 
-    def send(self, tensors: Sequence[torch.Tensor], label: str, specs: Any = None) -> Any:
-        start = super().send
-        send = _LateSend(self.held, label, tensors, lambda: start(tensors, label, specs))
+    def send_parts(self, parts: Parts, label: str) -> Any:
+        start = super().send_parts
+        tensors = [tensor for part in parts.values() for tensor in part]
+        send = _LateSend(self.held, label, tensors, lambda: start(parts, label))
         self.held.add(send)
         return send
 
-    def receive(self, tensors: Sequence[torch.Tensor], label: str, specs: Any = None) -> Any:
-        return _Receive(self.held, label.split()[0], super().receive(tensors, label, specs))
+    def receive_parts(self, parts: Parts, label: str) -> Any:
+        return _Receive(self.held, label.split()[0], super().receive_parts(parts, label))
 
 
 class _LateSend:

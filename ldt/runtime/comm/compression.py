@@ -1,7 +1,7 @@
-"""Compression of tensors that cross the links of the edge: which messages, which of their tensors, and how.
+"""Compression of tensors that cross links between sites: which messages, which of their tensors, and how.
 
 Only floating-point tensors that require a gradient are packed, and their gradients. Others (masks, positions, rotary
-tables) cross as they are, and so does everything in a step without gradients.
+tables) cross as they are. In an eval, what would require a gradient in a step is packed.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _PACKED: dict[Scheme, tuple[torch.dtype, ...]] = {
 class Compression:
     """How the tensors of a link are packed.
 
-    ``"bf16"`` rounds float32 to bfloat16: an element is off by at most 1/256 of itself. ``"8bit"`` packs float32,
-    bfloat16 and float16 as fp8 e4m3 in blocks of 128 elements with a scale each: an element x of a block whose largest
-    finite magnitude is m is off by at most ``max(abs(x) / 16, m / 229376)``. NaN, infinities and zeros arrive as such.
+    ``"bf16"`` rounds float32 to bfloat16: an element is off by at most 1/256 of itself from 1.2e-38 on, and what is
+    over 3.39e38 becomes infinite. ``"8bit"`` packs float32, bfloat16 and float16 as fp8 e4m3 in blocks of 128 elements
+    with a scale each: an element x of a block whose largest finite magnitude is m is off by at most
+    ``max(abs(x) / 16, m / 229376)``. NaN, infinities and zeros arrive as such.
     """
 
     activations: Scheme = "none"
@@ -67,14 +68,13 @@ class Compressions:
 
     @classmethod
     def of(cls, topology: Topology, choice: CompressionChoice, device: torch.device) -> Compressions:
-        """``choice`` is one scheme for all links of the edge, or a dict of ``Compression`` by link.
+        """``choice`` is one scheme for all links between sites, or a dict of ``Compression`` by link.
 
-        Raises ValueError for an unknown scheme, a link that is not one of the edge, and "8bit" on a device without
-        kernels.
+        Raises ValueError for an unknown scheme, a link within a site, and "8bit" on a device without kernels.
         """
-        links = sorted({link_of(channel) for channel in topology.channels if 0 in link_of(channel)})
+        links = sorted({link_of(channel) for channel in topology.channels if not topology.is_local(channel)})
         if isinstance(choice, Mapping):
-            by_link = links_by_stages("compression", choice, links, topology)
+            by_link = links_by_stages("compression", choice, links, topology, "links between sites")
             for value in by_link.values():
                 if not isinstance(value, Compression):
                     raise ValueError(
@@ -82,8 +82,8 @@ class Compressions:
                         f"ldt.Compression(activations='8bit', gradients='bf16')}}, got {value!r}"
                     )
         else:
-            both = Compression(choice, choice)
-            by_link = {} if choice == "none" else dict.fromkeys(links, both)
+            by_link = dict.fromkeys(links, Compression(choice, choice))
+        by_link = {link: value for link, value in by_link.items() if value != Compression()}
         if any("8bit" in astuple(value) for value in by_link.values()) and not has_8bit_kernels(device):
             raise ValueError(
                 f"compression='8bit' needs kernels, which this build of ldt has not for {device.type}: use 'bf16'"

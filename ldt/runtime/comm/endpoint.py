@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,7 +47,7 @@ class Endpoint:
         shares: Number of parts that a message of ``scatter_from`` bytes or more is cut into, one per broadcast stripe.
         scatter_from: See ``shares``.
         sends: Whether this is the sending end.
-        scheme: How tensors are packed. ``send``, ``receive`` and ``buffers`` are for messages that are not.
+        scheme: How tensors are packed. ``send`` and ``receive`` are for messages that are not.
     """
 
     channel: Channel
@@ -69,25 +68,13 @@ class Endpoint:
         """This endpoint with ``scatter_from=nbytes``."""
         return replace(self, scatter_from=nbytes)
 
-    def buffers(
-        self, specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], device: torch.device
-    ) -> list[torch.Tensor]:
-        """Buffers of ``shapes`` for a message: the lane's own, unless several lanes write to them."""
-        pairs = [(shape, spec.dtype) for spec, shape in zip(specs, shapes, strict=True)]
-        nbytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
-        if self._is_cut(nbytes) or any(spec.shard is not None for spec in specs):
-            return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in pairs]
-        return self.lane.buffers([list(shape) for shape in shapes], [spec.dtype for spec in specs])
-
-    def send(
-        self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None
-    ) -> CompositeWork | None:
-        """Start sending this rank's part. Returns None if it has none. Without ``specs`` no tensor is sharded."""
-        assert self.sends, self.channel
-        return self.send_parts(_tensors_of(self.parts(tensors, specs)), label)
+    def send(self, tensors: Sequence[torch.Tensor], label: str) -> CompositeWork | None:
+        """Start sending this rank's part of tensors that are not split over ranks. Returns None if it has none."""
+        return self.send_parts(self._plain_parts(tensors), label)
 
     def send_parts(self, parts: Parts, label: str) -> CompositeWork | None:
         """Start sending those of ``parts`` that this rank has a stripe for. Returns None if it has none."""
+        assert self.sends, self.channel
         works = []
         for stripe, part in parts.items():
             end = self.stripes.get(stripe)
@@ -96,17 +83,16 @@ class Endpoint:
                 works.append(end.lane.send(part, end.peer, label=label))
         return CompositeWork(works) if works else None
 
-    def receive(
-        self, tensors: Sequence[torch.Tensor], label: str, specs: Sequence[TensorSpec] | None = None
-    ) -> CompositeWork:
-        assert not self.sends, self.channel
+    def receive(self, tensors: Sequence[torch.Tensor], label: str) -> CompositeWork:
+        """Start receiving tensors that are not split over ranks."""
         assert all(tensor.is_contiguous() for tensor in tensors), (
             "parts of non-contiguous tensors would be copies"
         )
-        return self.receive_parts(_tensors_of(self.parts(tensors, specs)), label)
+        return self.receive_parts(self._plain_parts(tensors), label)
 
     def receive_parts(self, parts: Parts, label: str) -> CompositeWork:
         """Start receiving ``parts``."""
+        assert not self.sends, self.channel
         ends = [(self.stripes[stripe], part) for stripe, part in parts.items()]
         return CompositeWork([end.lane.recv(part, end.peer, label=label) for end, part in ends])
 
@@ -130,16 +116,13 @@ class Endpoint:
         sizes = [wire_bytes(self.scheme, spec, shape) for spec, shape in zip(specs, shapes, strict=True)]
         return self._is_cut(sum(sizes)) or any(spec.shard is not None for spec in specs)
 
-    def parts(
-        self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec] | None
-    ) -> dict[Stripe, Pairs]:
+    def parts(self, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> dict[Stripe, Pairs]:
         """The part of each stripe, each tensor with its spec. Parts without elements are left out, on both ends."""
         direct = [stripe for stripe in self.stripes if stripe.direct]
-        known = specs is not None
-        pairs = list(zip(tensors, specs or map(TensorSpec.of, tensors), strict=True))
+        pairs = list(zip(tensors, specs, strict=True))
         if direct and self.shares == 0:
             return dict.fromkeys(direct, pairs)
-        if not direct or not known:
+        if not direct:
             return self._of_whole(pairs)
         whole = [(tensor, spec) for tensor, spec in pairs if spec.shard is None]
         sharded = [(tensor, spec) for tensor, spec in pairs if spec.shard is not None]
@@ -149,6 +132,10 @@ class Endpoint:
             if any(piece.numel() for piece, _ in pieces):
                 parts[stripe] = pieces
         return parts
+
+    def _plain_parts(self, tensors: Sequence[torch.Tensor]) -> Parts:
+        parts = self.parts(tensors, list(map(TensorSpec.of, tensors)))
+        return {stripe: [tensor for tensor, _ in part] for stripe, part in parts.items()}
 
     def _of_whole(self, pairs: Pairs) -> dict[Stripe, Pairs]:
         """The parts of tensors that every rank of a node has, or receives, in full."""
@@ -167,10 +154,6 @@ class Endpoint:
         spans = [span_of(size, rank, parts) for rank, parts in zip(stripe[:2], self.sizes, strict=True)]
         local, remote = spans if self.sends else reversed(spans)
         return overlap(part, spec.shard, local, remote)
-
-
-def _tensors_of(parts: Mapping[Stripe, Pairs]) -> Parts:
-    return {stripe: [tensor for tensor, _ in part] for stripe, part in parts.items()}
 
 
 def make_endpoints(

@@ -1,6 +1,6 @@
-"""Messages as lanes carry them. With compression, every part that a stripe carries is packed by itself.
+"""Messages as lanes carry them. What a stripe carries of a tensor is packed by itself, if the link has compression.
 
-So what the ranks of a stage send a share of each, and the pieces of a shard, can be unpacked where they arrive.
+So shares that the ranks of a stage send, and the pieces of a shard, can be unpacked where they arrive.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class Arrival:
 
 
 def pack_message(endpoint: Endpoint, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]) -> Parts:
-    """The parts that this rank sends, for ``Endpoint.send_parts``. ``tensors`` are in memory order."""
+    """The parts that this rank sends of ``tensors``. Parts that are not packed share their memory."""
     scheme = endpoint.scheme
+    wire = [spec.to_wire(tensor) for spec, tensor in zip(specs, tensors, strict=True)]
     return {
         stripe: [pack(scheme, tensor) if packs(scheme, spec) else tensor for tensor, spec in part]
-        for stripe, part in endpoint.parts(tensors, specs).items()
+        for stripe, part in endpoint.parts(wire, specs).items()
         if stripe in endpoint.stripes
     }
 
@@ -44,50 +45,35 @@ def receive_message(
     label: str,
 ) -> Arrival:
     """Start to receive this rank's tensors, of ``shapes`` in memory order."""
-    receive = _receive_plain
-    if any(packs(endpoint.scheme, spec) for spec in specs):
-        receive = _receive_pieces if endpoint.is_in_pieces(specs, shapes) else _receive_whole
-    arrival = receive(endpoint, specs, shapes, device, label)
+    if endpoint.is_in_pieces(specs, shapes):
+        arrival = _receive_pieces(endpoint, specs, shapes, device, label)
+    else:
+        arrival = _receive_whole(endpoint, specs, shapes, label)
     return Arrival(
         arrival.work,
         lambda: [spec.from_wire(tensor) for spec, tensor in zip(specs, arrival.unpack(), strict=True)],
     )
 
 
-def _receive_plain(
-    endpoint: Endpoint,
-    specs: Sequence[TensorSpec],
-    shapes: Sequence[Sequence[int]],
-    device: torch.device,
-    label: str,
-) -> Arrival:
-    wire = endpoint.buffers(specs, shapes, device)
-    return Arrival(endpoint.receive(wire, label, specs), lambda: wire)
-
-
 def _receive_whole(
-    endpoint: Endpoint,
-    specs: Sequence[TensorSpec],
-    shapes: Sequence[Sequence[int]],
-    device: torch.device,
-    label: str,
+    endpoint: Endpoint, specs: Sequence[TensorSpec], shapes: Sequence[Sequence[int]], label: str
 ) -> Arrival:
-    """One lane writes to packed buffers of its pool; tensors are made when they have arrived."""
+    """One lane writes to buffers of its pool. Packed tensors are unpacked to memory that is allocated then."""
     scheme = endpoint.scheme
-    sizes = [
-        ([wire_bytes(scheme, spec, shape)], torch.uint8) if packs(scheme, spec) else (list(shape), spec.dtype)
-        for spec, shape in zip(specs, shapes, strict=True)
-    ]
-    wire = endpoint.lane.buffers([size for size, _ in sizes], [dtype for _, dtype in sizes])
+    packed = [packs(scheme, spec) for spec in specs]
+    wire = endpoint.lane.buffers(
+        [
+            [wire_bytes(scheme, spec, shape)] if is_packed else list(shape)
+            for spec, shape, is_packed in zip(specs, shapes, packed, strict=True)
+        ],
+        [torch.uint8 if is_packed else spec.dtype for spec, is_packed in zip(specs, packed, strict=True)],
+    )
 
     def tensors() -> list[torch.Tensor]:
-        found = []
-        for buffer, spec, shape in zip(wire, specs, shapes, strict=True):
-            target = buffer
-            if packs(scheme, spec):
-                target = torch.empty(list(shape), dtype=spec.dtype, device=device)
-                unpack(scheme, buffer, target)
-            found.append(target)
+        found = list(wire)
+        for index in (index for index, is_packed in enumerate(packed) if is_packed):
+            found[index] = wire[index].new_empty(list(shapes[index]), dtype=specs[index].dtype)
+            unpack(scheme, wire[index], found[index])
         return found
 
     return Arrival(endpoint.receive(wire, label), tensors)
@@ -100,7 +86,7 @@ def _receive_pieces(
     device: torch.device,
     label: str,
 ) -> Arrival:
-    """Several lanes write to a tensor: each part has a buffer, and is unpacked to its place."""
+    """Several lanes write to a tensor. A packed piece has a buffer, and is unpacked to its place."""
     scheme = endpoint.scheme
     targets = [
         torch.empty(list(shape), dtype=spec.dtype, device=device)

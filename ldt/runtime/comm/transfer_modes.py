@@ -118,15 +118,18 @@ def links_by_stages(
     choice: Mapping[tuple[int, int], Value],
     links: Sequence[tuple[int, int]],
     topology: Topology,
+    kind: str = "links",
 ) -> dict[tuple[int, int], Value]:
-    """A dict by link with its keys as (lower, upper). Raises ValueError for a key that is none of ``links``."""
+    """A dict by link with its keys as (lower, upper). Raises ValueError for a key that is none of ``links``.
+
+    ``setting`` and ``kind`` name the argument and its links in that error.
+    """
     by_link: dict[tuple[int, int], Value] = {}
     for stages, value in choice.items():
         link = next((link for link in links if stages in (link, link[::-1])), None)
         if link is None:
             raise ValueError(
-                f"{setting} names a link {stages!r}, but the links of {topology.to_text()}"
-                f"{' that have one end on the edge' if setting == 'compression' else ''} are between stages "
+                f"{setting} names a link {stages!r}, but the {kind} of {topology.to_text()} are between stages "
                 f"{', '.join(map(str, links)) or '(none)'}"
             )
         if link in by_link:

@@ -37,6 +37,14 @@ class InferredOutputs(NamedTuple):
     reaches: tuple[Reach, ...] = ()
     reentrant: tuple[int, ...] = ()
 
+    def with_grads_of(self, step: InferredOutputs) -> InferredOutputs:
+        """These outputs, of an eval, marked where a ``step`` has an equal tensor that requires a gradient."""
+        found = []
+        for spec, other in zip(self.specs, step.specs, strict=False):
+            equal = (spec.shape, spec.dtype, spec.shard) == (other.shape, other.dtype, other.shard)
+            found.append(replace(spec, requires_grad=equal and other.requires_grad))
+        return self._replace(specs=(*found, *self.specs[len(found) :]))
+
     def to_json(self) -> list[Any]:
         return [[spec.to_json() for spec in self.specs], self.reaches, self.reentrant]
 

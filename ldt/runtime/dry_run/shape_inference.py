@@ -220,7 +220,14 @@ def _dry_run(
         trained = [parameter for parameter in fake_module.parameters() if parameter.requires_grad]
         return DryRun(output, inputs, trained, state_changed, any(skipped_hooks(module)))
 
-    with isolated(module, device), torch.set_grad_enabled(training), mode, copies, second_copies:
+    with (
+        isolated(module, device),
+        torch.inference_mode(False),  # as steps and evals run
+        torch.set_grad_enabled(training),
+        mode,
+        copies,
+        second_copies,
+    ):
         fake_module = copies.copy_of(module)
         first = run(fake_module, copies)
         answer = read(first)

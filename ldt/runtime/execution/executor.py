@@ -13,7 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import error_context
-from ldt.runtime.comm.packed_message import receive_message
+from ldt.runtime.comm.packed_message import Arrival, receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.common.chunk_outputs import check_device
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, backward_specs, first_difference, specs_of
@@ -25,7 +25,7 @@ from ldt.runtime.execution.in_flight import InFlightTensors, own_memory, self_ov
 from ldt.runtime.execution.outgoing import Outgoing, message_bytes
 from ldt.runtime.execution.recorder import Entry, Recorder
 from ldt.runtime.execution.run_ahead import RunAheadLimit
-from ldt.runtime.execution.stash import ActivationStash, Slot, Stashed
+from ldt.runtime.execution.stash import ActivationStash, Slot
 from ldt.runtime.execution.step_state import StepState
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.audit import Audit
@@ -128,19 +128,17 @@ class Executor:
         earlier = self._sends.setdefault(self._channel(action), deque())
         while earlier and self._reap(*earlier[0]):  # a query costs time; a channel completes sends in order
             earlier.popleft()
-        work = message.send(endpoint, _label(action))
+        work = endpoint.send_parts(message.parts, _label(action))
         if work is not None:
             self._count(action, message_bytes(endpoint, message.specs))
             if self._audit is not None:
-                purpose = "activation" if action.kind.direction == "F" else "gradient"
-                channel = self._channel(action).name
                 self._audit.write_tensors(
-                    purpose,
                     self._step.serial,
-                    channel,
+                    endpoint.channel,
                     _microbatch(action),
                     message.tensors,
-                    message.schemes,
+                    message.specs,
+                    endpoint.scheme,
                 )
             earlier.append((work, entry))
 
@@ -153,8 +151,7 @@ class Executor:
         shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
         self._count(action, message_bytes(endpoint, specs))
-        arrival = receive_message(endpoint, specs, shapes, self._mesh.device, _label(action))
-        self._stash.put(slot, Stashed((), arrival.work, arrival.unpack))
+        self._stash.put(slot, receive_message(endpoint, specs, shapes, self._mesh.device, _label(action)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
         row = self._step.plan.rows[self._mesh.node]
@@ -257,7 +254,7 @@ class Executor:
         hop = min(action.chunk, chunk)
         if not self._topology.crosses(hop):
             self._in_flight_tensors.begin(slot, tensors)
-            self._stash.put(slot, Stashed(tensors))
+            self._stash.put(slot, tensors)
             return
         replica = self._topology.cloud_replica(self._mesh.node, slot.microbatch)
         endpoint = self._mesh.endpoints.get(self._topology.channel(hop, direction, replica))
@@ -273,17 +270,17 @@ class Executor:
         stashed = self._stash.take(slot)
         if slot.direction == "B":  # the output has been received, so the backward may overwrite it
             self._in_flight_tensors.end(Slot(slot.chunk + 1, "F", slot.microbatch))
-        if stashed.work is None:
+        if not isinstance(stashed, Arrival):
             self._in_flight_tensors.end(slot)
-        else:
-            start = self.recorder.now()
-            receive = self._receives[slot].action
-            with self._progress.waiting(self._describe_message(receive), _label(receive)):
-                stashed.work.wait()
-            now = self.recorder.now()
-            self.recorder.has_waited(entry, now - start)
-            self._receives.pop(slot).end = now
-        return stashed.tensors if stashed.unpack is None else stashed.unpack()
+            return stashed
+        start = self.recorder.now()
+        receive = self._receives[slot].action
+        with self._progress.waiting(self._describe_message(receive), _label(receive)):
+            stashed.work.wait()
+        now = self.recorder.now()
+        self.recorder.has_waited(entry, now - start)
+        self._receives.pop(slot).end = now
+        return stashed.unpack()
 
     def _message_specs(self, hop: int, direction: Direction, microbatch: int) -> HopSpecs:
         """The tensors of a message: forward all of the hop, backward the gradients of those that get one."""

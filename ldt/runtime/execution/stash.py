@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ldt.runtime.comm.transfer_modes import CompositeWork
+from ldt.runtime.comm.packed_message import Arrival
 from ldt.topology import Direction
 
-__all__ = ["ActivationStash", "Slot", "Stashed"]
+__all__ = ["ActivationStash", "Slot"]
 
 
 class Slot(NamedTuple):
@@ -20,29 +19,20 @@ class Slot(NamedTuple):
     microbatch: int
 
 
-@dataclass
-class Stashed:
-    """Tensors that have arrived, or that a transfer in flight writes into. None is an absent gradient.
+class ActivationStash:
+    """Maps slots to tensors of this node, None for an absent gradient, or to a message on its way.
 
-    With ``unpack``, of a transfer, they are what it returns afterwards.
+    Each slot is put once and taken once; a verified plan guarantees it.
     """
 
-    tensors: Sequence[Any]
-    work: CompositeWork | None = None
-    unpack: Callable[[], Sequence[Any]] | None = None
-
-
-class ActivationStash:
-    """Maps slots to tensors. Each slot is put once and taken once; a verified plan guarantees it."""
-
     def __init__(self) -> None:
-        self._slots: dict[Slot, Stashed] = {}
+        self._slots: dict[Slot, Sequence[Any] | Arrival] = {}
 
-    def put(self, slot: Slot, stashed: Stashed) -> None:
+    def put(self, slot: Slot, stashed: Sequence[Any] | Arrival) -> None:
         assert slot not in self._slots, f"{slot} was received twice"
         self._slots[slot] = stashed
 
-    def take(self, slot: Slot) -> Stashed:
+    def take(self, slot: Slot) -> Sequence[Any] | Arrival:
         assert slot in self._slots, f"{slot} is used before it is received"
         return self._slots.pop(slot)
 

@@ -68,7 +68,7 @@ def connect(
             or a dict of these by link, as ``{(0, 1): "leader", (1, 2): "direct"}``; other links use ``"leader"``.
         transport: What moves bytes between GPUs: ``"copy_engine"``, ``"nccl"``, ``"c10d"``, or ``"auto"`` for the
             first of these that a lane can use. On the CPU always c10d.
-        compression: How tensors that require a gradient, and their gradients, are packed on the links of the edge:
+        compression: How tensors that require a gradient, and their gradients, are packed on links between sites:
             ``"none"``, ``"bf16"`` or ``"8bit"``, or a dict by link, as ``{(0, 1): ldt.Compression(activations="8bit",
             gradients="bf16")}``; other links pack nothing. Results then differ from the unsplit model's by rounding.
         ranks: ``ranks[i]`` is the global rank of rank i of the topology. Default: i; the topology then fills the world.

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ldt._torch_private import pytree
-from ldt.runtime.comm.compression import Scheme, wire_bytes
+from ldt.runtime.comm.compression import Scheme, packs, wire_bytes
 from ldt.runtime.common.redact import InputValueError, QuotingError
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.model.module_state import unwrapped_tensors
 from ldt.runtime.step.microbatch import Microbatch
+from ldt.topology import Channel
 
 __all__ = ["Audit", "Guard"]
 
@@ -49,22 +50,22 @@ class Audit:
 
     def write_tensors(
         self,
-        purpose: str,
         call: int,
-        channel: str,
+        channel: Channel,
         microbatch: int,
         tensors: Sequence[torch.Tensor],
-        schemes: Sequence[Scheme],
+        specs: Sequence[TensorSpec],
+        scheme: Scheme,
     ) -> None:
-        """Write a line for each tensor of a message. ``schemes`` says how each is packed."""
-        for index, (tensor, scheme) in enumerate(zip(tensors, schemes, strict=True)):
-            spec = TensorSpec(tuple(tensor.shape), tensor.dtype, requires_grad=scheme != "none")
-            packed = {} if scheme == "none" else {"compression": scheme}
+        """Write a line for each of this rank's ``tensors`` of a message."""
+        purpose = "activation" if channel.direction == "F" else "gradient"
+        for index, (tensor, spec) in enumerate(zip(tensors, specs, strict=True)):
+            packed = {"compression": scheme} if packs(scheme, spec) else {}
             self.write(
                 purpose,
                 call,
-                wire_bytes(scheme, spec),
-                channel=channel,
+                wire_bytes(scheme, spec, tensor.shape),
+                channel=channel.name,
                 microbatch=microbatch,
                 tensor=index,
                 shape=list(tensor.shape),

@@ -1,4 +1,4 @@
-"""Advises compression where autocast computes in bfloat16 and the edge's hops carry float32 all the same."""
+"""Advises compression where autocast computes in bfloat16 and hops between sites carry float32 all the same."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class CompressionAdvice:
             return
         for hop, specs in enumerate(hops):
             wide = [i for i, spec in enumerate(specs) if spec.requires_grad and spec.dtype == torch.float32]
-            if hop in self._logged or not wide or 0 not in map(topology.stage_of, (hop, hop + 1)):
+            if hop in self._logged or not wide:
                 continue
-            if mesh.compressions.scheme(topology.channel(hop, "F", 0)) == "none":
+            channel = topology.channel(hop, "F", 0)
+            if not topology.is_local(channel) and mesh.compressions.scheme(channel) == "none":
                 self._logged.add(hop)
                 logger.warning(
                     "hop %d->%d carries float32 under bfloat16 autocast (tensors %s, such as a LayerNorm's output): "

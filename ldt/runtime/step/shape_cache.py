@@ -206,6 +206,9 @@ class ShapeCache:
             return infer_reach(module, args, kwargs, mesh.device, mesh.shards, self._loss_trains)
         try:
             answer = infer(chunk, module, args, kwargs, mesh.device, training, mesh.shards)
+            if not training and mesh.compressions.by_link:  # which tensors are packed
+                step = infer(chunk, module, args, kwargs, mesh.device, True, mesh.shards)
+                answer = answer.with_grads_of(step)
         except QuotingError as error:
             raise error.and_also(self.hooks.advice(chunk, module)) from error.__cause__
         self.hooks.publish(chunk, module)

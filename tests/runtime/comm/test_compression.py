@@ -1,4 +1,4 @@
-"""A step with compression equals an unsplit model that rounds at the same places, bit for bit."""
+"""A step and an eval with compression equal an unsplit model that rounds at the same places, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,116 +12,49 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_jobs import assert_equal_grads, assert_equal_losses, build
+from compression_jobs import WIDTH, Traffic, compare_with_rounding
+from pipeline_jobs import build
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ldt
 import ldt.plan
-from ldt.runtime.comm.compression import Compressions, pack, unpack
+from ldt.runtime.comm.compression import Compressions
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.testing.late_sends import each_kind_at_once
 from ldt.topology import Topology
 
 WORLD_SIZE = 5
-WIDTH = 40  # rows that are no multiple of a block
 MIXED = ldt.Compression(activations="8bit", gradients="bf16")
 CPU = torch.device("cpu")
 
 
-def rounded(scheme: Any, tensor: Tensor) -> Tensor:
-    if scheme == "none":
-        return tensor
-    arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    unpack(scheme, pack(scheme, tensor), arrived)
-    return arrived
-
-
-class Crossing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, compression: ldt.Compression) -> Tensor:
-        ctx.compression = compression
-        return rounded(compression.activations, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return rounded(ctx.compression.gradients, grad), None
-
-
-class Rounding(nn.Module):
-    """A chunk whose output crosses a link with compression."""
-
-    def __init__(self, chunk: nn.Module, compression: ldt.Compression) -> None:
-        super().__init__()
-        self.chunk, self.compression = chunk, compression
-
-    def forward(self, *args: Any) -> Any:
-        output = self.chunk(*args)
-        if isinstance(output, tuple):
-            return tuple(self._cross(tensor) if tensor.requires_grad else tensor for tensor in output)
-        return self._cross(output)
-
-    def _cross(self, tensor: Tensor) -> Tensor:
-        crossed: Tensor = Crossing.apply(tensor, self.compression)  # type: ignore[no-untyped-call]
-        return crossed
-
-
-def with_rounding(topology: Topology, chunks: list[nn.Module], choice: Any) -> list[nn.Module]:
-    """The chunks of the unsplit model."""
-    compressions = Compressions.of(topology, choice, CPU)
-
-    def of_hop(hop: int) -> ldt.Compression:
-        schemes = [compressions.scheme(topology.channel(hop, direction, 0)) for direction in ("F", "B")]
-        return ldt.Compression(*schemes)
-
-    return [Rounding(chunk, of_hop(hop)) for hop, chunk in enumerate(chunks[:-1])] + [chunks[-1]]
-
-
-def step_and_compare(
-    topology: Topology, choice: Any, number: int = 3, plan: Any = None, chunks: Any = None, **options: Any
-) -> dict[str, tuple[int, int]]:
-    """Two steps against the unsplit model. Returns messages and bytes by channel."""
-    chunks = toy_chunks(topology, WIDTH) if chunks is None else chunks
-    batches = [toy_microbatches(number, WIDTH, batch=6, seed=seed) for seed in range(topology.edge_dp)]
-    whole = with_rounding(topology, chunks, choice)
-    expected = [unsplit_step(whole, batch, toy_loss) for batch in batches]
-    plain = [unsplit_step(chunks, batch, toy_loss) for batch in batches]
-    for models in zip(*(reference for _, reference in expected), strict=True):
-        for of_all in zip(*(model.parameters() for model in models), strict=True):
-            of_all[0].grad = sum(parameter.grad for parameter in of_all) / len(of_all)  # type: ignore[misc]
-    with ldt.connect(topology, compression=choice, ranks=range(topology.world_size), **options) as mesh:
-        pipeline = build(mesh, chunks, plan=plan)
-        for _ in range(2):
-            for chunk in chunks:
-                chunk.zero_grad()
-            result = pipeline.step(batches[mesh.replica] if mesh.is_edge else None)
-            if mesh.is_edge:
-                assert_equal_losses(result, expected[mesh.replica][0])
-                assert not torch.equal(result.losses[0], plain[mesh.replica][0][0])  # type: ignore[index]
-            assert_equal_grads(mesh, chunks, expected[0][1])
-        return {name: tuple(traffic) for name, traffic in result.stats.channels.items()}  # type: ignore[misc]
-
-
 def with_options(topology: Topology, choice: Any, options: dict[str, Any]) -> None:
-    step_and_compare(topology, choice, **options)
+    compare_with_rounding(topology, choice, **options)
 
 
-@pytest.mark.parametrize("choice", ["bf16", "8bit", {(0, 1): MIXED}], ids=str)
+CASES: list[tuple[list[int], int, dict[str, Any]]] = [
+    ([1, 1], 1, {}),
+    ([1, 1, 1], 1, {"lanes": "paired"}),
+    ([1, 1, 1], 2, {}),
+    ([1, 3, 1], 1, {}),
+    ([2, 2], 1, {"transfer": "scatter"}),
+    ([2, 3], 2, {"transfer": "scatter"}),
+    ([2, 2], 1, {"transfer": "direct"}),
+    ([2, 2], 1, {"transfer": "auto"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("tp", "laps", "options"),
-    [
-        ([1, 1], 1, {}),
-        ([1, 1, 1], 1, {"lanes": "paired"}),
-        ([1, 1, 1], 2, {}),
-        ([1, 3, 1], 1, {}),
-        ([2, 2], 1, {"transfer": "scatter"}),
-        ([2, 3], 2, {"transfer": "scatter"}),
-        ([2, 2], 1, {"transfer": "direct"}),
-        ([2, 2], 1, {"transfer": "auto"}),
+    ("tp", "laps", "options", "choice"),
+    [  # `make slow` runs every other one
+        pytest.param(*case, choice, marks=[pytest.mark.slow] if (row + column) % 2 else [])
+        for row, case in enumerate(CASES)
+        for column, choice in enumerate(["8bit", {(0, 1): MIXED}, "bf16"])
     ],
     ids=str,
 )
-def test_steps_equal_an_unsplit_model_that_rounds(
+def test_steps_and_evals_equal_an_unsplit_model_that_rounds(
     pool: RankPool, tp: list[int], laps: int, options: dict[str, Any], choice: Any
 ) -> None:
     topology = Topology(tp, laps=laps)
@@ -130,12 +63,12 @@ def test_steps_equal_an_unsplit_model_that_rounds(
 
 @pytest.mark.parametrize("choice", ["bf16", "8bit"])
 def test_two_replicas(pool: RankPool, choice: str) -> None:
-    pool.run(step_and_compare, Topology([1, 1], dp=2), choice, ranks=range(4))
+    pool.run(compare_with_rounding, Topology([1, 1], dp=2), choice, ranks=range(4))
 
 
 def split_backward(choice: str) -> None:
     topology = Topology([1, 1, 1])
-    step_and_compare(topology, choice, 4, each_kind_at_once(topology, 4, split_backward=True))
+    compare_with_rounding(topology, choice, 4, plan=each_kind_at_once(topology, 4, split_backward=True))
 
 
 @pytest.mark.parametrize("choice", ["bf16", "8bit"])
@@ -143,8 +76,8 @@ def test_split_backward(pool: RankPool, choice: str) -> None:
     pool.run(split_backward, choice, ranks=range(3))
 
 
-def bytes_sent(choice: Any) -> dict[str, tuple[int, int]]:
-    return step_and_compare(Topology([1, 1, 1]), choice)
+def bytes_sent(choice: Any) -> Traffic:
+    return compare_with_rounding(Topology([1, 1, 1]), choice)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +85,7 @@ def bytes_sent(choice: Any) -> dict[str, tuple[int, int]]:
     [("bf16", 480, 480), ("8bit", 244, 244), ({(1, 0): MIXED}, 244, 480)],
     ids=str,
 )
-def test_counts_are_of_the_wire_and_cloud_links_pack_nothing(
+def test_counts_are_of_the_wire_and_links_within_a_site_pack_nothing(
     pool: RankPool, choice: Any, up: int, down: int
 ) -> None:
     edge, middle, last = pool.run(bytes_sent, choice, ranks=range(3))
@@ -189,36 +122,18 @@ class Ending(WithExtras):
         return super().forward(x, *extras)[0]
 
 
-def extras(choice: str) -> None:
+def chunks_with_extras(topology: Topology) -> list[nn.Module]:
     torch.manual_seed(0)
-    topology = Topology([1, 1])
-    chunks = [WithExtras(), WithExtras(), Ending()]
-    batch = toy_microbatches(2, WIDTH, batch=6)
-    with ldt.connect(topology, compression=choice, ranks=range(2)) as mesh:  # type: ignore[arg-type]
-        pipeline = build(mesh, chunks)
-        losses, _ = unsplit_step(chunks, batch, toy_loss)
-        result = pipeline.step(batch if mesh.is_edge else None)
-        if mesh.is_edge:
-            torch.testing.assert_close(result.losses, losses, rtol=0.05, atol=0.0)
+    return [WithExtras(), WithExtras(), Ending()]
+
+
+def extras(choice: str) -> None:
+    compare_with_rounding(Topology([1, 1]), choice, 2, make=chunks_with_extras)
 
 
 @pytest.mark.parametrize("choice", ["bf16", "8bit"])
 def test_tensors_arrive_with_their_layout_and_others_as_they_are(pool: RankPool, choice: str) -> None:
     pool.run(extras, choice, ranks=range(2))
-
-
-def evaluate(choice: str) -> None:
-    topology = Topology([1, 1, 1])
-    chunks = toy_chunks(topology, WIDTH)
-    batch = toy_microbatches(3, WIDTH)
-    with ldt.connect(topology, compression=choice, ranks=range(3)) as mesh:  # type: ignore[arg-type]
-        result = build(mesh, chunks).eval(batch if mesh.is_edge else None)
-        if mesh.is_edge:
-            assert_equal_losses(result, unsplit_step(chunks, batch, toy_loss)[0])
-
-
-def test_eval_sends_tensors_as_they_are(pool: RankPool) -> None:
-    pool.run(evaluate, "8bit", ranks=range(3))
 
 
 class Rows(nn.Module):
@@ -351,7 +266,7 @@ def test_unequal_settings_are_refused_by_name(pool: RankPool) -> None:
     [
         ("fp8", "compression must be 'none', 'bf16' or '8bit'"),
         ({(0, 1): "8bit"}, "takes ldt.Compression"),
-        ({(1, 2): MIXED}, "names a link (1, 2), but the links of tp=1,1,1 dp=1 edge_dp=1 laps=1 that have"),
+        ({(1, 2): MIXED}, "names a link (1, 2), but the links between sites of tp=1,1,1 dp=1 edge_dp=1"),
         ({(0, 1): MIXED, (1, 0): MIXED}, "names the link (0, 1) twice"),
     ],
     ids=str,
