@@ -177,6 +177,16 @@ def test_compression(tmp_path: Path) -> None:
     assert all(row["error"] < 0.03 for row in rows)
 
 
+def test_compression_quality(tmp_path: Path) -> None:
+    small = "--steps 2 --at 0 1 --minibatches 2 --seeds 2 --processes 2"
+    tables = rows_of(f"compression_quality.py {small}", tmp_path)
+    rows = [(row["step"], row["scheme"], row["added"]) for row in tables["GradientRow"]]
+    assert [row[:2] for row in rows] == [(0, "bf16"), (0, "8bit"), (1, "bf16"), (1, "8bit")]
+    assert all(0 < added < {"bf16": 1e-4, "8bit": 5e-3}[scheme] for _, scheme, added in rows)
+    assert [row["scheme"] for row in tables["LossRow"]] == ["none", "bf16", "8bit"]
+    assert all(0 < abs(row["over"]) < 0.05 for row in tables["LossRow"][1:])
+
+
 def test_step_time(tmp_path: Path) -> None:
     tables = rows_of("step_time.py --steps 1 --microbatches 2", tmp_path)
     paths = {row["path"]: row for row in tables["StepRow"]}
