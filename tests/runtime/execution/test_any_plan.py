@@ -17,7 +17,7 @@ WORLD_SIZE = 4
 
 
 def drawn(seed: int) -> Plan:
-    """Draw a plan, the same on all ranks for one seed."""
+    """Draw a plan."""
     draw = random.Random(seed)
     stages, number = draw.randint(1, 4), draw.randint(1, 7)
     generator = draw.choice(["ushape", "optimize", "split", "limited"])
@@ -44,8 +44,7 @@ def drawn(seed: int) -> Plan:
     )
 
 
-def run(seed: int) -> list[str]:
-    plan = drawn(seed)
+def run(plan: Plan) -> list[str]:
     chunks = toy_chunks(plan.topology)
     with ldt.connect(
         plan.topology, lanes=plan.lanes or "dedicated", ranks=range(plan.topology.world_size)
@@ -59,5 +58,5 @@ def run(seed: int) -> list[str]:
 @pytest.mark.parametrize("seed", range(24))
 def test_a_plan_runs_as_it_stands(pool: RankPool, seed: int) -> None:
     plan = drawn(seed)
-    rows = pool.run(run, seed, ranks=range(plan.topology.world_size))
+    rows = pool.run(run, plan, ranks=range(plan.topology.world_size))
     assert rows == [list(map(str, row)) for row in plan.rows.values()]

@@ -51,12 +51,12 @@ def test_channels_of_one_shape_are_never_interchanged(pool: RankPool, policy: La
 
 def big_activations(policy: LanePolicy) -> None:
     torch.manual_seed(0)
-    chunks = [torch.nn.Linear(1024, 1024, bias=False) for _ in range(3)]
-    microbatches = [(torch.randn(4096, 1024), torch.randn(4096, 1024)) for _ in range(4)]
+    chunks = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+    microbatches = [(torch.randn(65536, 64), torch.randn(65536, 64)) for _ in range(4)]
     topology = Topology([1, 1])
     with ldt.connect(topology, lanes=policy, ranks=[0, 1]) as mesh:
         result = step_and_compare(mesh, build(mesh, chunks), chunks, microbatches)
-        hop = 4096 * 1024 * 4
+        hop = 65536 * 64 * 4
         assert {tuple(traffic) for traffic in result.stats.channels.values()} == {(4, 4 * hop)}
 
 
