@@ -75,6 +75,7 @@ def save_until_killed(folder: Path, moment: int) -> None:
             job.save(folder, step, keep=1)
 
 
+@pytest.mark.slow
 def test_a_kill_at_every_moment_of_a_save(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing", "checkpoint_jobs"])

@@ -84,17 +84,17 @@ SHARDED: Case = {"tp": [1, 2], "dp": 2, "edge_dp": 1}, "fully_shard"
     ("one", "other"),
     [
         (PLAIN, ({"tp": [1, 1]}, "plain")),
-        (PLAIN, ({"tp": [1, 1, 1, 1]}, "plain")),
+        pytest.param(PLAIN, ({"tp": [1, 1, 1, 1]}, "plain"), marks=pytest.mark.slow),
         (PLAIN, ({"tp": [1]}, "plain")),
         (PLAIN, ({"tp": [1, 1], "laps": 2}, "plain")),
-        (({"tp": [1, 1], "laps": 2}, "plain"), PLAIN),
+        pytest.param(({"tp": [1, 1], "laps": 2}, "plain"), PLAIN, marks=pytest.mark.slow),
         (SPLIT, ({"tp": [1, 1]}, "plain")),
-        (({"tp": [1, 1]}, "plain"), SPLIT),
+        pytest.param(({"tp": [1, 1]}, "plain"), SPLIT, marks=pytest.mark.slow),
         (SPLIT, ({"tp": [2, 3]}, "plain")),
         (PLAIN, ({"tp": [1, 1], "dp": 2}, "ddp")),
         (SHARDED, PLAIN),
         (PLAIN, SHARDED),
-        (SHARDED, ({"tp": [1, 1], "dp": 4, "edge_dp": 1}, "fully_shard")),
+        pytest.param(SHARDED, ({"tp": [1, 1], "dp": 4, "edge_dp": 1}, "fully_shard"), marks=pytest.mark.slow),
     ],
 )
 def test_another_topology(pool: RankPool, tmp_path: Path, one: Case, other: Case) -> None:

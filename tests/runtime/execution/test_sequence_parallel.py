@@ -199,7 +199,12 @@ SETS: dict[str, tuple[list[int], list[int], Options]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETS)
+BIG = ("more and more ranks", "and back to one", "two laps")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in BIG else []) for name in SETS]
+)
 def test_as_the_unsplit_model(pool: RankPool, name: str) -> None:
     tp, lengths, options = SETS[name]
     size = Topology(tp, dp=options.get("dp", 1), edge_dp=1).world_size
