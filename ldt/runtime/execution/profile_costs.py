@@ -14,14 +14,14 @@ from ldt.plan import Costs, Kind
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.grad_reduce import EarlierGradients
 from ldt.runtime.execution.step_result import StepStats
-from ldt.runtime.mesh.link_probe import probe_links
+from ldt.runtime.mesh.link_probe import LinkFigures, probe_links
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.call import all_agree
 
 __all__ = ["measure_costs"]
 
 _CALL = "measure_costs()"
-_NO_LINK = 1e18  # bytes per second within a node
+_WITHIN_A_NODE = LinkFigures(latency=0.0, up=1e18, down=1e18)
 
 
 def measure_costs(
@@ -34,7 +34,7 @@ def measure_costs(
     """Return the costs of ``step(microbatches)``, equal on every rank. A collective call of all ranks.
 
     Runs one warm-up step, then ``repeats`` more. Times are medians over microbatches and steps, of the slowest rank
-    that runs the chunk. Bytes are the mean of a hop's forward messages. Gradients are restored.
+    that runs the chunk. Bytes are the mean of a hop's messages in each direction. Gradients are restored.
     """
     all_agree(mesh, _CALL, _refusal(repeats), {"numbers of steps": str(repeats)})
     once = isinstance(microbatches, Iterator)  # its errors must be raised within a step
@@ -47,13 +47,18 @@ def measure_costs(
     with mesh.collective(_CALL):
         figures = mesh.control.all_gather([_times(stats), _sizes(mesh, stats[-1])], _read_figures)
         times, sizes = map(_largest, zip(*figures, strict=True))
-        links = probe_links(mesh, {int(hop): size for hop, size in sizes.items()})
-    hops = range(mesh.topology.tail)
+        hops = range(mesh.topology.tail)
+        bytes_by_hop = {way: [sizes.get(f"{way}{hop}", 0) for hop in hops] for way in "FB"}
+        links = probe_links(mesh, dict(zip(hops, map(max, *bytes_by_hop.values()), strict=True)))
+    figures_by_hop = [links.get(hop, _WITHIN_A_NODE) for hop in hops]
     return Costs(
         **_by_chunk(times, range(mesh.topology.num_chunks)),
-        latency=[links[hop].latency if hop in links else 0.0 for hop in hops],
-        bandwidth=[links[hop].bandwidth if hop in links else _NO_LINK for hop in hops],
-        bytes=[sizes.get(str(hop), 0) for hop in hops],
+        latency=[link.latency for link in figures_by_hop],
+        bandwidth={
+            "up": [link.up for link in figures_by_hop],
+            "down": [link.down for link in figures_by_hop],
+        },
+        bytes={"forward": bytes_by_hop["F"], "backward": bytes_by_hop["B"]},
     )
 
 
@@ -68,7 +73,7 @@ def _read_figures(value: Any) -> tuple[dict[str, float], dict[str, int]]:
     times, sizes = value
     return (
         {str(key): float(seconds) for key, seconds in times.items()},
-        {str(int(hop)): int(size) for hop, size in sizes.items()},
+        {str(hop): int(size) for hop, size in sizes.items()},
     )
 
 
@@ -87,12 +92,12 @@ def _times(stats: Sequence[StepStats]) -> dict[str, float]:
 
 
 def _sizes(mesh: Mesh, stats: StepStats) -> dict[str, int]:
-    """Bytes of a forward message by hop, for the hops on which this rank sends or receives."""
+    """Bytes of a message by direction and hop, as "F2", for the channels on which this rank sends or receives."""
     traffic = ((channel, stats.channels.get(channel.name)) for channel in mesh.topology.channels)
     return {
-        str(channel.hop): counts.bytes // counts.messages
+        f"{channel.direction}{channel.hop}": counts.bytes // counts.messages
         for channel, counts in traffic
-        if counts is not None and channel.direction == "F"
+        if counts is not None
     }
 
 

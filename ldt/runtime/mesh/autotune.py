@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from typing import Any, NamedTuple
 
 import torch
 
+from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
-from ldt.runtime.mesh.link_probe import endpoint_of, round_trip
+from ldt.runtime.comm.preconnect import await_on_host
+from ldt.runtime.health.watchdog import Watchdog
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.topology import Channel
 
@@ -17,6 +20,7 @@ __all__ = ["SIZES", "Line", "crossover", "tune_transfers"]
 
 SIZES = (64 << 10, 4 << 20)
 _REPEATS = 3
+_POLL_SECONDS = 1e-5
 _MIN_SPEEDUP = 1.1  # per byte; less may be noise
 
 
@@ -68,7 +72,9 @@ def _read_crossover(value: Any) -> float:
 def _measure(mesh: Mesh, channel: Channel, deadline: float) -> float | None:
     """The crossover as the sending node measures it. None means infinite, which JSON lacks; also on other ranks."""
     replica = channel.target.replica if channel.source.stage == 0 else channel.source.replica
-    there, back = (endpoint_of(mesh, channel.hop, direction, replica) for direction in ("F", "B"))
+    there, back = (
+        mesh.endpoints.get(mesh.topology.channel(channel.hop, direction, replica)) for direction in ("F", "B")
+    )
     if there is None and back is None:
         return None
     leader, scatter = (
@@ -85,5 +91,21 @@ def _seconds(
     message = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
     answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
     legs = (there, message), (back, answer)
-    rounds = [round_trip(mesh.watchdog, *legs, deadline=deadline) for _ in range(_REPEATS + 1)]
+    rounds = [_round_trip(mesh.watchdog, *legs, deadline=deadline) for _ in range(_REPEATS + 1)]
     return statistics.median(rounds[1:])
+
+
+def _round_trip(watchdog: Watchdog, *legs: tuple[Endpoint | None, torch.Tensor], deadline: float) -> float:
+    """Send or receive each leg's message in turn and return the seconds; legs without an endpoint are skipped.
+
+    Raises LdtError if a message has not arrived by ``deadline`` (``time.monotonic()``).
+    """
+    start = time.perf_counter()
+    for endpoint, message in legs:
+        if endpoint is not None:
+            work = (endpoint.send if endpoint.sends else endpoint.receive)([message], "probe")
+            if work is not None and not await_on_host(work, watchdog, _POLL_SECONDS, deadline):
+                raise LdtError(
+                    f"measuring channel {endpoint.channel.name} took too long: give connect a longer timeout"
+                )
+    return time.perf_counter() - start

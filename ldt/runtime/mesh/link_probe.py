@@ -1,99 +1,204 @@
-"""Measures latency and bandwidth of each hop by round trips over the lanes that steps use."""
+"""Measures latency and bandwidth of the links, over the lanes that steps use and with the messages of all ranks.
+
+All channels between two sites are measured at once, as they share a pipe in each direction, and so are all between two
+nodes of a site. First messages of one byte go there and back. Then all channels send trains of messages, both
+ways, until a train lasts for many round trips: what arrives in its first quarter, while congestion windows open and
+queues fill, does not count.
+"""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ldt.errors import LdtError
-from ldt.runtime.comm.endpoint import Endpoint
-from ldt.runtime.comm.preconnect import await_on_host
-from ldt.runtime.health.watchdog import Watchdog
 from ldt.runtime.mesh.mesh import Mesh
-from ldt.topology import Direction
+from ldt.runtime.mesh.probe_tasks import (
+    Task,
+    arrived_by,
+    receive_train,
+    round_trips,
+    run_tasks,
+    send_trains,
+)
+from ldt.topology import Channel, Node, Topology
 
-__all__ = ["LinkFigures", "endpoint_of", "probe_links", "round_trip"]
+__all__ = ["LinkFigures", "probe_links", "rounds"]
 
-REPEATS = 5
-MIN_BYTES = 1 << 20  # a smaller message does not show the bandwidth
-_MIN_SECONDS = 1e-9  # where a long message takes no longer than an empty one
-_POLL_SECONDS = 1e-5
+_ROUND_TRIPS = 5
+_TRAIN_ROUND_TRIPS, _WARM_UP = 60, 0.25  # the share of a train that is left out
+_TRAIN_SECONDS = (0.1, 3.0)  # at least, at most
+_FIRST_MESSAGES, _MOST_MESSAGES, _GROWTH = 2, 4096, 8
+_LONG_ENOUGH = 0.6  # of the seconds to last for
+_IN_FLIGHT = 64 << 20  # bytes of all channels of a pipe: more than any window of TCP
+# Of a message, at least and at most: shorter ones show what the host does for each, longer ones only take longer.
+_CROSSING_BYTES = (1 << 20, 4 << 20)
+_LOCAL_BYTES = (8 << 20, 64 << 20)
 
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """``latency``: one-way seconds of an empty message. ``bandwidth``: bytes per second beyond it."""
+    """``latency``: one-way seconds of a message of one byte. Bytes per second to a stage of a greater number, and back.
+
+    Hops that share a pipe have equal ``up`` and ``down``: those of all that crosses it.
+    """
 
     latency: float
-    bandwidth: float
+    up: float
+    down: float
 
 
-def probe_links(mesh: Mesh, nbytes: dict[int, int]) -> dict[int, LinkFigures]:
-    """Return the figures of each hop in ``nbytes``, the bytes of its messages, equal on every rank.
+def probe_links(mesh: Mesh, nbytes: Mapping[int, int]) -> dict[int, LinkFigures]:
+    """The figures of each hop between nodes, equal on every rank. A collective call of all ranks.
 
-    The slowest replica counts. A collective call of all ranks: probes one hop, and of each hop one replica, at a time.
+    ``nbytes`` has the bytes of a message by hop. Of replicas the slowest counts.
     """
-    figures = {}
-    for hop, size in sorted(nbytes.items()):
-        answers = []
-        for replica in range(mesh.topology.dp):
-            local = _probe(mesh, hop, replica, max(size, MIN_BYTES))
-            answers += [
-                answer for answer in mesh.control.all_gather(local, _read_seconds) if answer is not None
-            ]
-        empty, long = (max(times) for times in zip(*answers, strict=True))
-        figures[hop] = LinkFigures(empty / 2, max(size, MIN_BYTES) / max(long - empty, _MIN_SECONDS))
-    return figures
+    latencies: dict[str, float] = {}
+    rates: dict[str, float] = {}
+    for channels in rounds(mesh.topology):
+        found = _latencies(mesh, channels)
+        least, most = _LOCAL_BYTES if mesh.topology.is_local(channels[0]) else _CROSSING_BYTES
+        size = min(max(least, *(nbytes.get(channel.hop, 0) for channel in channels)), most)
+        shortest, longest = _TRAIN_SECONDS
+        seconds = min(max(shortest, 2 * _TRAIN_ROUND_TRIPS * max(found.values())), longest)
+        rates |= _rates(mesh, channels, size, seconds)
+        latencies = _merged(max, [latencies, found])
+    return {
+        int(hop): LinkFigures(latency, *_slowest(mesh.topology, int(hop), rates))
+        for hop, latency in latencies.items()
+    }
 
 
-def _probe(mesh: Mesh, hop: int, replica: int, nbytes: int) -> tuple[float, float] | None:
-    """Seconds of a round trip with a 1-byte message and with one of ``nbytes``. None unless this rank starts them.
-
-    Medians after one warm-up round. The answer always has one byte.
-    """
-    there, back = endpoint_of(mesh, hop, "F", replica), endpoint_of(mesh, hop, "B", replica)
-    if there is None and back is None:
-        return None
-    answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
-    medians = []
-    for size in (1, nbytes):
-        message = torch.zeros(size, dtype=torch.uint8, device=mesh.device)  # outside the timed part
-        times = [round_trip(mesh.watchdog, (there, message), (back, answer)) for _ in range(REPEATS + 1)]
-        medians.append(statistics.median(times[1:]))
-    return (medians[0], medians[1]) if there is not None and there.sends else None
-
-
-def _read_seconds(value: Any) -> tuple[float, float] | None:
-    """Parse what ``_probe`` returned on one rank."""
-    if value is None:
-        return None
-    empty, long = value
-    return float(empty), float(long)
+def rounds(topology: Topology) -> list[list[Channel]]:
+    """The channels to measure at once: all between two sites, or between nodes of a site, each node with one other."""
+    links: dict[frozenset[str], list[Channel]] = defaultdict(list)
+    for channel in topology.channels:
+        links[frozenset(map(topology.pipe_of, _both_ways(topology, channel)))].append(channel)
+    crossing = [link for link in links.values() if not topology.is_local(link[0])]
+    local: list[tuple[set[Node], list[Channel]]] = []
+    for link in links.values():
+        if topology.is_local(link[0]):
+            nodes = {link[0].source, link[0].target}
+            taken, channels = next((one for one in local if not one[0] & nodes), (set(), []))
+            if not taken:
+                local.append((taken, channels))
+            taken |= nodes
+            channels += link
+    return [*crossing, *(channels for _, channels in local)]
 
 
-def endpoint_of(mesh: Mesh, hop: int, direction: Direction, replica: int) -> Endpoint | None:
-    """This rank's endpoint of a channel; None if it has none, such as a member of a node that sends."""
-    return mesh.endpoints.get(mesh.topology.channel(hop, direction, replica))
+def _both_ways(topology: Topology, channel: Channel) -> tuple[Channel, Channel]:
+    hop, replica = channel.hop, channel.replica
+    return topology.channel(hop, "F", replica), topology.channel(hop, "B", replica)
 
 
-def round_trip(
-    watchdog: Watchdog, *legs: tuple[Endpoint | None, torch.Tensor], deadline: float = math.inf
-) -> float:
-    """Send or receive each leg's message in turn and return the seconds; legs without an endpoint are skipped.
+def _slowest(topology: Topology, hop: int, rates: Mapping[str, float]) -> tuple[float, float]:
+    """Of the pipes of all replicas, up and down."""
+    found: dict[bool, list[float]] = defaultdict(list)
+    for replica in range(topology.dp):
+        for channel in _both_ways(topology, topology.channel(hop, "F", replica)):
+            found[channel.source.stage < channel.target.stage].append(rates[topology.pipe_of(channel)])
+    return min(found[True]), min(found[False])
 
-    Raises LdtError if a message has not arrived by ``deadline`` (``time.monotonic()``).
-    """
+
+# -- latency -----------------------------------------------------------------------------------------------------
+
+
+def _latencies(mesh: Mesh, channels: Sequence[Channel]) -> dict[str, float]:
+    """One-way seconds by hop: of the slowest replica, half of the shortest round trip after a first."""
+    found: dict[tuple[int, int], list[float]] = defaultdict(list)
+    hops: dict[int, list[int]] = defaultdict(list)  # by replica: they share no lane
+    for channel in channels:
+        if channel.direction == "F":
+            hops[channel.replica].append(channel.hop)
+
+    def of_replica(replica: int) -> Task:
+        for hop in hops[replica]:
+            there, back = map(
+                mesh.endpoints.get, _both_ways(mesh.topology, mesh.topology.channel(hop, "F", replica))
+            )
+            yield from round_trips(there, back, 1 + _ROUND_TRIPS, mesh.device, found[hop, replica])
+
+    run_tasks([of_replica(replica) for replica in hops], mesh.watchdog)
+    own = [{str(hop): min(times[1:]) / 2} for (hop, _), times in found.items() if times]
+    return _merged(max, mesh.control.all_gather(_merged(max, own), _read_figures))
+
+
+# -- bandwidth ---------------------------------------------------------------------------------------------------
+
+
+def _rates(mesh: Mesh, channels: Sequence[Channel], nbytes: int, seconds: float) -> dict[str, float]:
+    """Bytes per second by pipe, of trains that last for about ``seconds`` on each."""
+    pipes: dict[str, list[str]] = defaultdict(list)
+    for channel in channels:
+        pipes[mesh.topology.pipe_of(channel)].append(channel.name)
+    counts = dict.fromkeys(pipes, _FIRST_MESSAGES)
+    while True:
+        arrivals = _run_trains(mesh, channels, counts, nbytes)
+        own = {name: times[-1] for name, times in arrivals.items()}
+        ends = _merged(max, mesh.control.all_gather(own, _read_figures))
+        longer = {
+            pipe: _longer(counts[pipe], max(ends[name] for name in names), seconds)
+            for pipe, names in pipes.items()
+        }
+        if longer == counts:
+            break
+        counts = longer
+    # Until the first channel has ended all share the pipe.
+    until = {name: min(ends[one] for one in names) for names in pipes.values() for name in names}
+    own = {
+        name: arrived_by(until[name], times, nbytes) - arrived_by(_WARM_UP * until[name], times, nbytes)
+        for name, times in arrivals.items()
+    }
+    carried = _merged(min, mesh.control.all_gather(own, _read_figures))
+    return {
+        pipe: sum(carried[name] for name in names) / ((1 - _WARM_UP) * until[names[0]])
+        for pipe, names in pipes.items()
+    }
+
+
+def _longer(count: int, lasted: float, seconds: float) -> int:
+    """The messages of the next train: as many if it lasted long enough."""
+    if lasted >= _LONG_ENOUGH * seconds:
+        return count
+    return min(math.ceil(count * min(_GROWTH, 1.2 * seconds / lasted)), _MOST_MESSAGES)
+
+
+def _run_trains(
+    mesh: Mesh, channels: Sequence[Channel], counts: Mapping[str, int], nbytes: int
+) -> dict[str, list[float]]:
+    """Send a train on each channel at once. Returns the seconds after which its messages had arrived here."""
+    arrivals: dict[str, list[float]] = {}
+    tasks: list[Task] = []
+    for pipe, count in counts.items():
+        sharing = [channel for channel in channels if mesh.topology.pipe_of(channel) == pipe]
+        depth = max(2, _IN_FLIGHT // (nbytes * len(sharing)))
+        endpoints = [mesh.endpoints[channel] for channel in sharing if channel in mesh.endpoints]
+        sending = [endpoint for endpoint in endpoints if endpoint.sends]
+        tasks.append(send_trains(sending, nbytes, count, depth, mesh.device))
+        for endpoint in endpoints:
+            if not endpoint.sends:
+                times = arrivals[endpoint.channel.name] = []
+                tasks.append(receive_train(endpoint, nbytes, count, depth, mesh.device, times))
     start = time.perf_counter()
-    for endpoint, message in legs:
-        if endpoint is not None:
-            work = (endpoint.send if endpoint.sends else endpoint.receive)([message], "probe")
-            if work is not None and not await_on_host(work, watchdog, _POLL_SECONDS, deadline):
-                raise LdtError(
-                    f"measuring channel {endpoint.channel.name} took too long: give connect a longer timeout"
-                )
-    return time.perf_counter() - start
+    run_tasks(tasks, mesh.watchdog)
+    return {name: [moment - start for moment in times] for name, times in arrivals.items()}
+
+
+# -- figures of all ranks ----------------------------------------------------------------------------------------
+
+
+def _read_figures(value: Any) -> dict[str, float]:
+    """Parse the figures of one rank."""
+    return {str(name): float(figure) for name, figure in value.items()}
+
+
+def _merged(
+    choose: Callable[[Iterable[float]], float], figures: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """The largest or smallest figure of each name."""
+    names = dict.fromkeys(name for found in figures for name in found)
+    return {name: choose(found[name] for found in figures if name in found) for name in names}

@@ -204,4 +204,4 @@ def test_costs_are_of_whole_tensors(pool: RankPool, tp: list[int]) -> None:
     """A link carries all parts, whichever ranks send them."""
     elements = 4 * 6 * WIDTH
     for costs in pool.run(measured, tp, ranks=range(sum(tp))):
-        assert costs.bytes == (elements * 4 + elements * 8 + 4 * 6 * 8 + 3 * 4,) * 2
+        assert costs.bytes["forward"] == (elements * 4 + elements * 8 + 4 * 6 * 8 + 3 * 4,) * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -12,20 +13,20 @@ from pipeline_jobs import build
 import ldt
 from ldt.plan import Costs
 from ldt.runtime.mesh import link_probe
-from ldt.runtime.mesh.link_probe import MIN_BYTES
 from ldt.testing import RankPool, SleepingChunk, ToyChunk, in_time, toy_microbatches
 from ldt.topology import Topology
 
 WORLD_SIZE = 3
+LEAST_RATE = 20e6  # bytes per second: any machine's loopback is faster
 SLEEPS = [0.03, 0.02, 0.01, 0.0]  # of each chunk's forward
 
 
-def measured(tp: list[int], dp: int, laps: int) -> Costs:
+def measured(tp: list[int], dp: int, laps: int, options: dict[str, Any]) -> Costs:
     topology = Topology(tp, dp=dp, edge_dp=1, laps=laps)
     torch.manual_seed(0)
     chunks = [SleepingChunk(16, SLEEPS[chunk % 4], SLEEPS[chunk % 4]) for chunk in range(topology.num_chunks)]
     batch = toy_microbatches(3, batch=2)
-    with ldt.connect(topology, ranks=range(topology.world_size)) as mesh:
+    with ldt.connect(topology, ranks=range(topology.world_size), **options) as mesh:
         pipeline = build(mesh, chunks)
         pipeline.step(batch if mesh.is_edge else None)
         before = [p.grad.clone() for p in pipeline.parameters() if p.grad is not None]
@@ -43,7 +44,7 @@ def failing_probe() -> str:
     with ldt.connect(Topology([1, 1]), ranks=[0, 1]) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, [ToyChunk(16) for _ in range(3)])
         if not mesh.is_edge:
-            patch.setattr(link_probe, "round_trip", lambda *_: 1 / 0)
+            patch.setattr(link_probe, "round_trips", lambda *_: 1 / 0)
         start = time.monotonic()
         with pytest.raises((ZeroDivisionError, ldt.RemoteStageError)) as caught:
             pipeline.measure_costs(toy_microbatches(2) if mesh.is_edge else None)
@@ -87,12 +88,20 @@ def test_mistakes_are_reported_to_all(pool: RankPool, steps: list[Any], sentence
 
 
 @pytest.mark.parametrize(
-    ("tp", "dp", "laps"), [([1, 1, 1], 1, 1), ([1, 2], 1, 2), ([1], 1, 1), ([1, 1], 2, 1)]
+    ("tp", "dp", "laps", "options"),
+    [
+        ([1, 1, 1], 1, 1, {}),
+        ([1, 2], 1, 2, {"lanes": "paired"}),
+        ([1], 1, 1, {}),
+        ([1, 1], 2, 1, {"connections": 2}),
+    ],
 )
-def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], dp: int, laps: int) -> None:
+def test_each_figure_is_that_of_its_chunk_or_hop(
+    pool: RankPool, tp: list[int], dp: int, laps: int, options: dict[str, Any]
+) -> None:
     """Sleeps are a lower bound on any machine; the upper bound assumes an idle one."""
     size = Topology(tp, dp=dp, edge_dp=1).world_size
-    answers = pool.run(measured, tp, dp, laps, ranks=range(size))
+    answers = pool.run(measured, tp, dp, laps, options, ranks=range(size))
     assert all(answer == answers[0] for answer in answers), (
         "equal on all ranks, as plans made of them must be"
     )
@@ -104,7 +113,15 @@ def test_each_figure_is_that_of_its_chunk_or_hop(pool: RankPool, tp: list[int], 
             assert in_time(cost - times * least, 0.2)
     for hop in range(topology.tail):
         crosses = topology.crosses(hop)
-        assert costs.bytes[hop] == (2 * 16 * 4 if crosses else 0)
+        for sizes in costs.bytes.values():
+            assert sizes[hop] == (2 * 16 * 4 if crosses else 0)
         assert (costs.latency[hop] > 0) == crosses
         assert in_time(costs.latency[hop], 0.1)
-        assert costs.bandwidth[hop] > MIN_BYTES
+        for rates in costs.bandwidth.values():
+            assert in_time(LEAST_RATE / rates[hop], 1)
+    pipes = defaultdict(set)
+    for channel in topology.channels:
+        way = "up" if channel.source.stage < channel.target.stage else "down"
+        if not topology.is_local(channel):
+            pipes[topology.pipe_of(channel)].add(costs.bandwidth[way][channel.hop])
+    assert all(len(rates) == 1 for rates in pipes.values()), "what shares a pipe has one bandwidth"

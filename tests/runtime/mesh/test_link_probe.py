@@ -1,0 +1,98 @@
+"""Links as they are measured: what is measured together, what counts of a train, and a slow link's own figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import ldt
+from ldt.plan import Costs
+from ldt.runtime.mesh.link_probe import rounds
+from ldt.runtime.mesh.probe_tasks import arrived_by
+from ldt.testing import ToyChunk, in_time, toy_loss, toy_microbatches
+from ldt.topology import Topology
+
+BENCHMARKS = str(Path(__file__).parents[3] / "benchmarks")
+
+
+def test_what_shares_a_pipe_is_measured_at_once() -> None:
+    topology = Topology([1] * 5, dp=2, edge_dp=1)
+    names = [sorted(channel.name for channel in channels) for channels in rounds(topology)]
+    crossing, *local = names
+    assert crossing == sorted(
+        channel.name for channel in topology.channels if 0 in (channel.source.stage, channel.target.stage)
+    )
+    assert sorted(name for round_ in local for name in round_) == sorted(
+        channel.name for channel in topology.channels if topology.is_local(channel)
+    )
+    assert len(local) == 2, "1-2 and 3-4, then 2-3, of both replicas"
+
+
+def test_each_two_sites_have_a_turn_of_their_own() -> None:
+    topology = Topology([1, 1, 1], laps=2, sites=["a", "b", "c"])
+    found = [sorted({*map(topology.pipe_of, channels)}) for channels in rounds(topology)]
+    assert found == [["a->b", "b->a"], ["b->c", "c->b"], ["a->c", "c->a"]]
+
+
+def test_bytes_arrive_evenly_between_two_arrivals() -> None:
+    arrivals = [1.0, 2.0, 4.0]
+    assert [arrived_by(moment, arrivals, 100) for moment in (0, 0.5, 1, 1.5, 2, 3, 4, 9)] == [
+        0,
+        50,
+        100,
+        150,
+        200,
+        250,
+        300,
+        300,
+    ]
+
+
+def measured(tp: list[int], connections: int | None) -> Costs:
+    topology = Topology(tp)
+    torch.manual_seed(0)
+    with ldt.connect(topology, connections=connections) as mesh:
+        mine = [ToyChunk(16) for _ in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
+        costs = Costs.measure(pipeline, toy_microbatches(2) if mesh.is_edge else None, steps=1)
+        texts = mesh.control.all_gather(costs.to_json())
+        assert len(set(texts)) == 1
+        return costs
+
+
+@pytest.mark.parametrize(
+    ("tp", "up", "down", "connections"),
+    [
+        ([1, 1, 1], 125e6, 125e6, None),
+        pytest.param([1, 1], 25e6, 125e6, None, marks=pytest.mark.slow),
+        pytest.param([1, 1], 125e6, 125e6, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_link_is_what_it_is(
+    tp: list[int], up: float, down: float, connections: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than the link allows on any machine, and as much of it on an idle one."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from harness import in_ranks
+    from wan_link import Settings, check_wan, wide_area_link
+
+    try:
+        check_wan()
+    except ValueError as error:
+        pytest.skip(str(error))
+    latency = 0.02
+    with wide_area_link(Settings(up, latency), Settings(down, latency)) as link:
+        places = [link.places[0], *[link.places[1]] * (len(tp) - 1)]
+        costs: Costs = in_ranks(measured, (tp, connections), len(tp), places)
+    for hop in (0, len(tp) - 1):
+        assert 0.999 * latency < costs.latency[hop]
+        assert in_time(costs.latency[hop] - latency, 0.002)
+        for way, rate in (("up", up), ("down", down)):
+            found = costs.bandwidth[way][hop]
+            assert found < 1.15 * rate
+            assert in_time(rate / found, 1 / 0.85)
+    if len(tp) == 3:
+        assert in_time(costs.latency[1], 0.002)
+        assert in_time(125e6 / costs.bandwidth["up"][1], 1.0)
