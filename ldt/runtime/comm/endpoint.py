@@ -197,25 +197,29 @@ def make_endpoints(
             continue
         sends = channel.source == node
         peers = topology.ranks_of(channel.target if sends else channel.source)
-        stripes = transfers.stripes(channel)
         ends = {}
-        for stripe in stripes:
-            here, there = stripe[:2] if sends else (stripe.target, stripe.source)
-            if tp_rank == here or not (sends or stripe.direct):
-                name = lane_name(key, stripe)
-                peer = members[name].index(peers[there]) if tp_rank == here else None
-                ends[stripe] = StripeEnd(lane_of(key, stripe, tp_rank == here), peer)
+        for stripe, there in _own_stripes(transfers.stripes(channel), sends, tp_rank):
+            peer = None if there is None else members[lane_name(key, stripe)].index(peers[there])
+            ends[stripe] = StripeEnd(lane_of(key, stripe, there is not None), peer)
         if ends:
-            shares = sum(not stripe.direct for stripe in stripes)
-            sizes = transfers.sizes(channel)
             endpoints[channel] = Endpoint(
                 channel,
                 ends,
                 tp_rank,
-                sizes,
-                shares,
+                transfers.sizes(channel),
+                sum(not stripe.direct for stripe in transfers.stripes(channel)),
                 transfers.scatter_from(channel),
                 sends,
                 compressions.scheme(channel),
             )
     return endpoints
+
+
+def _own_stripes(stripes: Sequence[Stripe], sends: bool, tp_rank: int) -> Iterator[tuple[Stripe, int | None]]:
+    """The stripes that end on ``tp_rank``, with the rank at the other end; None if it only joins the broadcast."""
+    for stripe in stripes:
+        here, there = stripe[:2] if sends else (stripe.target, stripe.source)
+        if tp_rank == here:
+            yield stripe, there
+        elif not (sends or stripe.direct):
+            yield stripe, None
