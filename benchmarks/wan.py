@@ -39,8 +39,8 @@ CONTROL_DELAY = 50e-6
 LOOPBACK = 1e12  # bytes per second, in place of a rate
 RUNS: dict[str, Callable[[Job, Link], Measured]] = {"raw": raw_tcp, "torch": torch_steps, "ldt": ldt_steps}
 # Which of the requested numbers of connections a path can have; 0 is one for each process group.
-COUNTS: dict[str, Callable[[list[int]], list[int]]] = {
-    "raw": lambda counts: [count for count in counts if count] or [1],
+COUNTS: dict[str, Callable[[list[int | str]], list[int | str]]] = {
+    "raw": lambda counts: [count for count in counts if count not in (0, "auto")] or [1],
     "torch": lambda _: [0],
     "ldt": lambda counts: counts,
 }
@@ -54,7 +54,7 @@ class WanRow:
     PICTURE: ClassVar[Picture] = Picture("path", ("measured", "simulated"), ("link",))
     link: str = column("link", "<44")
     path: str = column("path", "<16")
-    connections: int = column("conn.", ">5")
+    connections: int | str = column("conn.", ">5")
     simulated: float | None = column("simulated ms", ">12.0f")
     measured: float = column("measured ms", ">11.0f")
     least: float = column("least", ">6.0f")
@@ -184,10 +184,10 @@ if __name__ == "__main__":
     options.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     options.add_argument(
         "--connections",
-        type=int,
+        type=lambda text: text if text == "auto" else int(text),
         nargs="+",
         default=[0, 4],
-        help="between the sites, of raw TCP and ldt; 0: one for each process group",
+        help='between the sites, of raw TCP and ldt; 0: one for each process group; "auto": as ldt chooses',
     )
     options.add_argument("--stages", type=int, default=3)
     options.add_argument("--microbatches", type=int, default=32)

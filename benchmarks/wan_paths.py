@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ class Job:
     message_bytes: int
     steps: int
     warm_up: int
-    connections: int  # between the sites; 0: one for each process group
+    connections: Any  # between the sites, an int or "auto"; 0: one for each process group
 
     @property
     def num_microbatches(self) -> int:

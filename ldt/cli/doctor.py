@@ -69,7 +69,7 @@ def examine() -> list[Finding]:
         backends = list(_backends(torch))
         findings += [*backends, *_devices(torch)]
         if not any(found.problem for found in (module, *backends)):
-            findings += _lanes(torch)
+            findings += [*_lanes(torch), *_tcp()]
     return findings + list(_optional())
 
 
@@ -191,6 +191,15 @@ def _lanes(torch: Any) -> Iterator[Finding]:
         yield Finding(subject, "broken", f"{subject}: {trial.problem}.", f"{trial.remedy}.")
         if not trial.loads:
             return
+
+
+def _tcp() -> Iterator[Finding]:
+    """What a connection over a long link may have under way, and whether it may use bbr where packets are lost."""
+    from ldt.runtime.comm.socket_choice import TcpLimits, allow_bbr
+
+    limits = TcpLimits.of_this_host()
+    bbr = "bbr allowed" if limits.allows_bbr else f"no bbr; for lossy links, as root: {allow_bbr()}"
+    yield Finding("TCP", f"{limits.window / 1e6:.1f} MB under way in a connection; {bbr}")
 
 
 def _optional() -> Iterator[Finding]:

@@ -81,6 +81,6 @@ def test_no_module_runs_received_code() -> None:
         if not name.startswith("testing/") and name not in UNPICKLERS:
             found[name] = list(dangers(path.read_text(encoding="utf-8")))
     assert len(found) > 80
-    listens = found.pop("runtime/comm/socket_links.py")  # while it connects: see test_ports.py
+    listens = found.pop("runtime/comm/socket_dial.py")  # while it connects: see test_ports.py
     assert [line.split(": ")[1] for line in listens] == ["create_server"]
     assert {name: lines for name, lines in found.items() if lines} == {}

@@ -5,34 +5,44 @@ The rank of the higher stage listens, so a firewall of the edge's site has to le
 
 from __future__ import annotations
 
-import fcntl
-import os
+import json
+import logging
 import secrets
 import socket
-import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import Literal, NamedTuple
 
 from ldt._C import SocketLink, SocketLinks
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name
 from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
+from ldt.runtime.comm.socket_choice import LinkFigures, TcpLimits, choose
+from ldt.runtime.comm.socket_dial import accept, address_of, dial, listen
+from ldt.runtime.comm.socket_options import SocketSettings, set_options
+from ldt.runtime.comm.socket_probe import NUM_PROBES, LinkProbe, probe
 from ldt.runtime.health.watchdog import Watchdog
+from ldt.site import Site
+from ldt.untrusted import read_fields
 
-__all__ = ["MAX_CONNECTIONS", "SocketConnector", "listen", "own_address"]
+__all__ = ["Connections", "SocketConnector"]
 
-MAX_CONNECTIONS = 64
-_POLL_SECONDS = 0.05
-_HELLO = struct.Struct("!32sII")  # the listener's token, the rank that connects, the number of the connection
-_WELCOME = b"\1"
-_HELLO_SECONDS = 5.0
-_UNSENT_BYTES = 256 << 10  # in the kernel: what is further behind keeps its place in the plan's order
-_SIOCGIFADDR = 0x8915
+logger = logging.getLogger(__name__)
 
-
+Connections = int | Literal["auto"]
 LaneLinks = dict[LaneId, SocketLinks | None]  # None on a rank that only joins the broadcast
+Pair = tuple[int, int]  # the rank that dials, and the one that listens
+
+
+class Door(NamedTuple):
+    """How this rank's connections come about: who dials it, and the offers of those that it dials."""
+
+    server: socket.socket | None
+    token: str
+    callers: Sequence[int]
+    listeners: Mapping[int, Mapping[str, str]]
 
 
 class SocketConnector:
@@ -41,7 +51,7 @@ class SocketConnector:
     def __init__(
         self,
         layout: LaneLayout,
-        num_connections: int,
+        num_connections: Connections,
         all_gather: AllGather,
         watchdog: Watchdog,
         deadline: float,
@@ -63,25 +73,39 @@ class SocketConnector:
         )
         callers = [low for low, high in pairs if high == rank]
         listeners = [high for low, high in pairs if low == rank]
+        asked = self._num_connections
         with ExitStack() as stack:
             server = stack.enter_context(closing(listen())) if callers else None
             token = secrets.token_hex(16)
-            offer = {} if server is None else {"address": _address_text(server), "token": token}
-            offers = self._all_gather("sockets", offer)
-            sockets = {} if server is None else self.accept(server, token, callers)
-            for peer in listeners:
-                sockets[peer] = self.dial(peer, offers[peer])
-        made = {peer: _link(peer, found) for peer, found in sockets.items()}
+            offers = self._all_gather(
+                "sockets", {} if server is None else {"address": address_of(server), "token": token}
+            )
+            door = Door(server, token, callers, {peer: offers[peer] for peer in listeners})
+            first = asked if isinstance(asked, int) else NUM_PROBES
+            opened = self._open(door, dict.fromkeys((*callers, *listeners), range(first)))
+            settings = self._settings(opened, pairs)
+            more = self._open(
+                door, {peer: range(first, chosen.connections) for peer, chosen in settings.items()}
+            )
+        made = {}
+        for peer, chosen in settings.items():
+            connections = opened[peer] + more[peer]
+            for surplus in connections[chosen.connections :]:
+                surplus.close()
+            made[peer] = _link(peer, connections[: chosen.connections], chosen)
         return self._by_lane(links, made), list(made.values())
 
     def _crosses(self, link: IpcLink) -> bool:
-        sites = {self._layout.topology.sites[self._stage_of(rank)] for rank in link[1:3]}
+        sites = {self._site_of(link.source), self._site_of(link.target)}
         return not link.in_stage and len(sites) > 1
 
-    def _pair(self, link: IpcLink) -> tuple[int, int]:
+    def _pair(self, link: IpcLink) -> Pair:
         """The rank that dials, which is on the lower stage, and the rank that listens."""
-        first, second = sorted(link[1:3], key=self._stage_of)
-        return first, second
+        low, high = sorted((link.source, link.target), key=self._stage_of)
+        return low, high
+
+    def _site_of(self, rank: int) -> Site:
+        return self._layout.topology.sites[self._stage_of(rank)]
 
     def _stage_of(self, rank: int) -> int:
         return self._layout.topology.node_of(rank).stage
@@ -106,36 +130,47 @@ class SocketConnector:
 
     # -- connecting --------------------------------------------------------------------------------------------
 
-    def accept(
-        self, server: socket.socket, token: str, callers: Sequence[int]
-    ) -> dict[int, list[socket.socket]]:
-        """The connections of each of ``callers``, in their order. Those that do not know the token are dropped."""
-        found: dict[tuple[int, int], socket.socket] = {}
-        expected = {(rank, index) for rank in callers for index in range(self._num_connections)}
-        while found.keys() != expected:
-            missing = sorted({rank for rank, _ in expected - found.keys()})
-            self._check(f"ranks {missing} did not connect to {_address_text(server)}")
-            with suppress(OSError):  # nobody yet, or nobody who speaks to us
-                caller = server.accept()[0]
-                key = _read_hello(caller, token)
-                if key in expected:
-                    caller.sendall(_WELCOME)
-                    found[key] = caller  # in place of one that the other end has given up
-                else:
-                    caller.close()
-        return {rank: [found[rank, index] for index in range(self._num_connections)] for rank in callers}
+    def _settings(
+        self, opened: Mapping[int, list[socket.socket]], pairs: Sequence[Pair]
+    ) -> dict[int, SocketSettings]:
+        """For the connections to each peer: as asked for, or from what all ranks measured."""
+        if isinstance(self._num_connections, int):
+            return dict.fromkeys(opened, SocketSettings(self._num_connections))
+        self._all_gather("sockets/opened", {})
+        seen = {peer: vars(found) for peer, found in probe(opened, self._check).items()}
+        own = {"limits": vars(TcpLimits.of_this_host()), **{str(peer): one for peer, one in seen.items()}}
+        reported = self._all_gather("sockets/seen", {name: json.dumps(value) for name, value in own.items()})
+        settings = {}
+        for peer in opened:
+            sites = sorted((self._site_of(self._layout.rank), self._site_of(peer)), key=str)
+            figures = self._figures(sites, pairs, reported)
+            settings[peer] = choose(figures, sites.index(self._site_of(self._layout.rank)))
+            logger.info("to rank %d: %s: %s", peer, figures, settings[peer])
+            for line in figures.advice():
+                logger.warning("the link to rank %d would be faster after: %s", peer, line)
+        return settings
 
-    def dial(self, rank: int, offer: Mapping[str, str]) -> list[socket.socket]:
-        """The connections to ``rank``, which listens at the address of its offer."""
-        host, port = offer["address"].rsplit(":", 1)
-        connections = []
-        for index in range(self._num_connections):
-            hello = _HELLO.pack(offer["token"].encode(), self._layout.rank, index)
-            while (connection := _greet(host, int(port), hello)) is None:
-                self._check(f"rank {rank} cannot be reached at {offer['address']}")
-                time.sleep(_POLL_SECONDS)
-            connections.append(connection)
-        return connections
+    def _figures(
+        self, sites: Sequence[Site], pairs: Sequence[Pair], reported: Sequence[Mapping[str, str]]
+    ) -> LinkFigures:
+        """Of the pipe between two sites, from what each of its ranks reported."""
+        ends: tuple[list[LinkProbe], list[LinkProbe]] = ([], [])
+        limits = []
+        for pair in pairs:
+            if sorted(map(self._site_of, pair), key=str) == sites:
+                for one, other in (pair, pair[::-1]):
+                    found = read_fields(LinkProbe, reported[one][str(other)])
+                    ends[sites.index(self._site_of(one))].append(found)
+                    limits.append(read_fields(TcpLimits, reported[one]["limits"]))
+        return LinkFigures.of(*ends, limits)
+
+    def _open(self, door: Door, numbers: Mapping[int, range]) -> dict[int, list[socket.socket]]:
+        """The connections of those numbers to each peer, in order."""
+        callers = {(peer, number) for peer in door.callers for number in numbers[peer]}
+        found = accept(door.server, door.token, callers, self._check) if door.server else {}
+        opened = {peer: [found[peer, number] for number in numbers[peer]] for peer in door.callers}
+        opened |= dial(self._layout.rank, door.listeners, numbers, self._check)
+        return opened
 
     def _check(self, problem: str) -> None:
         self._watchdog.check()
@@ -146,71 +181,8 @@ class SocketConnector:
             )
 
 
-def listen() -> socket.socket:
-    """A socket that listens on a free port and whose ``accept`` returns after a moment if nobody comes."""
-    server = socket.create_server((own_address(), 0), backlog=MAX_CONNECTIONS)
-    server.settimeout(_POLL_SECONDS)
-    return server
-
-
-def own_address() -> str:
-    """The IPv4 address of GLOO_SOCKET_IFNAME, else that of the host's name, else the loopback's, as gloo chooses."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if interface:
-        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, request)[20:24])
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
-def _address_text(server: socket.socket) -> str:
-    host, port = server.getsockname()[:2]
-    return f"{host}:{port}"
-
-
-def _greet(host: str, port: int, hello: bytes) -> socket.socket | None:
-    """A connection that was welcomed after ``hello``; None if there is none."""
-    with suppress(OSError), ExitStack() as undo:
-        connection = undo.enter_context(socket.create_connection((host, port), timeout=_HELLO_SECONDS))
-        connection.sendall(hello)
-        if connection.recv(1) == _WELCOME:
-            undo.pop_all()
-            return connection
-    return None
-
-
-def _read_hello(caller: socket.socket, token: str) -> tuple[int, int] | None:
-    """The rank and the number of a connection that knows ``token``; None for any other."""
-    caller.settimeout(_HELLO_SECONDS)
-    try:
-        with caller.makefile("rb") as stream:  # nothing follows a hello until it is answered
-            name, rank, index = _HELLO.unpack(stream.read(_HELLO.size))
-    except (OSError, struct.error):
-        return None
-    return (rank, index) if secrets.compare_digest(name, token.encode()) else None
-
-
-def _link(peer: int, connections: Sequence[socket.socket]) -> SocketLink:
-    for connection in connections:
-        for level, option, value in _options():
-            connection.setsockopt(level, option, value)
+def _link(peer: int, connections: Sequence[socket.socket], settings: SocketSettings) -> SocketLink:
+    set_options(connections, settings)
     return SocketLink(
         [connection.detach() for connection in connections], name=f"the connections to rank {peer}"
     )
-
-
-def _options() -> Iterator[tuple[int, int, int]]:
-    """No delays, little unsent data in the kernel, and probes that keep a firewall's entry alive."""
-    yield socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1
-    for name, value in (
-        ("TCP_NODELAY", 1),
-        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
-        ("TCP_KEEPIDLE", 20),
-        ("TCP_KEEPINTVL", 10),
-        ("TCP_KEEPCNT", 6),
-    ):
-        if hasattr(socket, name):
-            yield socket.IPPROTO_TCP, getattr(socket, name), value

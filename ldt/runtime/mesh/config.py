@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from ldt.runtime.comm.compression import Compressions
+from ldt.runtime.comm.socket_links import Connections
 from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.runtime.comm.transports import TransportChoice
 from ldt.runtime.health.failure_detector import MIN_HEARTBEAT_TIMEOUT, HealthTimeouts
@@ -68,7 +69,7 @@ class ConnectConfig:
     device: torch.device
     timeouts: Timeouts
     share_edge_errors: bool
-    connections: int | None = None
+    connections: Connections | None = None
 
     @property
     def settings(self) -> dict[str, str]:

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ldt._torch_private import HashStore, default_store
 from ldt.runtime.comm.compression import CompressionChoice, Compressions
-from ldt.runtime.comm.socket_links import MAX_CONNECTIONS
+from ldt.runtime.comm.socket_links import Connections
+from ldt.runtime.comm.socket_options import MAX_CONNECTIONS
 from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
@@ -51,7 +52,7 @@ def connect(
     heartbeat_timeout: timedelta = HealthTimeouts.heartbeat,
     stall_timeout: timedelta = HealthTimeouts.stall,
     share_edge_errors: bool = False,
-    connections: int | None = None,
+    connections: Connections | None = None,
 ) -> Mesh:
     """Connect the ranks of ``topology`` into a mesh. A collective call of these ranks.
 
@@ -79,8 +80,8 @@ def connect(
         stall_timeout: Time without progress after which a rank is taken for hung.
         share_edge_errors: Publish text and traceback of all errors of the edge, which may quote a sample.
         connections: Number of TCP connections, 1 to 64, between two ranks on different sites, over which all their
-            lanes send in the plan's order; see the guide "Slow links". On the CPU only. Default: each lane has a
-            connection of its process group.
+            lanes send in the plan's order; see the guide "Slow links". ``"auto"`` measures the link and chooses. On
+            the CPU only. Default: each lane has a connection of its process group.
 
     Returns:
         This rank's mesh. Close it, or use it as a context manager.
@@ -164,15 +165,16 @@ def _store_and_key(global_rank: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
     return HashStore(), "ldt/alone"
 
 
-def _check_connections(connections: int | None, device: torch.device) -> int | None:
+def _check_connections(connections: Connections | None, device: torch.device) -> Connections | None:
     if connections is None:
         return None
-    if isinstance(connections, bool) or not isinstance(connections, int):
-        raise TypeError(f"connections must be an int or None, got {connections!r}")
-    if not 1 <= connections <= MAX_CONNECTIONS:
-        raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {connections}")
+    if connections != "auto":
+        if isinstance(connections, bool) or not isinstance(connections, int):
+            raise TypeError(f'connections must be an int, "auto" or None, got {connections!r}')
+        if not 1 <= connections <= MAX_CONNECTIONS:
+            raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {connections}")
     if device.type != "cpu":
-        raise ValueError(f"connections={connections} needs a mesh on the CPU, got {device}: leave it out")
+        raise ValueError(f"connections={connections!r} needs a mesh on the CPU, got {device}: leave it out")
     return connections
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import ldt
-from ldt.runtime.comm.socket_links import SocketConnector, listen
+from ldt.runtime.comm.socket_choice import LinkFigures, TcpLimits, choose
+from ldt.runtime.comm.socket_dial import accept, dial, listen
+from ldt.runtime.comm.socket_options import SocketSettings
+from ldt.runtime.comm.socket_probe import LinkProbe, probe
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
@@ -23,7 +24,7 @@ WORLD_SIZE = 4
 WIDTH = 64
 
 
-def _step(topology: Topology, connections: int, options: dict[str, Any]) -> None:
+def _step(topology: Topology, connections: Any, options: dict[str, Any]) -> None:
     """Two steps and an eval, bit-equal to the unsplit model."""
     chunks = toy_chunks(topology, WIDTH)
     batch = toy_microbatches(6, WIDTH, batch=300)
@@ -54,7 +55,7 @@ def _step(topology: Topology, connections: int, options: dict[str, Any]) -> None
             assert all(map(torch.equal, evaluated.outputs, expected_outputs))
 
 
-@pytest.mark.parametrize("connections", [1, 3])
+@pytest.mark.parametrize("connections", [1, 3, "auto"])
 @pytest.mark.parametrize(
     ("topology", "options"),
     [
@@ -68,7 +69,7 @@ def _step(topology: Topology, connections: int, options: dict[str, Any]) -> None
     ids=["three stages", "two laps, paired", "a broadcast", "scatter", "replicas", "a shared edge"],
 )
 def test_steps_equal_the_unsplit_model(
-    pool: RankPool, topology: Topology, options: dict[str, Any], connections: int
+    pool: RankPool, topology: Topology, options: dict[str, Any], connections: Any
 ) -> None:
     pool.run(_step, topology, connections, options, ranks=range(topology.world_size), timeout=60)
 
@@ -127,10 +128,8 @@ def test_values_that_are_no_number_of_connections_are_refused(value: Any, error:
         ldt.connect(Topology([1]), connections=value)
 
 
-def _connector(rank: int) -> SocketConnector:
-    """One that is asked only to accept or to dial."""
-    layout, watchdog = cast(Any, SimpleNamespace(rank=rank)), cast(Any, SimpleNamespace(check=lambda: None))
-    return SocketConnector(layout, 3, lambda _, value: [value], watchdog, time.monotonic() + 60)
+def _never(problem: str) -> None:
+    """Give up never; the tests have deadlines of their own."""
 
 
 def test_strangers_are_turned_away() -> None:
@@ -138,7 +137,7 @@ def test_strangers_are_turned_away() -> None:
     address = server.getsockname()[:2]
     with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
         stack.callback(server.close)
-        accepted = thread.submit(_connector(1).accept, server, token, [0])
+        accepted = thread.submit(accept, server, token, [(0, number) for number in range(3)], _never)
         silent = stack.enter_context(closing(socket.create_connection(address)))
         gone = socket.create_connection(address)
         gone.close()
@@ -146,9 +145,71 @@ def test_strangers_are_turned_away() -> None:
             stranger = stack.enter_context(closing(socket.create_connection(address)))
             stranger.sendall(text)
         offer = {"address": f"{address[0]}:{address[1]}", "token": token}
-        ours = [stack.enter_context(closing(one)) for one in _connector(0).dial(1, offer)]
-        theirs = [stack.enter_context(closing(one)) for one in accepted.result()[0]]
+        ours = [stack.enter_context(closing(one)) for one in dial(0, {1: offer}, {1: range(3)}, _never)[1]]
+        theirs = [stack.enter_context(closing(accepted.result()[0, index])) for index in range(3)]
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             one.sendall(bytes([index]))
             assert other.recv(1) == bytes([index])
         assert silent.recv(1) == b"", "it was closed"
+
+
+def test_a_link_is_measured_from_both_ends() -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(2) as threads, closing(listen()) as server:
+        ours = [
+            stack.enter_context(closing(socket.create_connection(server.getsockname()))) for _ in range(2)
+        ]
+        theirs = [stack.enter_context(closing(server.accept()[0])) for _ in range(2)]
+        ends = [threads.submit(probe, {peer: found}, _never) for peer, found in ((1, ours), (0, theirs))]
+        for peer, end in zip((1, 0), ends, strict=True):
+            found = end.result(timeout=30)[peer]
+            assert 0 < found.round_trip < 0.05
+            assert found.rate > 1e6
+        for one, other in zip(ours, theirs, strict=True):  # nothing of it is left on the connections
+            one.setblocking(True)
+            other.setblocking(True)
+            one.sendall(b"first")
+            assert other.recv(5, socket.MSG_WAITALL) == b"first"
+
+
+STOCK = TcpLimits(2 << 20, allows_bbr=True)
+
+
+@pytest.mark.parametrize(
+    ("rate", "round_trip", "loss", "limits", "expected"),
+    [
+        (25e6, 0.04, 0.0, STOCK, SocketSettings(1, 25_000_000)),
+        (125e6, 0.1, 0.0, STOCK, SocketSettings(6, 20_833_333)),
+        (125e6, 0.04, 1e-3, STOCK, SocketSettings(2, 62_500_000, bbr=True)),
+        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(2, 62_500_000)),
+        (125e6, 0.04, 0.0, TcpLimits(32 << 20, allows_bbr=True), SocketSettings(1, 125_000_000)),
+        (5e9, 1e-4, 0.0, STOCK, SocketSettings(1)),
+        (12.5e9, 0.1, 0.0, STOCK, SocketSettings(64, 195_312_500)),
+    ],
+    ids=["short", "long", "lossy", "no bbr", "larger buffers", "no link", "the most"],
+)
+def test_connections_fill_the_product_of_rate_and_round_trip(
+    rate: float, round_trip: float, loss: float, limits: TcpLimits, expected: SocketSettings
+) -> None:
+    pairs = [LinkProbe(round_trip, rate / 2, loss), LinkProbe(2 * round_trip, rate / 2, 0.0)]
+    figures = LinkFigures.of(pairs, [LinkProbe(round_trip, 1e5, 0.0)] * 2, [limits, STOCK])
+    if limits.window > STOCK.window:
+        figures = LinkFigures.of(pairs, pairs, [limits, limits])
+    assert choose(figures, 0) == expected
+
+
+def test_sysctls_that_would_help_are_named() -> None:
+    limits = [TcpLimits(2 << 20, allows_bbr=False)]
+    lossy = LinkFigures.of([LinkProbe(0.04, 1e8, 1e-3)], [LinkProbe(0.04, 1e8, 0.0)], limits)
+    assert "tcp_allowed_congestion_control" in "".join(lossy.advice())
+    long = LinkFigures.of([LinkProbe(0.2, 12.5e9, 0.0)], [LinkProbe(0.2, 1e8, 0.0)], limits)
+    assert [line.split("=")[0] for line in long.advice()] == [
+        "sysctl -w net.ipv4.tcp_rmem",
+        "sysctl -w net.ipv4.tcp_wmem",
+    ]
+    assert not list(LinkFigures.of([LinkProbe(0.04, 1e8, 0.0)], [LinkProbe(0.04, 1e8, 0.0)], limits).advice())
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+def test_figures_that_no_end_can_have_seen_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="positive figures"):
+        LinkProbe(0.1, value, 0.0)

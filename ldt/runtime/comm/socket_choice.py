@@ -1,0 +1,101 @@
+"""Chooses the number of connections, their pace and their congestion control, and names sysctls that would help."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ldt.runtime.comm.socket_options import BBR, MAX_CONNECTIONS, SocketSettings
+from ldt.runtime.comm.socket_probe import LinkProbe
+
+__all__ = ["LinkFigures", "TcpLimits", "allow_bbr", "choose"]
+
+_SYSCTLS = Path("/proc/sys/net/ipv4")
+_STOCK_BUFFER = 4 << 20
+_LONG_SECONDS = 2e-3  # a round trip from which on a full queue and a loss cost more than what avoids them
+
+
+@dataclass(frozen=True)
+class TcpLimits:
+    """A host's limits of a connection. ``window``: bytes that it may have under way."""
+
+    window: float
+    allows_bbr: bool
+
+    @classmethod
+    def of_this_host(cls) -> TcpLimits:
+        buffers = [int(sizes[-1]) for sizes in (_sysctl("tcp_rmem"), _sysctl("tcp_wmem")) if sizes]
+        half = min(buffers, default=_STOCK_BUFFER) / 2  # the kernel needs the rest itself
+        return cls(half, BBR in _sysctl("tcp_allowed_congestion_control"))
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """Of all that crosses between two sites; both ends of all pairs of ranks agree on it."""
+
+    round_trip: float
+    rates: tuple[float, float]  # from the site of the smaller number, and to it
+    loss: float
+    window: float
+    allows_bbr: bool
+
+    @classmethod
+    def of(
+        cls, there: Sequence[LinkProbe], back: Sequence[LinkProbe], limits: Sequence[TcpLimits]
+    ) -> LinkFigures:
+        """From what the ends of all pairs saw, which sent at once."""
+        return cls(
+            round_trip=min(end.round_trip for end in (*there, *back)),
+            rates=(sum(end.rate for end in there), sum(end.rate for end in back)),
+            loss=max(end.loss for end in (*there, *back)),
+            window=max(1.0, min(host.window for host in limits)),
+            allows_bbr=all(host.allows_bbr for host in limits),
+        )
+
+    @property
+    def product(self) -> float:
+        return max(self.rates) * self.round_trip
+
+    def advice(self) -> Iterator[str]:
+        """Commands for root that would help, each with the reason."""
+        if self.product > MAX_CONNECTIONS * self.window:
+            size = 2 * math.ceil(self.product / MAX_CONNECTIONS)
+            for name in ("tcp_rmem", "tcp_wmem"):
+                values = [*_sysctl(name)[:2], str(size)]
+                yield f'sysctl -w net.ipv4.{name}="{" ".join(values)}" ({MAX_CONNECTIONS} connections do not fill it)'
+        if self.loss and not self.allows_bbr:
+            values = [*_sysctl("tcp_allowed_congestion_control"), BBR]
+            line = (
+                f'modprobe tcp_bbr && sysctl -w net.ipv4.tcp_allowed_congestion_control="{" ".join(values)}"'
+            )
+            yield f"{line} on both sites (it loses packets)"
+
+    def __str__(self) -> str:
+        there, back = (f"{rate * 8e-6:.0f}" for rate in self.rates)
+        loss = f"{self.loss:.2%} lost" if self.loss else "none lost"
+        return f"round trip {self.round_trip * 1e3:.1f} ms, {there} and {back} Mb/s, {loss}"
+
+
+def choose(figures: LinkFigures, direction: int) -> SocketSettings:
+    """For the end that sends in that direction of ``figures.rates``."""
+    count = max(1, min(MAX_CONNECTIONS, math.ceil(figures.product / figures.window)))
+    lossy = figures.loss > 0 and figures.round_trip > _LONG_SECONDS
+    if lossy:  # a loss at the end of a burst is noticed late, and each connection has an end
+        count = math.ceil(count / 2)
+    pace = figures.rates[direction] / count if figures.round_trip > _LONG_SECONDS else 0
+    return SocketSettings(count, int(pace), lossy and figures.allows_bbr)
+
+
+def allow_bbr() -> str:
+    """The command for root that lets any process of this host use bbr."""
+    values = " ".join([*_sysctl("tcp_allowed_congestion_control"), BBR])
+    return f'modprobe tcp_bbr && sysctl -w net.ipv4.tcp_allowed_congestion_control="{values}"'
+
+
+def _sysctl(name: str) -> list[str]:
+    try:
+        return (_SYSCTLS / name).read_text().split()
+    except OSError:  # another system, or a container that hides it
+        return []
