@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from compression_jobs import WIDTH, Traffic, compare_with_rounding, reference_step
+from compression_jobs import WIDTH, compare_with_rounding, reference_step
 from pipeline_jobs import assert_equal_grads, assert_equal_losses, build
 from torch import Tensor, nn
 
 import ldt
-from ldt.plan import optimize
+from ldt.cli.compressed_costs import compressed
+from ldt.plan import Costs, optimize
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_loss, toy_microbatches, unsplit_step
-from ldt.testing.late_sends import each_kind_at_once
 from ldt.testing.rounding import with_rounding
 from ldt.topology import Topology
 
@@ -25,12 +25,10 @@ BOTH = pytest.mark.parametrize("choice", ["bf16", "8bit"])
 
 # -- topologies and plans --------------------------------------------------------------------------------------------
 
-
 TOPOLOGIES = {
     "two replicas": (Topology([1, 1], dp=2), 3),
     "a shared edge": (Topology([1, 1], dp=2, edge_dp=1), 2),  # a microbatch each, as sums then have one order
     "replicas and laps": (Topology([1, 1], dp=2, laps=2), 2),
-    "a site for each stage": (Topology([1, 1, 1], sites=["office", "east", "west"]), 2),
 }
 
 
@@ -40,33 +38,29 @@ def test_topologies(pool: RankPool, name: str) -> None:
     pool.run(compare_with_rounding, topology, "8bit", number, ranks=range(topology.world_size))
 
 
-def planned(split_backward: bool) -> Traffic:
+def planned() -> None:
     topology = Topology([1, 1, 1])
-    costs = ldt.plan.Costs(0.01, 0.02, latency=0.05, bandwidth=1e6, bytes=1000)
-    plan = optimize(topology, 4, costs, split_backward=split_backward)
-    if split_backward:
-        plan = each_kind_at_once(topology, 4, split_backward=True)
-    return compare_with_rounding(topology, "8bit", 4, plan=plan)
+    costs = Costs(0.01, 0.02, latency=0.05, bandwidth=1e6, bytes=1000)
+    compare_with_rounding(topology, "8bit", 4, plan=optimize(topology, 4, costs))
 
 
-@pytest.mark.parametrize("split_backward", [False, True])
-def test_plans(pool: RankPool, split_backward: bool) -> None:
-    pool.run(planned, split_backward, ranks=range(3))
+def test_a_planned_order(pool: RankPool) -> None:
+    pool.run(planned, ranks=range(3))
 
 
-def measured_shares(choice: Any) -> list[float]:
-    """The bytes of each channel between sites over those without compression."""
-    topology = Topology([1, 1, 1], sites=["office", "east", "west"])
-    traffic = [compare_with_rounding(topology, scheme) for scheme in ("none", choice)]
-    assert traffic[0].keys() == traffic[1].keys()
-    return [traffic[1][name][1] / nbytes for name, (_, nbytes) in traffic[0].items()]
+APART = Topology([1, 1, 1], sites=["office", "east", "west"])
 
 
 @pytest.mark.parametrize(("choice", "most"), [("bf16", 0.51), ("8bit", 0.26)])
-def test_bytes_on_the_wire_are_the_schemes(pool: RankPool, choice: str, most: float) -> None:
-    shares = pool.run(measured_shares, choice, ranks=range(3))
-    assert [len(of_rank) for of_rank in shares] == [4, 4, 4]
-    assert all(share <= most for of_rank in shares for share in of_rank)
+def test_bytes_on_the_wire_are_those_of_the_plan(pool: RankPool, choice: str, most: float) -> None:
+    """Those that a step counts, against those that ``python -m ldt plan --compression`` plans with."""
+    plain = 6 * WIDTH * 4
+    planned = compressed(Costs(0.01, 0.02, bandwidth=1e6, bytes=plain), APART, choice, "float32")
+    traffic = pool.run(compare_with_rounding, APART, choice, ranks=range(3))
+    for channel in APART.channels:
+        for messages, nbytes in (counts[channel.name] for counts in traffic if channel.name in counts):
+            assert nbytes / messages == pytest.approx(planned.bytes[channel.hop], rel=0.01)
+            assert nbytes / messages <= most * plain
 
 
 def test_none_is_bit_equal_to_the_unsplit_model(pool: RankPool) -> None:

@@ -61,11 +61,6 @@ def test_steps_and_evals_equal_an_unsplit_model_that_rounds(
     pool.run(with_options, topology, choice, options, ranks=range(sum(tp)))
 
 
-@pytest.mark.parametrize("choice", ["bf16", "8bit"])
-def test_two_replicas(pool: RankPool, choice: str) -> None:
-    pool.run(compare_with_rounding, Topology([1, 1], dp=2), choice, ranks=range(4))
-
-
 def split_backward(choice: str) -> None:
     topology = Topology([1, 1, 1])
     compare_with_rounding(topology, choice, 4, plan=each_kind_at_once(topology, 4, split_backward=True))
