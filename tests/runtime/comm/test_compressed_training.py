@@ -208,13 +208,13 @@ def scale_unsplit(topology: Topology, chunks: list[nn.Module], batch: list[Any],
 
 
 def scaled(choice: str) -> list[float]:
-    topology = Topology([1, 1, 1])
+    topology = Topology([1, 1])
     torch.manual_seed(0)
-    chunks: list[nn.Module] = [*(Half(WIDTH) for _ in range(3)), HalfTail(WIDTH)]
+    chunks: list[nn.Module] = [Half(WIDTH), Half(WIDTH), HalfTail(WIDTH)]
     batch = toy_microbatches(2, WIDTH, batch=6)
     expected, reference = scale_unsplit(topology, chunks, batch, choice)
     scales = []
-    with ldt.connect(topology, compression=choice, ranks=range(3)) as mesh:  # type: ignore[arg-type]
+    with ldt.connect(topology, compression=choice, ranks=range(2)) as mesh:  # type: ignore[arg-type]
         scaler = ldt.GradScaler(mesh, **SCALING)
         pipeline = build(mesh, chunks, grad_scaler=scaler)
         optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
@@ -233,8 +233,8 @@ def scaled(choice: str) -> list[float]:
 
 @BOTH
 def test_a_gradient_that_overflows_skips_the_step_on_all_ranks(pool: RankPool, choice: str) -> None:
-    scales, *others = pool.run(scaled, choice, ranks=range(3))
-    assert others == [scales, scales]
+    scales, others = pool.run(scaled, choice, ranks=range(2))
+    assert others == scales
     assert scales[0] == 2.0**27, "the first step did not overflow"
     assert scales[-2] == scales[-1], "no step went without overflow"
 
