@@ -66,11 +66,7 @@ class LinkFigures:
                 values = [*_sysctl(name)[:2], str(size)]
                 yield f'sysctl -w net.ipv4.{name}="{" ".join(values)}" ({MAX_CONNECTIONS} connections do not fill it)'
         if self.loss and not self.allows_bbr:
-            values = [*_sysctl("tcp_allowed_congestion_control"), BBR]
-            line = (
-                f'modprobe tcp_bbr && sysctl -w net.ipv4.tcp_allowed_congestion_control="{" ".join(values)}"'
-            )
-            yield f"{line} on both sites (it loses packets)"
+            yield f"{allow_bbr()} on both sites (it loses packets)"
 
     def __str__(self) -> str:
         there, back = (f"{rate * 8e-6:.0f}" for rate in self.rates)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -173,6 +174,8 @@ def _check_connections(connections: Connections | None, device: torch.device) ->
             raise TypeError(f'connections must be an int, "auto" or None, got {connections!r}')
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {connections}")
+    elif sys.platform != "linux":
+        raise ValueError('connections="auto" reads the counters of Linux\'s TCP: give a number')
     if device.type != "cpu":
         raise ValueError(f"connections={connections!r} needs a mesh on the CPU, got {device}: leave it out")
     return connections

@@ -128,6 +128,12 @@ def test_values_that_are_no_number_of_connections_are_refused(value: Any, error:
         ldt.connect(Topology([1]), connections=value)
 
 
+def test_auto_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ValueError, match="Linux"):
+        ldt.connect(Topology([1]), connections="auto")
+
+
 def _never(problem: str) -> None:
     """Give up never; the tests have deadlines of their own."""
 
