@@ -17,7 +17,7 @@
 # TORCH_INSTALL  what pip installs where there is no torch, e.g. "torch==2.13.0 --index-url <index of CPU builds>"
 # ARGS           further arguments for pytest, for the demo, for ctest or for the fuzzer: libFuzzer's own options if
 #                the compiler is Clang (CXX=clang++), else the number of messages and a seed
-# WORKERS        how many test files run side by side (default 2): each waits for its ranks more than it computes
+# WORKERS        how many test files run side by side (default 3): each waits for its ranks more than it computes
 # INSTALL        what each target does first to build and install; `:` does nothing, where all is there
 # NPROC          processes of the demo; the sum of --stages in ARGS unless given
 
@@ -25,7 +25,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INSTALL ?= torch==2.13.0
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 STAGES = $(shell echo '$(ARGS)' | sed -n 's/.*--stages[ =]*\([0-9,]*\).*/\1/p')
 NPROC ?= $(shell echo $$(($(or $(subst $(comma),+,$(STAGES)),3))))
 comma := ,
