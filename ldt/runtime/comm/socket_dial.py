@@ -31,19 +31,20 @@ def accept(
 ) -> dict[Key, socket.socket]:
     """The connections of that rank and number. Those that do not know the token are dropped."""
     found: dict[Key, socket.socket] = {}
-    while found.keys() != set(expected):
-        missing = sorted({rank for rank, _ in set(expected) - found.keys()})
-        check(f"ranks {missing} did not connect to {address_of(server)}")
+    welcomed: dict[Key, socket.socket] = {}  # who has yet to take notice: a round trip, so not for each by itself
+    while missing := set(expected) - found.keys():
+        check(f"ranks {sorted({rank for rank, _ in missing})} did not connect to {address_of(server)}")
         with suppress(OSError):  # nobody yet, or nobody who speaks to us
             caller = server.accept()[0]
             key = _read_hello(caller, token)
-            if key is not None and key in expected:
+            if key is not None and key in missing:
                 caller.sendall(_WELCOME)
-                found[key] = caller
+                welcomed[key] = caller
             else:
                 caller.close()
-        if found.keys() == set(expected):
-            found = {key: caller for key, caller in found.items() if _is_there(caller)}
+        if welcomed.keys() == missing:
+            found |= {key: caller for key, caller in welcomed.items() if _is_there(caller)}
+            welcomed.clear()
     return found
 
 

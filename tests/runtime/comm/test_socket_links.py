@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 import ldt
 from ldt.runtime.comm.socket_choice import LinkFigures, TcpLimits, choose
-from ldt.runtime.comm.socket_dial import accept, dial, listen
+from ldt.runtime.comm.socket_dial import Check, accept, dial, listen
 from ldt.runtime.comm.socket_options import SocketSettings
 from ldt.runtime.comm.socket_probe import LinkProbe, probe
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
@@ -134,8 +135,14 @@ def test_auto_needs_linux(monkeypatch: pytest.MonkeyPatch) -> None:
         ldt.connect(Topology([1]), connections="auto")
 
 
-def _never(problem: str) -> None:
-    """Give up never; the tests have deadlines of their own."""
+def _within(seconds: float = 30.0) -> Check:
+    """Give up then."""
+    deadline = time.monotonic() + seconds
+
+    def check(problem: str) -> None:
+        assert time.monotonic() < deadline, problem
+
+    return check
 
 
 def test_strangers_are_turned_away() -> None:
@@ -143,7 +150,7 @@ def test_strangers_are_turned_away() -> None:
     address = server.getsockname()[:2]
     with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
         stack.callback(server.close)
-        accepted = thread.submit(accept, server, token, [(0, number) for number in range(3)], _never)
+        accepted = thread.submit(accept, server, token, [(0, number) for number in range(3)], _within())
         silent = stack.enter_context(closing(socket.create_connection(address)))
         gone = socket.create_connection(address)
         gone.close()
@@ -151,12 +158,28 @@ def test_strangers_are_turned_away() -> None:
             stranger = stack.enter_context(closing(socket.create_connection(address)))
             stranger.sendall(text)
         offer = {"address": f"{address[0]}:{address[1]}", "token": token}
-        ours = [stack.enter_context(closing(one)) for one in dial(0, {1: offer}, {1: range(3)}, _never)[1]]
+        ours = [stack.enter_context(closing(one)) for one in dial(0, {1: offer}, {1: range(3)}, _within())[1]]
         theirs = [stack.enter_context(closing(accepted.result()[0, index])) for index in range(3)]
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             one.sendall(bytes([index]))
             assert other.recv(1) == bytes([index])
         assert silent.recv(1) == b"", "it was closed"
+
+
+def test_who_gives_up_may_call_again_and_others_stay_connected() -> None:
+    server, token = listen(), "0" * 32
+    address = server.getsockname()[:2]
+    offer = {"address": f"{address[0]}:{address[1]}", "token": token}
+    with ExitStack() as stack, ThreadPoolExecutor(1) as thread:
+        stack.callback(server.close)
+        accepted = thread.submit(accept, server, token, [(0, number) for number in range(2)], _within())
+        with closing(socket.create_connection(address)) as first:
+            first.sendall(token.encode() + bytes(8))  # rank 0, number 0
+        ours = [dial(0, {1: offer}, {1: range(number, number + 1)}, _within())[1][0] for number in (1, 0)]
+        theirs = [accepted.result()[0, number] for number in (1, 0)]
+        for one, other in zip(ours, theirs, strict=True):
+            stack.enter_context(closing(one)).sendall(b"x")
+            assert stack.enter_context(closing(other)).recv(1) == b"x"
 
 
 def test_a_link_is_measured_from_both_ends() -> None:
@@ -165,7 +188,7 @@ def test_a_link_is_measured_from_both_ends() -> None:
             stack.enter_context(closing(socket.create_connection(server.getsockname()))) for _ in range(2)
         ]
         theirs = [stack.enter_context(closing(server.accept()[0])) for _ in range(2)]
-        ends = [threads.submit(probe, {peer: found}, _never) for peer, found in ((1, ours), (0, theirs))]
+        ends = [threads.submit(probe, {peer: found}, _within()) for peer, found in ((1, ours), (0, theirs))]
         for peer, end in zip((1, 0), ends, strict=True):
             found = end.result(timeout=30)[peer]
             assert 0 < found.round_trip < 0.05
