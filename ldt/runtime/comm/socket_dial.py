@@ -31,7 +31,9 @@ def accept(
 ) -> dict[Key, socket.socket]:
     """The connections of that rank and number. Those that do not know the token are dropped."""
     found: dict[Key, socket.socket] = {}
-    welcomed: dict[Key, socket.socket] = {}  # who has yet to take notice: a round trip, so not for each by itself
+    welcomed: dict[
+        Key, socket.socket
+    ] = {}  # who has yet to take notice: a round trip, so not for each by itself
     while missing := set(expected) - found.keys():
         check(f"ranks {sorted({rank for rank, _ in missing})} did not connect to {address_of(server)}")
         with suppress(OSError):  # nobody yet, or nobody who speaks to us
