@@ -98,12 +98,13 @@ def _sketch(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.float64 if flat.device.type in ("cpu", "cuda") else torch.float32
     draw = torch.Generator().manual_seed(0)
     size = min(_PIECE, flat.numel())
-    signs = torch.randint(2, (size, _PROJECTIONS), generator=draw).mul_(2).sub_(1).to(flat.device, wide)
+    signs = torch.randint(2, (_PROJECTIONS, size), generator=draw).mul_(2).sub_(1).to(flat.device, wide)
     sums = torch.zeros(1 + _PROJECTIONS, dtype=wide, device=flat.device)
     for number, piece in enumerate(torch.split(flat, size)):
         values = piece.to(wide)
         sums[0] += values.square().sum()
-        sums[1:] += (values @ signs[: len(values)]) * (1 if number.bit_count() % 2 else -1)
+        # No matmul: a first one of this kind may wait for receives that are posted ahead of this very output.
+        sums[1:] += (signs[:, : len(values)] * values).sum(1) * (1 if number.bit_count() % 2 else -1)
     return sums.double().cpu()
 
 
