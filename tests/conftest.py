@@ -6,6 +6,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +26,7 @@ settings.register_profile("ldt", max_examples=60, deadline=None, suppress_health
 settings.register_profile("thorough", settings.get_profile("ldt"), max_examples=300)
 settings.load_profile("ldt")
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MOST_REASONS = 9  # and one line for the others
 
 
@@ -35,6 +37,18 @@ def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
 
     with RankPool(getattr(request.module, "WORLD_SIZE", 4)) as made:
         yield made
+
+
+@pytest.fixture
+def wide_area(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the test import the benchmarks' ``wan_link``; skips it where no link can be emulated."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    from wan_link import check_wan
+
+    try:
+        check_wan()
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -274,14 +274,8 @@ def test_too_few_gpus_are_reported() -> None:
     assert "expected 1000 GPUs" in done.stderr
 
 
-def test_steps_over_a_wide_area_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from wan_link import check_wan
-
-    try:
-        check_wan()
-    except ValueError as error:
-        pytest.skip(str(error))
+@pytest.mark.usefixtures("wide_area")
+def test_steps_over_a_wide_area_link(tmp_path: Path) -> None:
     small = "--latency 5ms --stages 2 --microbatches 2 --bytes 64KiB --forward 1ms --steps 1 --warm-up 1"
     tables = rows_of(
         f"wan.py {small} --connections 2 --paths 'raw TCP' 'torch ushape' 'ldt optimize'", tmp_path
@@ -303,15 +297,11 @@ def test_steps_over_a_wide_area_link(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows[5]["simulated"] > rows[4]["simulated"] + 5.0
 
 
-def test_packets_are_lost_and_queued_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
+@pytest.mark.usefixtures("wide_area")
+def test_packets_are_lost_and_queued_as_asked() -> None:
     from harness import in_ranks
-    from wan_link import Settings, check_wan, wide_area_link
+    from wan_link import Settings, wide_area_link
 
-    try:
-        check_wan()
-    except ValueError as error:
-        pytest.skip(str(error))
     nbytes = 512 << 10
     with wide_area_link(Settings(125e6, 1e-3, 0.03), Settings(2.5e6, 1e-3, queue=30_000)) as link:
         assert in_ranks(_exchange, (nbytes,), 2, list(link.places)) == nbytes
@@ -323,15 +313,11 @@ def test_packets_are_lost_and_queued_as_asked(monkeypatch: pytest.MonkeyPatch) -
     assert min(up.bytes, down.bytes) > nbytes
 
 
-def test_every_byte_of_a_link_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("wide_area")
+def test_every_byte_of_a_link_is_counted() -> None:
     """Datagrams, as nothing repeats them: a queue of ten takes no eleventh at once, a cut link none."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from wan_link import ADDRESSES, Settings, check_wan, wide_area_link
+    from wan_link import ADDRESSES, Settings, wide_area_link
 
-    try:
-        check_wan()
-    except ValueError as error:
-        pytest.skip(str(error))
     size, headers, framing = 1000, 28, 38
     queue = 10 * (size + headers + framing)
     with wide_area_link(Settings(1e-3, queue=queue), Settings(1e9)) as link:  # nothing leaves the queue

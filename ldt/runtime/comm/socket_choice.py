@@ -10,7 +10,7 @@ from pathlib import Path
 from ldt.runtime.comm.socket_options import BBR, MAX_CONNECTIONS, SocketSettings
 from ldt.runtime.comm.socket_probe import LinkProbe
 
-__all__ = ["LinkFigures", "TcpLimits", "allow_bbr", "choose"]
+__all__ = ["TcpLimits", "TcpPath", "allow_bbr", "choose"]
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 _STOCK_BUFFER = 4 << 20
@@ -32,11 +32,11 @@ class TcpLimits:
 
 
 @dataclass(frozen=True)
-class LinkFigures:
-    """Of all that crosses between two sites; both ends of all pairs of ranks agree on it."""
+class TcpPath:
+    """What TCP finds between two sites, as both ends of all pairs of ranks agree."""
 
     round_trip: float
-    rates: tuple[float, float]  # from the site of the smaller number, and to it
+    rates: tuple[float, float]  # bytes per second from the site that sorts first, and to it
     loss: float
     window: float
     allows_bbr: bool
@@ -44,7 +44,7 @@ class LinkFigures:
     @classmethod
     def of(
         cls, there: Sequence[LinkProbe], back: Sequence[LinkProbe], limits: Sequence[TcpLimits]
-    ) -> LinkFigures:
+    ) -> TcpPath:
         """From what the ends of all pairs saw, which sent at once."""
         return cls(
             round_trip=min(end.round_trip for end in (*there, *back)),
@@ -74,14 +74,14 @@ class LinkFigures:
         return f"round trip {self.round_trip * 1e3:.1f} ms, {there} and {back} Mb/s, {loss}"
 
 
-def choose(figures: LinkFigures, direction: int) -> SocketSettings:
-    """For the end that sends in that direction of ``figures.rates``."""
-    count = max(1, min(MAX_CONNECTIONS, math.ceil(figures.product / figures.window)))
-    lossy = figures.loss > 0 and figures.round_trip > _LONG_SECONDS
-    if lossy:  # a loss at the end of a burst is noticed late, and each connection has an end
+def choose(path: TcpPath, direction: int) -> SocketSettings:
+    """For the end that sends in that direction of ``path.rates``."""
+    count = max(1, min(MAX_CONNECTIONS, math.ceil(path.product / path.window)))
+    is_long = path.round_trip > _LONG_SECONDS
+    bbr = is_long and path.loss > 0 and path.allows_bbr
+    if bbr:  # a loss at the end of a burst is noticed late, and each connection has an end
         count = math.ceil(count / 2)
-    pace = figures.rates[direction] / count if figures.round_trip > _LONG_SECONDS else 0
-    return SocketSettings(count, int(pace), lossy and figures.allows_bbr)
+    return SocketSettings(count, int(path.rates[direction] / count) if is_long else 0, bbr)
 
 
 def allow_bbr() -> str:

@@ -31,9 +31,8 @@ def accept(
 ) -> dict[Key, socket.socket]:
     """The connections of that rank and number. Those that do not know the token are dropped."""
     found: dict[Key, socket.socket] = {}
-    welcomed: dict[
-        Key, socket.socket
-    ] = {}  # who has yet to take notice: a round trip, so not for each by itself
+    # Who has yet to take notice. That takes a round trip, so all are waited for together.
+    welcomed: dict[Key, socket.socket] = {}
     while missing := set(expected) - found.keys():
         check(f"ranks {sorted({rank for rank, _ in missing})} did not connect to {address_of(server)}")
         with suppress(OSError):  # nobody yet, or nobody who speaks to us

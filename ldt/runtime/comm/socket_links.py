@@ -19,7 +19,7 @@ from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name
 from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
-from ldt.runtime.comm.socket_choice import LinkFigures, TcpLimits, choose
+from ldt.runtime.comm.socket_choice import TcpLimits, TcpPath, choose
 from ldt.runtime.comm.socket_dial import accept, address_of, dial, listen
 from ldt.runtime.comm.socket_options import SocketSettings, set_options
 from ldt.runtime.comm.socket_probe import NUM_PROBES, LinkProbe, probe
@@ -143,17 +143,17 @@ class SocketConnector:
         settings = {}
         for peer in opened:
             sites = sorted((self._site_of(self._layout.rank), self._site_of(peer)), key=str)
-            figures = self._figures(sites, pairs, reported)
-            settings[peer] = choose(figures, sites.index(self._site_of(self._layout.rank)))
-            logger.info("to rank %d: %s: %s", peer, figures, settings[peer])
-            for line in figures.advice():
+            path = self._path(sites, pairs, reported)
+            settings[peer] = choose(path, sites.index(self._site_of(self._layout.rank)))
+            logger.info("to rank %d: %s: %s", peer, path, settings[peer])
+            for line in path.advice():
                 logger.warning("the link to rank %d would be faster after: %s", peer, line)
         return settings
 
-    def _figures(
+    def _path(
         self, sites: Sequence[Site], pairs: Sequence[Pair], reported: Sequence[Mapping[str, str]]
-    ) -> LinkFigures:
-        """Of the pipe between two sites, from what each of its ranks reported."""
+    ) -> TcpPath:
+        """Between two sites, from what each of their ranks reported."""
         ends: tuple[list[LinkProbe], list[LinkProbe]] = ([], [])
         limits = []
         for pair in pairs:
@@ -162,7 +162,7 @@ class SocketConnector:
                     found = read_fields(LinkProbe, reported[one][str(other)])
                     ends[sites.index(self._site_of(one))].append(found)
                     limits.append(read_fields(TcpLimits, reported[one]["limits"]))
-        return LinkFigures.of(*ends, limits)
+        return TcpPath.of(*ends, limits)
 
     def _open(self, door: Door, numbers: Mapping[int, range]) -> dict[int, list[socket.socket]]:
         """The connections of those numbers to each peer, in order."""

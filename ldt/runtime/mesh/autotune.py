@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from typing import Any, NamedTuple
 
-import torch
-
-from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
-from ldt.runtime.comm.preconnect import await_on_host
-from ldt.runtime.health.watchdog import Watchdog
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.mesh.probe_tasks import round_trips, run_tasks
 from ldt.topology import Channel
 
 __all__ = ["SIZES", "Line", "crossover", "tune_transfers"]
 
 SIZES = (64 << 10, 4 << 20)
 _REPEATS = 3
-_POLL_SECONDS = 1e-5
 _MIN_SPEEDUP = 1.1  # per byte; less may be noise
 
 
@@ -78,7 +72,17 @@ def _measure(mesh: Mesh, channel: Channel, deadline: float) -> float | None:
     if there is None and back is None:
         return None
     leader, scatter = (
-        [_seconds(mesh, there and there.scattering_from(least), back, nbytes, deadline) for nbytes in SIZES]
+        [
+            _seconds(
+                mesh,
+                there and there.scattering_from(least),
+                back,
+                nbytes,
+                deadline,
+                f"channel {channel.name}",
+            )
+            for nbytes in SIZES
+        ]
         for least in (math.inf, 0.0)
     )
     bytes_from = crossover(Line.through(*leader), Line.through(*scatter))
@@ -86,26 +90,10 @@ def _measure(mesh: Mesh, channel: Channel, deadline: float) -> float | None:
 
 
 def _seconds(
-    mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int, deadline: float
+    mesh: Mesh, there: Endpoint | None, back: Endpoint | None, nbytes: int, deadline: float, what: str
 ) -> float:
-    message = torch.zeros(nbytes, dtype=torch.uint8, device=mesh.device)
-    answer = torch.zeros(1, dtype=torch.uint8, device=mesh.device)
-    legs = (there, message), (back, answer)
-    rounds = [_round_trip(mesh.watchdog, *legs, deadline=deadline) for _ in range(_REPEATS + 1)]
-    return statistics.median(rounds[1:])
-
-
-def _round_trip(watchdog: Watchdog, *legs: tuple[Endpoint | None, torch.Tensor], deadline: float) -> float:
-    """Send or receive each leg's message in turn and return the seconds; legs without an endpoint are skipped.
-
-    Raises LdtError if a message has not arrived by ``deadline`` (``time.monotonic()``).
-    """
-    start = time.perf_counter()
-    for endpoint, message in legs:
-        if endpoint is not None:
-            work = (endpoint.send if endpoint.sends else endpoint.receive)([message], "probe")
-            if work is not None and not await_on_host(work, watchdog, _POLL_SECONDS, deadline):
-                raise LdtError(
-                    f"measuring channel {endpoint.channel.name} took too long: give connect a longer timeout"
-                )
-    return time.perf_counter() - start
+    """Of a message there and a byte back: the median; 0 on ranks that did not begin."""
+    seconds: list[float] = []
+    task = round_trips(there, back, 1 + _REPEATS, mesh.device, seconds, nbytes)
+    run_tasks([task], mesh.watchdog, deadline, what)
+    return statistics.median(seconds[1:]) if seconds else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_right
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from ldt.errors import LdtError
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.packed_message import receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
@@ -22,10 +24,13 @@ _LABEL = "probe"
 _POLL_SECONDS = 1e-5
 
 
-def run_tasks(tasks: Sequence[Task], watchdog: Watchdog) -> None:
+def run_tasks(
+    tasks: Sequence[Task], watchdog: Watchdog, deadline: float = math.inf, what: str = "the links"
+) -> None:
     """Run all tasks at once, each on whenever its work is done.
 
-    Raises RemoteStageError if another rank failed, and the error of a work that failed.
+    Raises LdtError if they have not ended by ``deadline`` (``time.monotonic()``), RemoteStageError if another rank
+    failed, and the error of a work that failed.
     """
     waiting = [(task, work) for task in tasks for work in _next(task)]
     while waiting:
@@ -41,6 +46,8 @@ def run_tasks(tasks: Sequence[Task], watchdog: Watchdog) -> None:
                 waiting.append((task, work))
         if not moved:
             watchdog.check()
+            if time.monotonic() > deadline:
+                raise LdtError(f"measuring {what} took too long: give connect a longer timeout")
             time.sleep(_POLL_SECONDS)
 
 
@@ -51,15 +58,20 @@ def _next(task: Task) -> list[CompositeWork]:
 
 
 def round_trips(
-    there: Endpoint | None, back: Endpoint | None, number: int, device: torch.device, seconds: list[float]
+    there: Endpoint | None,
+    back: Endpoint | None,
+    number: int,
+    device: torch.device,
+    seconds: list[float],
+    nbytes: int = 1,
 ) -> Task:
-    """Exchange ``number`` messages of one byte, and as many answers. The rank that begins appends their seconds."""
-    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    """Exchange ``number`` messages of ``nbytes``, each for one byte. The rank that begins appends their seconds."""
+    message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     for _ in range(number):
         start = time.perf_counter()
-        for endpoint in (there, back):
+        for endpoint, tensor in ((there, message), (back, message[:1])):
             if endpoint is not None:
-                yield from _started((endpoint.send if endpoint.sends else endpoint.receive)([byte], _LABEL))
+                yield from _started((endpoint.send if endpoint.sends else endpoint.receive)([tensor], _LABEL))
         if there is not None and there.sends:
             seconds.append(time.perf_counter() - start)
 

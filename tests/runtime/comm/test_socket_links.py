@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import ldt
-from ldt.runtime.comm.socket_choice import LinkFigures, TcpLimits, choose
+from ldt.runtime.comm.socket_choice import TcpLimits, TcpPath, choose
 from ldt.runtime.comm.socket_dial import Check, accept, dial, listen
 from ldt.runtime.comm.socket_options import SocketSettings
 from ldt.runtime.comm.socket_probe import LinkProbe, probe
@@ -209,7 +209,7 @@ STOCK = TcpLimits(2 << 20, allows_bbr=True)
         (25e6, 0.04, 0.0, STOCK, SocketSettings(1, 25_000_000)),
         (125e6, 0.1, 0.0, STOCK, SocketSettings(6, 20_833_333)),
         (125e6, 0.04, 1e-3, STOCK, SocketSettings(2, 62_500_000, bbr=True)),
-        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(2, 62_500_000)),
+        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(3, 41_666_666)),
         (125e6, 0.04, 0.0, TcpLimits(32 << 20, allows_bbr=True), SocketSettings(1, 125_000_000)),
         (5e9, 1e-4, 0.0, STOCK, SocketSettings(1)),
         (12.5e9, 0.1, 0.0, STOCK, SocketSettings(64, 195_312_500)),
@@ -220,22 +220,22 @@ def test_connections_fill_the_product_of_rate_and_round_trip(
     rate: float, round_trip: float, loss: float, limits: TcpLimits, expected: SocketSettings
 ) -> None:
     pairs = [LinkProbe(round_trip, rate / 2, loss), LinkProbe(2 * round_trip, rate / 2, 0.0)]
-    figures = LinkFigures.of(pairs, [LinkProbe(round_trip, 1e5, 0.0)] * 2, [limits, STOCK])
+    path = TcpPath.of(pairs, [LinkProbe(round_trip, 1e5, 0.0)] * 2, [limits, STOCK])
     if limits.window > STOCK.window:
-        figures = LinkFigures.of(pairs, pairs, [limits, limits])
-    assert choose(figures, 0) == expected
+        path = TcpPath.of(pairs, pairs, [limits, limits])
+    assert choose(path, 0) == expected
 
 
 def test_sysctls_that_would_help_are_named() -> None:
     limits = [TcpLimits(2 << 20, allows_bbr=False)]
-    lossy = LinkFigures.of([LinkProbe(0.04, 1e8, 1e-3)], [LinkProbe(0.04, 1e8, 0.0)], limits)
+    lossy = TcpPath.of([LinkProbe(0.04, 1e8, 1e-3)], [LinkProbe(0.04, 1e8, 0.0)], limits)
     assert "tcp_allowed_congestion_control" in "".join(lossy.advice())
-    long = LinkFigures.of([LinkProbe(0.2, 12.5e9, 0.0)], [LinkProbe(0.2, 1e8, 0.0)], limits)
+    long = TcpPath.of([LinkProbe(0.2, 12.5e9, 0.0)], [LinkProbe(0.2, 1e8, 0.0)], limits)
     assert [line.split("=")[0] for line in long.advice()] == [
         "sysctl -w net.ipv4.tcp_rmem",
         "sysctl -w net.ipv4.tcp_wmem",
     ]
-    assert not list(LinkFigures.of([LinkProbe(0.04, 1e8, 0.0)], [LinkProbe(0.04, 1e8, 0.0)], limits).advice())
+    assert not list(TcpPath.of([LinkProbe(0.04, 1e8, 0.0)], [LinkProbe(0.04, 1e8, 0.0)], limits).advice())
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
