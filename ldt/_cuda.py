@@ -1,4 +1,4 @@
-"""Sets the environment variables that CUDA reads when it starts in this process."""
+"""Sets the environment variables that CUDA, and PyTorch's NCCL groups, read when they start in this process."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "loads_lazily",
     "prepare",
     "queues",
+    "raise_errors",
     "request_queues",
 ]
 
@@ -31,13 +32,14 @@ _DEVICE_FILES = (
 
 
 def prepare() -> None:
-    """Set the variables that CUDA reads when it starts. Does nothing on a machine without an NVIDIA GPU.
+    """Set the variables that CUDA and NCCL groups read at their start. Does nothing without an NVIDIA GPU.
 
     Called by ``import ldt``: by the time of ``connect``, CUDA has started.
     """
     if any(file.exists() for file in _DEVICE_FILES):
         load_kernels_at_once()
         request_queues()
+        raise_errors()
     _at_import["queues"] = _requested_queues()
 
 
@@ -61,6 +63,14 @@ def request_queues() -> None:
     """
     if not _has_started():
         os.environ.setdefault(QUEUES_VARIABLE, str(MAX_QUEUES))
+
+
+def raise_errors() -> None:
+    """Have an error of CUDA raised in the step that caused it, unless the environment says otherwise.
+
+    By default the watchdog of an NCCL group ends the process, so its error never reaches the other ranks.
+    """
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
 def queues() -> int:

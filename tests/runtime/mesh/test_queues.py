@@ -42,6 +42,7 @@ def test_the_least_possible_number_counts(
     monkeypatch.setattr(_cuda, "_has_started", lambda: started)
     monkeypatch.setattr(_cuda, "_DEVICE_FILES", [Path(__file__)])  # as on a machine with a GPU
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     monkeypatch.setitem(_cuda._at_import, "queues", 0)
     monkeypatch.delenv(QUEUES, raising=False)
     if at_import is not None:
@@ -81,6 +82,7 @@ def choose(
 def queues(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setitem(_cuda._at_import, "queues", 32)
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    monkeypatch.setenv("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     return monkeypatch
 
 
