@@ -27,6 +27,7 @@ from ldt.runtime.model.buffer_sync import BufferSync
 from ldt.runtime.model.divergence import DivergenceCheck
 from ldt.runtime.step.audit import Audit, Guard
 from ldt.runtime.step.call import Call, Mode, StepRejected
+from ldt.runtime.step.first_use import FirstUse
 from ldt.runtime.step.handshake import Handshake, StepContext
 from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.step.shape_cache import ShapeCache
@@ -67,6 +68,7 @@ class StepRunner:
         self._buffers = buffers
         self._options = options
         self._divergence = DivergenceCheck(mesh) if mesh.topology.tp[mesh.stage] > 1 else None
+        self._first_use = FirstUse(mesh.topology, mesh.device)
         self._serial = 0  # of the current call
         self._guard: Guard | None = None
 
@@ -156,9 +158,8 @@ class StepRunner:
     # -- the step --------------------------------------------------------------------------------------------
 
     def _step_state(self, call: Call, context: StepContext) -> StepState:
-        step = StepState(
-            context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
-        )
+        plan = self._first_use.order(context.plan, context.of_edges)
+        step = StepState(plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check)
         step.divergence = self._divergence
         step.keep_outputs = call.mode == "eval"
         if call.microbatches is not None:
