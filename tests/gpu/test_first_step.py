@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import my_device
+from torch import nn
 
 import ldt
 from ldt.runtime.comm.transports import TransportChoice
@@ -20,6 +23,50 @@ pytestmark = [
 ]
 
 WIDTH = 1024
+
+
+class Attention(nn.Module):
+    """Uses what libraries load at its first launch: products in bf16, attention, a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(256, 768, dtype=torch.bfloat16)
+        self.mix = nn.Conv1d(256, 256, 3, padding=1, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 64)).transpose(1, 3).unbind(2)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = y.transpose(1, 2).flatten(2)
+        return x + self.mix(y.transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+
+
+def first_steps_of_attention(tp: list[int], transport: TransportChoice) -> list[float]:
+    device = my_device()
+    topology = ldt.Topology(tp)
+    with ldt.connect(topology, "nccl", device=device, transport=transport) as mesh:
+        torch.manual_seed(0)
+        chunks = [Attention().to(device) for _ in range(topology.num_chunks)]
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=nn.functional.mse_loss)
+        losses = []
+        for length in (256, 200):  # other kernels for other shapes
+            batch = list(torch.rand(6, 2, 4, length, 256, device=device, dtype=torch.bfloat16).unbind())
+            result = pipeline.step([tuple(pair) for pair in batch] if mesh.is_edge else None)
+            losses += [loss.item() for loss in result.losses or ()]
+        return losses
+
+
+@pytest.mark.parametrize(
+    ("tp", "transport"),
+    [([1, 1], "nccl"), ([1, 1], "c10d"), ([1, 1], "copy_engine"), ([1, 2], "copy_engine"), ([1, 2], "nccl")],
+    ids=str,
+)
+def test_steps_end_while_libraries_load_kernels(tp: list[int], transport: TransportChoice) -> None:
+    with RankPool(sum(tp)) as pool:
+        losses, *others = pool.run(first_steps_of_attention, tp, transport, timeout=60)
+    assert len(losses) == 12
+    assert all(map(math.isfinite, losses))
+    assert others == [[]] * len(others)
 
 
 def first_step(transport: TransportChoice) -> list[float]:
