@@ -16,7 +16,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from ldt._torch_private import TCPStore
 from ldt.testing.slowness import allowed, slowness_at_start
 
-__all__ = ["RankError", "RankPool"]
+__all__ = ["RankError", "RankPool", "fork_context"]
 
 DEADLINE = 30.0
 _START_SECONDS = 60.0
@@ -122,23 +124,20 @@ class RankPool:
         return self._processes
 
     def _start(self) -> None:
-        slowness_at_start()  # before the server, whose processes inherit it
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
+        context = fork_context()
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         self._stacks = [Path(self._folder.name) / f"stack-{rank}" for rank in range(self.size)]
-        with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"):  # before the server imports torch
-            for rank in range(self.size):
-                own_end, rank_end = context.Pipe()
-                process = context.Process(
-                    target=_serve,
-                    args=(rank_end, rank, self.size, self._store.port, str(self._stacks[rank])),
-                    daemon=True,
-                )
-                process.start()
-                rank_end.close()
-                self._processes.append(process)
-                self._pipes.append(own_end)
+        for rank in range(self.size):
+            own_end, rank_end = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank_end, rank, self.size, self._store.port, str(self._stacks[rank])),
+                daemon=True,
+            )
+            process.start()
+            rank_end.close()
+            self._processes.append(process)
+            self._pipes.append(own_end)
         self._collect(list(range(self.size)), _START_SECONDS)
 
     def _collect(self, ranks: list[int], timeout: float) -> dict[int, tuple[bool, Any]]:
@@ -176,6 +175,16 @@ class RankPool:
         lines += [f"stack of rank {rank}:\n{self._stacks[rank].read_text()}" for rank in late]
         self.kill()
         return RankError("\n\n".join(lines))
+
+
+def fork_context() -> ForkServerContext:
+    """The context whose processes are forked from one that has imported torch, the same one for all pools."""
+    slowness_at_start()  # before the server, whose processes inherit it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
+    with _environment("TORCH_DEVICE_BACKEND_AUTOLOAD", "0"):  # before the server imports torch
+        forkserver.ensure_running()
+    return context
 
 
 @contextmanager

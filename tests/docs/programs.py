@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import re
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 
+import pytest
 from pages import ROOT, read
+
+from ldt.testing.pool import fork_context
 
 __all__ = ["check_options", "check_paths", "make_targets", "make_variables", "program_of_target"]
 
@@ -55,14 +62,23 @@ def check_paths(words: list[str]) -> None:
 
 @functools.cache
 def _options_of(program: tuple[str, ...]) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, *program, "--help"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    declared = re.findall(r"^ +(-.*?)(?:  |$)", done.stdout, re.MULTILINE)
+    with ProcessPoolExecutor(1, fork_context()) as process:
+        printed = process.submit(_help, program).result()
+    declared = re.findall(r"^ +(-.*?)(?:  |$)", printed, re.MULTILINE)
     return {option for line in declared for option in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", line)}
+
+
+def _help(program: tuple[str, ...]) -> str:
+    """Return what ``python *program --help`` prints, for a process that ends after it."""
+    is_module = program[0] == "-m"
+    run: Callable[..., object] = runpy.run_module if is_module else runpy.run_path
+    name, *arguments = program[is_module:]
+    folder = ROOT if is_module else (ROOT / name).parent
+    os.chdir(ROOT)
+    os.environ["COLUMNS"] = "200"
+    sys.path[:0] = map(str, [folder, ROOT, ROOT / "tests"])
+    sys.argv = [name, *arguments, "--help"]
+    with redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+        run(name, run_name="__main__")
+    assert not ended.value.code
+    return printed.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import resource
@@ -13,8 +12,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from ldt.testing import paced
+from ldt.testing.pool import fork_context
 
 __all__ = ["Ending", "Injected", "Worker", "WorkerPool"]
 
@@ -75,8 +75,7 @@ class WorkerPool:
         self._processes: dict[int, _Process] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="ldt-faults-")
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", "ldt.runtime", "ldt.testing"])
+        self._context = fork_context()
         self.injected: list[Injected] = []
 
     def __enter__(self) -> WorkerPool:
@@ -140,8 +139,7 @@ class WorkerPool:
         stack = Path(self._folder.name) / f"stack-{rank}"
         arguments = (remote, rank, self._store.port, str(stack))
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
-        with _without_plugins():
-            process.start()
+        process.start()
         remote.close()
         return _Process(process, local, stack)
 
@@ -190,16 +188,3 @@ def _freeze_imported_objects() -> None:
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
-
-
-@contextmanager
-def _without_plugins() -> Iterator[None]:
-    """Disable autoloading of device backends in the fork server, before it imports torch."""
-    name = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "0")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
