@@ -57,11 +57,11 @@ def late_steps(
     chunks: list[Any] = [_Scale(width), nn.Identity()] if mesh.is_edge else [_Position(rows, width)]
     chunks = [chunk.to(mesh.device) for chunk in chunks]
     pipeline = ldt.Pipeline(chunks, mesh, plan, _dot if mesh.is_edge else None)
-    for _ in range(steps):
+    for step in range(-1, steps):
         for chunk in chunks:
             chunk.zero_grad()
             chunk.kept = None
-        if held:
+        if held and step >= 0:  # the first call waits for its sends by itself
             hold_sends(mesh)
         losses = pipeline.step(batch if mesh.is_edge else None).losses
         if mesh.is_edge:

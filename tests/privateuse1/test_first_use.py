@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import ldt
-from ldt.runtime.step.first_use import MOST
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 
@@ -59,25 +58,3 @@ def losses_while_kernels_load(topology: Topology, sizes: list[int], options: dic
 )
 def test_a_step_ends_while_kernels_load(pool: RankPool, topology: Topology, transport: str) -> None:
     pool.run(losses_while_kernels_load, topology, [4, 4, 6], {"transport": transport}, timeout=40)
-
-
-def second_actions(shapes: list[int]) -> list[str]:
-    """What the cloud computes second in each of some steps."""
-    with npu.late(0, 0) as device, torch.Stream(device):
-        topology = Topology([1, 1])
-        with ldt.connect(topology, "hccl", ranks=range(2)) as mesh:
-            chunks = toy_chunks(topology, width=8)
-            mine = [chunks[index].to(device) for index in topology.chunks_of(mesh.stage)]
-            pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss)
-            actions = []
-            for size in shapes:
-                batch = [(x.to(device), y.to(device)) for x, y in toy_microbatches(3, width=8, batch=size)]
-                stats = pipeline.step(batch if mesh.is_edge else None).stats
-                actions.append([str(e.action) for e in stats.entries if e.action.kind.is_compute][1])
-            return actions
-
-
-def test_a_microbatch_of_new_shapes_runs_alone_at_most_a_few_times(pool: RankPool) -> None:
-    shapes = [1, 1, *range(2, MOST + 2)]
-    _, cloud = pool.run(second_actions, shapes, ranks=range(2), timeout=60)
-    assert cloud == ["1B0", "1F1", *["1B0"] * (MOST - 1), "1F1"]

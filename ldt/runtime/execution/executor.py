@@ -13,6 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import error_context
+from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.packed_message import Arrival, receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.common.chunk_outputs import check_device
@@ -46,6 +47,7 @@ class Executor:
         mesh: Mesh,
         runners: Mapping[int, ChunkRunner],
         step: StepState,
+        endpoints: Mapping[Channel, Endpoint],
         recorder: Recorder | None = None,
         audit: Audit | None = None,
     ) -> None:
@@ -53,6 +55,7 @@ class Executor:
         self._topology = mesh.topology
         self._runners = runners
         self._step = step
+        self._endpoints = endpoints
         self._stash = ActivationStash()
         self._outbox: dict[Slot, Outgoing] = {}
         self._run_ahead = RunAheadLimit(mesh.device, mesh.watchdog)
@@ -121,7 +124,7 @@ class Executor:
         self._separate_gradients(action.chunk)
 
     def _send(self, action: Action, entry: Entry) -> None:
-        endpoint = self._mesh.endpoints.get(self._channel(action))
+        endpoint = self._endpoints.get(self._channel(action))
         message = self._outbox.pop(_slot(action), None)
         if endpoint is None or message is None:
             return  # other ranks of this node send the message, or this hop carries nothing
@@ -147,7 +150,7 @@ class Executor:
         specs = self._message_specs(action.hop, slot.direction, slot.microbatch)
         if not specs:
             return
-        endpoint = self._mesh.endpoints[self._channel(action)]
+        endpoint = self._endpoints[self._channel(action)]
         shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
         self._count(action, message_bytes(endpoint, specs))
@@ -257,7 +260,7 @@ class Executor:
             self._stash.put(slot, tensors)
             return
         replica = self._topology.cloud_replica(self._mesh.node, slot.microbatch)
-        endpoint = self._mesh.endpoints.get(self._topology.channel(hop, direction, replica))
+        endpoint = self._endpoints.get(self._topology.channel(hop, direction, replica))
         message = Outgoing.of(endpoint, tensors, self._message_specs(hop, direction, slot.microbatch))
         self._in_flight_tensors.begin(slot, message.in_flight)
         self._outbox[slot] = message

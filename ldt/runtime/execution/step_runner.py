@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
+from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.grad_reduce import EarlierGradients
+from ldt.runtime.execution.in_turn import endpoints_in_turn
 from ldt.runtime.execution.loss import LossOptions, StepLoss, TokenScale
 from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.recorder import Recorder
@@ -32,6 +34,7 @@ from ldt.runtime.step.handshake import Handshake, StepContext
 from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.step.shape_cache import ShapeCache
 from ldt.runtime.step.validate import validate_chunks
+from ldt.topology import Channel
 
 __all__ = ["StepOptions", "StepRunner"]
 
@@ -87,7 +90,8 @@ class StepRunner:
                 stats = StepStatsCollector(self._mesh)
                 call, context = self._open(mode, microbatches, upcoming)
                 step = self._step_state(call, context)
-                executor = Executor(self._mesh, self._runners, step, Recorder(timer), self._options.audit)
+                recorder, endpoints = Recorder(timer), self._endpoints(context)
+                executor = Executor(self._mesh, self._runners, step, endpoints, recorder, self._options.audit)
                 self._execute(executor, step, call)
                 executor.recorder.finish()
                 if self._guard is not None:
@@ -158,8 +162,9 @@ class StepRunner:
     # -- the step --------------------------------------------------------------------------------------------
 
     def _step_state(self, call: Call, context: StepContext) -> StepState:
-        plan = self._first_use.order(context.plan, context.of_edges)
-        step = StepState(plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check)
+        step = StepState(
+            context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
+        )
         step.divergence = self._divergence
         step.keep_outputs = call.mode == "eval"
         if call.microbatches is not None:
@@ -168,6 +173,13 @@ class StepRunner:
             audited = self._options.audit is not None
             step.guard = self._guard = Guard(call.microbatches, audited, self._guard)
         return step
+
+    def _endpoints(self, context: StepContext) -> Mapping[Channel, Endpoint]:
+        """The mesh's, or those for a call in which kernels may load."""
+        if not self._first_use.has_new_shapes(context.plan.training, context.of_edges):
+            return self._mesh.endpoints
+        key = f"{self._mesh.watchdog.key}/pipeline-{self._number}/call-{self._serial}"
+        return endpoints_in_turn(self._mesh, key)
 
     def _step_loss(self, num_microbatches: int) -> StepLoss | None:
         loss = self._options.loss
