@@ -92,7 +92,7 @@ class _EndpointInTurn(Endpoint):
     def send_parts(self, parts: Parts, label: str) -> Any:
         send = _Send(self.turns, self.channel, lambda: self.inner.send_parts(parts, label))
         self.turns.add_send(self.key, send)
-        return send
+        return send if parts.keys() & self.stripes.keys() else None
 
     def receive_parts(self, parts: Parts, label: str) -> Any:
         receive = _Receive(self.turns, self.key, self.channel, lambda: self.inner.receive_parts(parts, label))

@@ -18,7 +18,7 @@ MOST = 16  # calls: a job whose shapes always differ would otherwise never overl
 class FirstUse:
     """Tells which calls have microbatches of new shapes, on a device.
 
-    A library such as cuBLAS or cuDNN loads a kernel at its first launch, however CUDA was told to load them, and that
+    A library such as cuBLAS or cuDNN loads a kernel at its first launch, whatever CUDA_MODULE_LOADING says, and that
     waits for everything queued on the device. Behind a receive that waits for a result of this rank it would never end.
     Which kernels run depends on the shapes. After ``MOST`` such calls all others are taken for known, and so are all
     calls on the CPU.
