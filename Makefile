@@ -38,7 +38,8 @@ CXX_FILES = $(shell git ls-files --cached --others --exclude-standard 'csrc/*.cp
 # The native tools of the environment first: CMake, Ninja, ccache.
 export PATH := $(BIN):$(PATH)
 
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Files go to the workers in the order of tests/conftest.py.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # Builds ldt._C in place (only what changed) and installs the target's extras of pyproject.toml.
 INSTALL ?= $(PIP) install --quiet --no-build-isolation --editable '.[$(EXTRAS)]'

@@ -1,4 +1,7 @@
-"""Fixtures for tests on several ranks, and why tests were skipped. torch is imported only where a fixture is used."""
+"""Fixtures for tests on several ranks, the order of files, and why tests were skipped.
+
+torch is imported only where a fixture is used.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,26 @@ settings.register_profile("ldt", max_examples=60, deadline=None, suppress_health
 settings.register_profile("thorough", settings.get_profile("ldt"), max_examples=300)
 settings.load_profile("ldt")
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TESTS = Path(__file__).parent
+BENCHMARKS = TESTS.parent / "benchmarks"
+LONGEST = (  # files, by the time that each takes
+    "differential/test_differential.py",
+    "runtime/health/test_lost_ranks.py",
+    "benchmarks/test_benchmarks.py",
+    "plan/planner/test_optimize.py",
+    "runtime/health/test_broken_groups.py",
+    "runtime/health/test_exits.py",
+    "privateuse1/test_connect_npu.py",
+    "faults/test_faults.py",
+    "docs/test_pages.py",
+    "runtime/execution/test_bit_equality.py",
+    "plan/schedules/test_ushape.py",
+    "train/test_checkpoint_resume.py",
+    "runtime/comm/test_sharded_hops.py",
+    "integrations/test_hf_vision.py",
+    "runtime/comm/test_socket_links.py",
+    "runtime/comm/test_compression.py",
+)
 MOST_REASONS = 9  # and one line for the others
 
 
@@ -49,6 +71,12 @@ def wide_area(monkeypatch: pytest.MonkeyPatch) -> None:
         check_wan()
     except ValueError as error:
         pytest.skip(str(error))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with ``LONGEST``, so that no worker is still busy with one when the others have nothing left to do."""
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
-from argparse import Namespace
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +63,7 @@ def test_p2p_overlap(tmp_path: Path) -> None:
     assert all(0 < row["p50"] <= row["p99"] for row in tables["LatencyRow"])
 
 
+@pytest.mark.slow
 def test_host_overhead(tmp_path: Path) -> None:
     tables = rows_of("host_overhead.py --sizes 4KiB --count 4 --batch 2", tmp_path)
     calls = {(row["path"], row["call"]): row["count"] for row in tables["CallRow"]}
@@ -81,8 +75,8 @@ def test_host_overhead(tmp_path: Path) -> None:
     ("layout", "lanes"),
     [
         ("", ["fused, c10d"]),
-        ("--two-ranks", ["fused, c10d"]),
-        ("--chunk-bytes 16KiB", ["fused, c10d", "fused, c10d, 16 KiB"]),
+        pytest.param("--two-ranks", ["fused, c10d"], marks=pytest.mark.slow),
+        pytest.param("--chunk-bytes 16KiB", ["fused, c10d", "fused, c10d, 16 KiB"], marks=pytest.mark.slow),
     ],
 )
 def test_recv_broadcast(layout: str, lanes: list[str], tmp_path: Path) -> None:
@@ -98,57 +92,7 @@ def test_transfer(tmp_path: Path) -> None:
     assert ways == [("c10d", way) for way in ("leader", "scatter", "direct")]
 
 
-def test_what_goes_between_two_hosts_goes_through_cards_of_that_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from two_hosts import two_hosts, why_not_two_hosts
-
-    if reason := why_not_two_hosts():
-        pytest.skip(reason)
-    from pyroute2 import NetNS, netns
-
-    def socket_in(namespace: str) -> socket.socket:
-        def make() -> socket.socket:
-            netns.setns(namespace, flags=0)  # of the thread
-            return socket.socket()
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(make).result()
-
-    with two_hosts(4, 2, 25e6) as places:
-        (edge, cloud), cards = dict.fromkeys(place.namespace for place in places), ["card0", "card1"]
-        assert [(place.namespace, place.card) for place in places] == list(product((edge, cloud), cards))
-        server, client = socket_in(cloud), socket_in(edge)
-        server.bind(("10.77.1.2", 0))
-        server.listen()
-        client.connect(server.getsockname())
-        with client, server, server.accept()[0] as there, NetNS(edge, flags=0) as host:
-            client.sendall(b"x" * 100_000)
-            assert len(there.recv(100_000, socket.MSG_WAITALL)) == 100_000
-            sent = [host.link("get", ifname=card)[0].get_attr("IFLA_STATS64")["tx_bytes"] for card in cards]
-            assert sent[0] < 100_000 < sent[1]
-            queues = [queue for queue in host.get_qdiscs() if queue.get_attr("TCA_KIND") == "tbf"]
-            settings = [queue.get_attr("TCA_OPTIONS").get_attr("TCA_TBF_PARMS") for queue in queues]
-            assert [setting["rate"] for setting in settings] == [25_000_000] * 2
-    assert not {edge, cloud} & set(netns.listnetns())
-
-
-def test_links_that_cannot_be_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("pyroute2")
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from transports import by_network
-    from two_hosts import check_two_hosts
-
-    for ranks, rate, sentence in [
-        (1, 1e6, "expected ranks on two hosts, got 1, 1 of them on the edge"),
-        (2, 5e9, "expected cards of 8 kbit/s to 34 Gbit/s, got 4e+10 bit/s"),
-    ]:
-        with pytest.raises(ValueError, match=re.escape(sentence)):
-            check_two_hosts(ranks, 1, rate)
-    assert list(by_network(Namespace(device="cuda", transports=None))) == ["c10d", "nccl"]
-    with pytest.raises(ValueError, match="got copy_engine, which goes through the memory of one host"):
-        by_network(Namespace(device="cuda", transports=["nccl", "copy_engine"]))
-
-
+@pytest.mark.slow
 def test_transfer_between_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(BENCHMARKS)
     from two_hosts import why_not_two_hosts
@@ -159,6 +103,7 @@ def test_transfer_between_two_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [row["way"] for row in tables["TransferRow"]] == ["leader", "scatter", "direct"]
 
 
+@pytest.mark.slow
 def test_slow_link(tmp_path: Path) -> None:
     small = "--stages 2 --laps 1 --latency 1ms --forward 1ms --microbatches 2 --steps 1"
     tables = rows_of(f"slow_link.py {small}", tmp_path)
@@ -177,6 +122,7 @@ def test_compression(tmp_path: Path) -> None:
     assert all(row["error"] < 0.03 for row in rows)
 
 
+@pytest.mark.slow
 def test_compression_quality(tmp_path: Path) -> None:
     small = "--steps 2 --at 0 1 --minibatches 2 --seeds 2 --processes 2"
     tables = rows_of(f"compression_quality.py {small}", tmp_path)
@@ -295,86 +241,3 @@ def test_steps_over_a_wide_area_link(tmp_path: Path) -> None:
     assert rows[1]["measured"] > 5.0, "the latency of the link"
     assert min(rows[3]["measured"], rows[5]["measured"]) > 10.0, "up and down"
     assert rows[5]["simulated"] > rows[4]["simulated"] + 5.0
-
-
-@pytest.mark.usefixtures("wide_area")
-def test_packets_are_lost_and_queued_as_asked() -> None:
-    from harness import in_ranks
-    from wan_link import Settings, wide_area_link
-
-    nbytes = 512 << 10
-    with wide_area_link(Settings(125e6, 1e-3, 0.03), Settings(2.5e6, 1e-3, queue=30_000)) as link:
-        assert in_ranks(_exchange, (nbytes,), 2, list(link.places)) == nbytes
-        up, down = link.counters(0), link.counters(1)
-    assert 0 < up.lost < 0.1 * up.packets
-    assert up.overflowed == down.lost == 0
-    assert down.overflowed > 0
-    assert down.largest_backlog <= 30_000
-    assert min(up.bytes, down.bytes) > nbytes
-
-
-@pytest.mark.usefixtures("wide_area")
-def test_every_byte_of_a_link_is_counted() -> None:
-    """Datagrams, as nothing repeats them: a queue of ten takes no eleventh at once, a cut link none."""
-    from wan_link import ADDRESSES, Settings, wide_area_link
-
-    size, headers, framing = 1000, 28, 38
-    queue = 10 * (size + headers + framing)
-    with wide_area_link(Settings(1e-3, queue=queue), Settings(1e9)) as link:  # nothing leaves the queue
-        sender, receiver = (
-            _datagrams_in(place.namespace, address)
-            for place, address in zip(link.places, ADDRESSES, strict=True)
-        )
-        with sender, receiver:
-            for _ in range(25):
-                sender.sendto(bytes(size), receiver.getsockname())
-            _wait_until(lambda: link.counters(0).overflowed == 15)
-            assert link.counters(0)[:4] == (10 * (size + headers), 10, 0, 15)
-            assert queue - 1 <= link.counters(0).largest_backlog <= queue
-            link.set(0, cut=1)
-            for _ in range(3):
-                sender.sendto(bytes(size), receiver.getsockname())
-            _wait_until(lambda: link.counters(0).lost == 3)
-            assert link.counters(0)[:4] == (10 * (size + headers), 10, 3, 15)
-            receiver.sendto(bytes(size), sender.getsockname())
-            assert len(sender.recv(2 * size)) == size
-            assert link.counters(1)[:4] == (size + headers, 1, 0, 0)
-
-
-def _datagrams_in(namespace: str, address: str) -> socket.socket:
-    def make() -> socket.socket:
-        from pyroute2 import netns
-
-        netns.setns(namespace, flags=0)  # of the thread
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        made.settimeout(20.0)
-        made.bind((address, 0))
-        return made
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
-
-
-def _wait_until(holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def _exchange(nbytes: int) -> int:
-    """Send ``nbytes`` random bytes both ways; returns how many arrived as sent."""
-    import torch
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    sent = [
-        torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
-        for i in (0, 1)
-    ]
-    got = torch.zeros(nbytes, dtype=torch.uint8)
-    works = [dist.irecv(got, 1 - rank), dist.isend(sent[rank], 1 - rank)]
-    for work in works:
-        assert work is not None
-        work.wait()
-    return int((got == sent[1 - rank]).sum())

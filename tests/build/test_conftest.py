@@ -1,9 +1,10 @@
-"""A test run ends with at most ten lines about what it skipped."""
+"""A test run begins with the longest files and ends with at most ten lines about what it skipped."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 spec = importlib.util.spec_from_file_location("root_conftest", Path(__file__).parents[1] / "conftest.py")
 assert spec is not None
@@ -28,3 +29,11 @@ def test_never_more_than_ten_lines() -> None:
 
 def test_no_skips_no_lines() -> None:
     assert conftest.skip_lines([]) == []
+
+
+def test_the_longest_files_come_first_and_exist() -> None:
+    longest = [conftest.TESTS / name for name in conftest.LONGEST]
+    assert all(path.exists() for path in longest)
+    items = [SimpleNamespace(path=path) for path in [Path("a.py"), *reversed(longest), Path("b.py")]]
+    conftest.pytest_collection_modifyitems(items)
+    assert [item.path for item in items] == [*longest, Path("a.py"), Path("b.py")]
