@@ -9,13 +9,12 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 
 import pytest
 from pages import ROOT, read
 
-from ldt.testing.pool import fork_context
+from ldt.testing import RankPool
 
 __all__ = ["check_options", "check_paths", "make_targets", "make_variables", "program_of_target"]
 
@@ -62,8 +61,8 @@ def check_paths(words: list[str]) -> None:
 
 @functools.cache
 def _options_of(program: tuple[str, ...]) -> set[str]:
-    with ProcessPoolExecutor(1, fork_context()) as process:
-        printed = process.submit(_help, program).result()
+    with RankPool(1) as process:  # forked from one that has imported torch
+        (printed,) = process.run(_help, program)
     declared = re.findall(r"^ +(-.*?)(?:  |$)", printed, re.MULTILINE)
     return {option for line in declared for option in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", line)}
 

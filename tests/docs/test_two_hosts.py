@@ -33,6 +33,7 @@ def free_port() -> int:
         return port
 
 
+@pytest.mark.slow
 def test_both_commands_train_together(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program())
     found = [

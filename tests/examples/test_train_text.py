@@ -92,6 +92,7 @@ def test_training_learns(tmp_path: Path) -> None:
     assert held_out < 3.3
 
 
+@pytest.mark.slow
 def test_wrong_number_of_processes_is_one_sentence() -> None:
     done = run(torchrun(2, "--stages", "1,1,1", *TINY))
     assert done.returncode != 0

@@ -90,6 +90,7 @@ def undisturbed() -> list[nn.Module]:
 
 
 @pytest.mark.skipif(not hasattr(ldt, "save_checkpoint"), reason="needs ldt.save_checkpoint")
+@pytest.mark.slow
 def test_torchrun_restarts_a_job_from_its_last_checkpoint(tmp_path: Path) -> None:
     script, checkpoints, results = tmp_path / "train.py", tmp_path / "checkpoints", tmp_path / "results"
     script.write_text(_SCRIPT)

@@ -112,6 +112,7 @@ def run_job(environments: list[Environment]) -> list[tuple[int, str]]:
 # -- without TLS in gloo -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_job_runs_in_plain_text() -> None:
     for code, output in run_job([{}] * 3):
         assert (code, output.strip().splitlines()[-1]) == (0, "equal"), output

@@ -58,7 +58,9 @@ say("end")
 """
 
 
-@pytest.mark.parametrize("where", ["the next step", "a reduction", "a broadcast"])
+@pytest.mark.parametrize(
+    "where", ["the next step", "a reduction", pytest.param("a broadcast", marks=pytest.mark.slow)]
+)
 def test_an_interrupt_ends_a_rank_that_waits(tmp_path: Path, where: str) -> None:
     """Rank 2 waits for the edge to begin, for gradients of replicas, or for its stage leader's broadcast."""
     job = tmp_path / "job.py"
