@@ -8,6 +8,8 @@ loss, shared by all that crosses. The edge is in one namespace, all other stages
 - ``ldt ushape``      the fixed order
 - ``ldt optimize``    the order planned for this link
 
+With ``--compression`` the messages of the last two are packed, and simulated with the bytes that cross.
+
 Each cell is a fresh launch: link, processes and connections; its first steps are left out. Each link comes after a
 control of the same rate without latency or loss, on which the same plan runs: what it takes there beyond its own
 simulation is this machine's doing. ``over`` is measured / (simulated + that). Compute is a sleep. ``up`` and ``down``
@@ -32,8 +34,9 @@ from wan_link import Link, Settings, check_wan, wide_area_link
 from wan_paths import Job, Measured, ldt_steps, raw_tcp, torch_steps
 
 import ldt
+from ldt.cli.compressed_costs import SHARES, compressed
 from ldt.cli.units import bandwidth, nbytes, one_or_more, seconds
-from ldt.plan import Costs, Plan, optimize, simulate, ushape
+from ldt.plan import Costs, optimize, simulate, ushape
 
 CONTROL_DELAY = 50e-6
 LOOPBACK = 1e12  # bytes per second, in place of a rate
@@ -98,7 +101,8 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
                 for sides in (quiet, [up, down]):
                     simulated = None
                     if not path.startswith("raw"):
-                        simulated = simulate(job.plan, costs_of(given, sides[0].delay)).makespan
+                        costs = costs_of(given, sides[0].delay, job.compression)
+                        simulated = simulate(job.plan, costs).makespan
                     cell = Cell(path, job, sides[0], sides[1], simulated)
                     measured, load = cell.measure(given.congestion)
                     row = row_of(cell, measured, load, excess)
@@ -107,13 +111,13 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
                     yield row
 
 
-def costs_of(given: argparse.Namespace, latency: float) -> Costs:
+def costs_of(given: argparse.Namespace, latency: float, compression: str = "none") -> Costs:
     """Of the job over a link of that latency. Nothing but the link takes time between stages."""
     topology = ldt.Topology([1] * given.stages)
     hops = range(topology.tail)
     crosses = [not topology.is_local(topology.channel(hop, "F", 0)) for hop in hops]
     up, down = given.rate, given.rate_down or given.rate
-    return Costs(
+    costs = Costs(
         forward=given.forward,
         backward=[2 * value for value in given.forward],
         latency=[latency if crossing else 0.0 for crossing in crosses],
@@ -123,21 +127,32 @@ def costs_of(given: argparse.Namespace, latency: float) -> Costs:
         },
         bytes=given.bytes,
     )
+    return costs if compression == "none" else compressed(costs, topology, compression, "float32")
 
 
 def jobs_of(given: argparse.Namespace, latency: float) -> Iterator[tuple[str, Job]]:
     """Each path with its job for a link of that latency."""
     topology = ldt.Topology([1] * given.stages)
-    plans: dict[str, Plan] = {
-        "ushape": ushape(topology, given.microbatches),
-        "optimize": optimize(topology, given.microbatches, costs_of(given, latency)),
-    }
+    fixed = ushape(topology, given.microbatches)
     for path in given.paths:
-        plan = plans.get(path.split()[-1], plans["ushape"])
-        for connections in COUNTS[path.split()[0]](given.connections):
+        runtime, order = path.split()
+        compression = given.compression if runtime == "ldt" else "none"
+        plan = fixed
+        if order == "optimize":
+            plan = optimize(topology, given.microbatches, costs_of(given, latency, compression))
+        for connections in COUNTS[runtime](given.connections):
             yield (
                 path,
-                Job(topology, plan, given.forward, given.bytes, given.steps, given.warm_up, connections),
+                Job(
+                    topology,
+                    plan,
+                    given.forward,
+                    given.bytes,
+                    given.steps,
+                    given.warm_up,
+                    connections,
+                    compression,
+                ),
             )
 
 
@@ -189,6 +204,7 @@ if __name__ == "__main__":
         default=[0, 4],
         help='between the sites, of raw TCP and ldt; 0: one for each process group; "auto": as ldt chooses',
     )
+    options.add_argument("--compression", default="none", choices=["none", *SHARES], help="of ldt's messages")
     options.add_argument("--stages", type=int, default=3)
     options.add_argument("--microbatches", type=int, default=32)
     options.add_argument("--bytes", type=nbytes, default=1 << 20, help="of a message")
@@ -212,7 +228,7 @@ if __name__ == "__main__":
         sys.exit(0)
     context = (
         f"{given.stages} stages, {given.microbatches} microbatches, messages of {given.bytes / 2**20:g} MiB, "
-        f"{given.congestion}"
+        f"{given.congestion}, compression {given.compression}"
     )
     report = Report(given, context)
     for row in rows(given):
