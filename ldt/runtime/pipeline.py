@@ -152,6 +152,7 @@ class Pipeline:
                 every rank.
         """
         self._shapes.forget()
+        self._steps.forget_shapes()
         check_ties(self._mesh, self._shapes.chunks, self._weights)
 
     def step(self, microbatches: Any = None, *, upcoming: Any = None) -> StepResult:

@@ -61,7 +61,7 @@ def late_steps(
         for chunk in chunks:
             chunk.zero_grad()
             chunk.kept = None
-        if held and step >= 0:  # the first call waits for its sends by itself
+        if held and step >= 0:  # the first call on a device launches its sends on demand, and waits for them
             hold_sends(mesh)
         losses = pipeline.step(batch if mesh.is_edge else None).losses
         if mesh.is_edge:

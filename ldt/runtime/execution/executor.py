@@ -13,7 +13,6 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import error_context
-from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.packed_message import Arrival, receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.common.chunk_outputs import check_device
@@ -23,6 +22,7 @@ from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
 from ldt.runtime.execution.grad_reduce import GradReduction, check_sparse_gradient
 from ldt.runtime.execution.in_flight import InFlightTensors, own_memory, self_overlapping
+from ldt.runtime.execution.on_demand import Messages
 from ldt.runtime.execution.outgoing import Outgoing, message_bytes
 from ldt.runtime.execution.recorder import Entry, Recorder
 from ldt.runtime.execution.run_ahead import RunAheadLimit
@@ -47,7 +47,7 @@ class Executor:
         mesh: Mesh,
         runners: Mapping[int, ChunkRunner],
         step: StepState,
-        endpoints: Mapping[Channel, Endpoint],
+        messages: Messages,
         recorder: Recorder | None = None,
         audit: Audit | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Executor:
         self._topology = mesh.topology
         self._runners = runners
         self._step = step
-        self._endpoints = endpoints
+        self._messages = messages
         self._stash = ActivationStash()
         self._outbox: dict[Slot, Outgoing] = {}
         self._run_ahead = RunAheadLimit(mesh.device, mesh.watchdog)
@@ -88,6 +88,7 @@ class Executor:
                 if action.kind.is_compute:
                     with self._progress.waiting("its device, which is some actions behind"):
                         self._run_ahead.wait()
+                        self._messages.begin_compute()
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
                 if action.kind.is_compute:
@@ -124,7 +125,7 @@ class Executor:
         self._separate_gradients(action.chunk)
 
     def _send(self, action: Action, entry: Entry) -> None:
-        endpoint = self._endpoints.get(self._channel(action))
+        endpoint = self._messages.endpoints.get(self._channel(action))
         message = self._outbox.pop(_slot(action), None)
         if endpoint is None or message is None:
             return  # other ranks of this node send the message, or this hop carries nothing
@@ -150,7 +151,7 @@ class Executor:
         specs = self._message_specs(action.hop, slot.direction, slot.microbatch)
         if not specs:
             return
-        endpoint = self._endpoints[self._channel(action)]
+        endpoint = self._messages.endpoints[self._channel(action)]
         shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
         self._count(action, message_bytes(endpoint, specs))
@@ -168,9 +169,9 @@ class Executor:
         for grad_reduction in self._grad_reductions:  # free the memory of completed reductions
             if grad_reduction.is_done:
                 grad_reduction.finish()
-        self._grad_reductions.append(
-            GradReduction(parameters, self._mesh, f"the gradients of chunk {action.chunk}")
-        )
+        reduction = GradReduction(parameters, self._mesh, f"the gradients of chunk {action.chunk}")
+        self._messages.end_reduction(lambda: reduction.is_done)
+        self._grad_reductions.append(reduction)
 
     # -- helpers ---------------------------------------------------------------------------------------------
 
@@ -260,7 +261,7 @@ class Executor:
             self._stash.put(slot, tensors)
             return
         replica = self._topology.cloud_replica(self._mesh.node, slot.microbatch)
-        endpoint = self._endpoints.get(self._topology.channel(hop, direction, replica))
+        endpoint = self._messages.endpoints.get(self._topology.channel(hop, direction, replica))
         message = Outgoing.of(endpoint, tensors, self._message_specs(hop, direction, slot.microbatch))
         self._in_flight_tensors.begin(slot, message.in_flight)
         self._outbox[slot] = message

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
-from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.grad_reduce import EarlierGradients
-from ldt.runtime.execution.in_turn import endpoints_in_turn
 from ldt.runtime.execution.loss import LossOptions, StepLoss, TokenScale
 from ldt.runtime.execution.nan_check import NanCheck
+from ldt.runtime.execution.on_demand import Messages, OnDemand
 from ldt.runtime.execution.recorder import Recorder
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.execution.step_state import StepState
@@ -34,7 +33,6 @@ from ldt.runtime.step.handshake import Handshake, StepContext
 from ldt.runtime.step.microbatch import Microbatch, parse_microbatches
 from ldt.runtime.step.shape_cache import ShapeCache
 from ldt.runtime.step.validate import validate_chunks
-from ldt.topology import Channel
 
 __all__ = ["StepOptions", "StepRunner"]
 
@@ -79,6 +77,10 @@ class StepRunner:
         """The parameters of this rank's chunks and, on the edge, of the loss function, in order and each once."""
         return dict.fromkeys(p for runner in self._runners.values() for _, p in runner.named_parameters())
 
+    def forget_shapes(self) -> None:
+        """Kernels may load again: layers were frozen or unfrozen."""
+        self._first_use.forget()
+
     def run(
         self, mode: Mode, microbatches: Any, upcoming: Any = None, timer: StreamTimer | None = None
     ) -> StepResult:
@@ -90,8 +92,8 @@ class StepRunner:
                 stats = StepStatsCollector(self._mesh)
                 call, context = self._open(mode, microbatches, upcoming)
                 step = self._step_state(call, context)
-                recorder, endpoints = Recorder(timer), self._endpoints(context)
-                executor = Executor(self._mesh, self._runners, step, endpoints, recorder, self._options.audit)
+                recorder, messages = Recorder(timer), self._messages(context)
+                executor = Executor(self._mesh, self._runners, step, messages, recorder, self._options.audit)
                 self._execute(executor, step, call)
                 executor.recorder.finish()
                 if self._guard is not None:
@@ -174,12 +176,12 @@ class StepRunner:
             step.guard = self._guard = Guard(call.microbatches, audited, self._guard)
         return step
 
-    def _endpoints(self, context: StepContext) -> Mapping[Channel, Endpoint]:
-        """The mesh's, or those for a call in which kernels may load."""
-        if not self._first_use.has_new_shapes(context.plan.training, context.of_edges):
-            return self._mesh.endpoints
+    def _messages(self, context: StepContext) -> Messages:
+        """On demand in a call in which kernels may load."""
+        if not self._first_use.has_new_shapes(context.plan.training, context.by_edge):
+            return Messages(self._mesh.endpoints)
         key = f"{self._mesh.watchdog.key}/pipeline-{self._number}/call-{self._serial}"
-        return endpoints_in_turn(self._mesh, key)
+        return OnDemand(self._mesh, key, self._mesh.stage in context.lockstep)
 
     def _step_loss(self, num_microbatches: int) -> StepLoss | None:
         loss = self._options.loss

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import logging
+from collections.abc import Hashable, Sequence
 
 import torch
 
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec
-from ldt.runtime.step.metadata import StepMessage
+from ldt.runtime.step.metadata import MicrobatchMetadata, StepMessage
 from ldt.topology import Topology
 
 __all__ = ["MOST", "FirstUse"]
+
+logger = logging.getLogger(__name__)
 
 MOST = 16  # calls: a job whose shapes always differ would otherwise never overlap transfers with compute
 
@@ -20,34 +23,49 @@ class FirstUse:
 
     A library such as cuBLAS or cuDNN loads a kernel at its first launch, whatever CUDA_MODULE_LOADING says, and that
     waits for everything queued on the device. Behind a receive that waits for a result of this rank it would never end.
-    Which kernels run depends on the shapes. After ``MOST`` such calls all others are taken for known, and so are all
-    calls on the CPU.
+    Which kernels run depends on the shapes, autocast and modes. After ``MOST`` such calls all others are taken for
+    known, and the first of them is logged. On the CPU all are known.
 
     Ranks answer alike, as they go by what all of them know of a call.
     """
 
     def __init__(self, topology: Topology, device: torch.device) -> None:
         self._served = topology.served
-        self._left = MOST if device.type != "cpu" and topology.channels else 0
+        self._waits = device.type != "cpu" and bool(topology.channels)
+        self._left = MOST
         self._seen: set[Hashable] = set()
 
+    def forget(self) -> None:
+        """Take all shapes for new, as when layers are frozen or unfrozen."""
+        self._seen.clear()
+
     def has_new_shapes(
-        self, training: bool, of_edges: Sequence[tuple[Sequence[Sequence[HopSpecs]], StepMessage]]
+        self, training: bool, by_edge: Sequence[tuple[Sequence[Sequence[HopSpecs]], StepMessage]]
     ) -> bool:
-        """Whether the call has. ``of_edges`` has the specs of hops and the message of every edge replica."""
-        if not self._left:
+        """Whether the call has new shapes. ``by_edge`` has the specs of hops and the message of each edge replica."""
+        if not self._waits:
             return False
-        shapes = zip(*(_shapes(*of_edge) for of_edge in of_edges), strict=True)
-        # Each cloud replica loads for itself.
-        found = {(training, index % self._served, each) for index, each in enumerate(shapes)}
-        is_new = not found <= self._seen
+        found = {
+            (training, message.setting, edge, index % self._served, *_shapes(specs, microbatch))
+            for edge, (hops, message) in enumerate(by_edge)
+            for index, (specs, microbatch) in enumerate(zip(hops, message.microbatches, strict=True))
+        }
+        if found <= self._seen:
+            return False
         self._seen |= found
-        self._left -= is_new
-        return is_new
+        self._left -= 1
+        if self._left < 0:
+            self._waits = False
+            logger.warning(
+                "more than %d calls had microbatches of new shapes: from now on all post their receives ahead, and a "
+                "kernel that a library loads for a new shape may wait for them without end; see 'Loading of kernels' "
+                "in docs/gpu_notes.md",
+                MOST,
+            )
+        return self._waits
 
 
-def _shapes(hops: Sequence[Sequence[HopSpecs]], message: StepMessage) -> Iterator[Hashable]:
-    """Yield what kernels may depend on, for each microbatch of an edge replica."""
-    for specs, microbatch in zip(hops, message.microbatches, strict=True):
-        metadata = sorted(microbatch.tensors.items())
-        yield tuple(specs), tuple((name, TensorSpec.of(tensor)) for name, tensor in metadata)
+def _shapes(specs: Sequence[HopSpecs], microbatch: MicrobatchMetadata) -> tuple[Hashable, Hashable]:
+    """What all ranks know of the shapes of a microbatch."""
+    metadata = sorted(microbatch.tensors.items())
+    return tuple(specs), tuple((name, TensorSpec.of(tensor)) for name, tensor in metadata)

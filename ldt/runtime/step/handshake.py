@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,16 @@ class StepContext:
     """The result of a handshake.
 
     ``hops[m][c]`` has the specs of hop c -> c+1 for microbatch m of this rank's edge replica. ``keywords[m]`` are the
-    keyword arguments available to this rank's chunks: the inputs on the edge, the metadata on the cloud. ``of_edges``
-    has the specs of hops and the message of every edge replica.
+    keyword arguments available to this rank's chunks: the inputs on the edge, the metadata on the cloud. ``by_edge``
+    has the specs of hops and the message of every edge replica. The replicas of the stages in ``lockstep`` synchronize
+    in every action.
     """
 
     plan: Plan
     hops: Sequence[Sequence[HopSpecs]]
     keywords: Sequence[Mapping[str, Any]]
-    of_edges: Sequence[tuple[Sequence[Sequence[HopSpecs]], StepMessage]]
+    by_edge: Sequence[tuple[Sequence[Sequence[HopSpecs]], StepMessage]]
+    lockstep: Collection[int]
 
 
 class Handshake:
@@ -82,7 +84,7 @@ class Handshake:
         own = hops[mesh.rank_info.edge_replica]
         for specs in own:
             self._advice.check(specs, self._shapes.autocast())
-        return StepContext(plan, own, keywords, list(zip(hops, messages, strict=True)))
+        return StepContext(plan, own, keywords, list(zip(hops, messages, strict=True)), self._plans.lockstep)
 
     def _read(self, replica: int, edge_message: EdgeMessage) -> None:
         """Unpack the message, also on the edge that packed it: so all ranks ask the same about shapes."""

@@ -29,7 +29,7 @@ class PlanCache:
         self._factory = factory
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._digests: dict[tuple[int, bool], str] = {}
-        self._lockstep: Collection[int] = ()
+        self.lockstep: Collection[int] = ()  # stages whose replicas synchronize in every action
         self._given = plan
         if plan is not None:
             self._given = self._completed(plan)
@@ -44,7 +44,7 @@ class PlanCache:
 
     def require_lockstep(self, stages: Collection[int]) -> None:
         """Verify all plans, present and future, for replicas of ``stages`` that run in lockstep. Raises PlanError."""
-        self._lockstep = stages
+        self.lockstep = stages
         for plan in self._plans.values() if stages else ():
             verify(plan, lockstep=stages)
 
@@ -96,7 +96,7 @@ class PlanCache:
                 f"the plan is for {plan.lanes!r} lanes, the mesh was connected with lanes={self._lanes!r}: "
                 "use the same for both"
             )
-        verify(plan, lockstep=self._lockstep)
+        verify(plan, lockstep=self.lockstep)
         return plan
 
 

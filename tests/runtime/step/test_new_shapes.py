@@ -48,13 +48,24 @@ def test_the_shapes_of_all_edge_replicas_count():
     first = FirstUse(Topology([1, 1], dp=2), CUDA)
     assert first.has_new_shapes(True, [*call([4]), *call([4])])
     assert first.has_new_shapes(True, [*call([4]), *call([5])])
+    assert not first.has_new_shapes(True, [*call([4]), *call([5, 4])])
 
 
-def test_after_a_number_of_calls_no_shape_is_new():
+def test_what_was_forgotten_is_new():
     first = FirstUse(Topology([1, 1]), CUDA)
-    assert [first.has_new_shapes(True, call([size])) for size in range(MOST + 2)] == [True] * MOST + [
-        False
-    ] * 2
+    assert first.has_new_shapes(True, call([4]))
+    first.forget()
+    assert first.has_new_shapes(True, call([4]))
+
+
+def test_after_a_number_of_calls_no_shape_is_new_which_is_logged_once(caplog):
+    first = FirstUse(Topology([1, 1]), CUDA)
+    assert [first.has_new_shapes(True, call([size])) for size in range(MOST)] == [True] * MOST
+    assert not first.has_new_shapes(True, call([0]))
+    assert not caplog.records
+    assert [first.has_new_shapes(True, call([size])) for size in range(MOST, MOST + 3)] == [False] * 3
+    (record,) = caplog.records
+    assert "gpu_notes" in record.message
 
 
 def test_nothing_waits_on_the_cpu_or_without_another_node():

@@ -1,0 +1,175 @@
+"""Messages on demand: nothing waits on a device for what its rank does next."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from ldt.runtime.comm.endpoint import Endpoint, Parts
+from ldt.runtime.comm.transfer_modes import CompositeWork
+from ldt.runtime.mesh.mesh import Mesh
+from ldt.topology import Channel, lanes
+
+__all__ = ["Messages", "OnDemand"]
+
+_POLL_SECONDS = 2e-4
+_LEAST_PAUSE = 1e-3  # between looks at the store, whose connection the watchdog needs, too
+
+
+class Messages:
+    """The ``endpoints`` that a call uses: receives are posted ahead, sends are launched at once."""
+
+    def __init__(self, endpoints: Mapping[Channel, Endpoint]) -> None:
+        self.endpoints = endpoints
+
+    def begin_compute(self) -> None:
+        """Called before a compute action is launched."""
+
+    def end_reduction(self, is_done: Callable[[], bool]) -> None:
+        """Called after a reduction is launched."""
+
+
+class OnDemand(Messages):
+    """The messages of one call that leaves nothing to wait on the device.
+
+    A receive is posted when the action that uses it is about to run, and its node counts that in the store, under
+    ``key``. A send is launched after that. The host waits for both, for reductions and, ``in_lockstep``, before each
+    compute action for the other replicas. So the call overlaps no transfer with compute. Actions keep their order, and
+    so do the messages of a lane between two nodes.
+    """
+
+    def __init__(self, mesh: Mesh, key: str, in_lockstep: bool) -> None:
+        by_lane = lanes(mesh.topology, mesh.lanes)
+        super().__init__(
+            {
+                channel: _OnDemandEndpoint(endpoint, self, (by_lane[channel], channel.source, channel.target))
+                for channel, endpoint in mesh.endpoints.items()
+            }
+        )
+        self._mesh, self._key, self._in_lockstep = mesh, key, in_lockstep
+        self._sends: dict[object, deque[_Send]] = defaultdict(deque)
+        self._receives: dict[object, deque[_Receive]] = defaultdict(deque)
+        self._launched: Counter[Channel] = Counter()
+        self._num_computed = 0
+        self._next_look = 0.0
+
+    def begin_compute(self) -> None:
+        if self._in_lockstep:
+            stage, topology = self._mesh.stage, self._mesh.topology
+            self._num_computed += 1
+            name = f"stage {stage} compute {self._num_computed}"
+            expected = topology.replicas(stage) * topology.tp[stage]
+            self._count(name, 1)
+            self.wait_for(lambda: self._count(name, 0) >= expected)
+
+    def end_reduction(self, is_done: Callable[[], bool]) -> None:
+        self.wait_for(is_done)
+
+    def add_send(self, order: object, send: _Send) -> None:
+        self._sends[order].append(send)
+        self._launch_sends()
+
+    def add_receive(self, order: object, receive: _Receive) -> None:
+        self._receives[order].append(receive)
+
+    def post_until(self, order: object, receive: _Receive) -> None:
+        """Post the receives before ``receive`` in ``order``, and that one, each when the one before has ended."""
+        while receive.work is None:
+            following = self._receives[order].popleft()
+            following.work = following.post()
+            if self._mesh.is_leader:
+                self._count(following.channel.name, 1)
+            # On the host alone: a send launched meanwhile reads behind the current stream, which must not wait.
+            self.wait_for(following.work.is_completed)
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        """Launch sends until ``condition`` holds, and those wanted by then.
+
+        Raises RemoteStageError if another rank failed.
+        """
+        while not condition():
+            self._mesh.watchdog.check()
+            if time.monotonic() > self._next_look:
+                self._launch_sends()
+            time.sleep(_POLL_SECONDS)
+        self._launch_sends()
+
+    def _launch_sends(self) -> None:
+        """Launch the sends whose receivers have posted."""
+        start = time.monotonic()
+        for queue in self._sends.values():
+            while queue and self._count(queue[0].channel.name, 0) > self._launched[queue[0].channel]:
+                self._launched[queue[0].channel] += 1
+                queue.popleft().launch()
+        now = time.monotonic()
+        self._next_look = now + max(_LEAST_PAUSE, now - start)
+
+    def _count(self, name: str, amount: int) -> int:
+        """Add to a counter that all ranks share. Returns the sum."""
+        return int(self._mesh.watchdog.store.add(f"{self._key}/{name}", amount))
+
+
+class _OnDemandEndpoint(Endpoint):
+    def __init__(self, endpoint: Endpoint, messages: OnDemand, order: object) -> None:
+        super().__init__(**{field.name: getattr(endpoint, field.name) for field in fields(Endpoint)})
+        self.__dict__.update(inner=endpoint, messages=messages, order=order)  # the class is frozen
+        self.inner: Endpoint
+        self.messages: OnDemand
+        self.order: object
+
+    def send_parts(self, parts: Parts, label: str) -> Any:
+        send = _Send(self.messages, self.channel, lambda: self.inner.send_parts(parts, label))
+        self.messages.add_send(self.order, send)
+        return send if parts.keys() & self.stripes.keys() else None
+
+    def receive_parts(self, parts: Parts, label: str) -> Any:
+        receive = _Receive(
+            self.messages, self.order, self.channel, lambda: self.inner.receive_parts(parts, label)
+        )
+        self.messages.add_receive(self.order, receive)
+        return receive
+
+
+class _Send:
+    """A send that is launched later: the part of a work that the runtime uses."""
+
+    def __init__(
+        self, messages: OnDemand, channel: Channel, start: Callable[[], CompositeWork | None]
+    ) -> None:
+        self.channel = channel
+        self._messages = messages
+        self._start: Callable[[], CompositeWork | None] | None = start  # has the tensors
+        self._work: CompositeWork | None = None  # stays None if this rank sends no part of the message
+
+    def launch(self) -> None:
+        assert self._start is not None, "launched once"
+        self._work, self._start = self._start(), None
+
+    def wait(self) -> bool:
+        self._messages.wait_for(lambda: self._start is None)
+        return self._work is None or self._work.wait()
+
+    def is_completed(self) -> bool:
+        return self._start is None and (self._work is None or self._work.is_completed())
+
+
+class _Receive:
+    """A receive that is posted when it is waited for."""
+
+    def __init__(
+        self, messages: OnDemand, order: object, channel: Channel, post: Callable[[], CompositeWork]
+    ) -> None:
+        self.channel, self.post = channel, post
+        self.work: CompositeWork | None = None
+        self._messages, self._order = messages, order
+
+    def wait(self) -> bool:
+        self._messages.post_until(self._order, self)
+        assert self.work is not None
+        return self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work is not None and self.work.is_completed()
