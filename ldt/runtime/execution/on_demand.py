@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ldt.runtime.comm.endpoint import Endpoint, Parts
@@ -45,7 +45,9 @@ class OnDemand(Messages):
         by_lane = lanes(mesh.topology, mesh.lanes)
         super().__init__(
             {
-                channel: _OnDemandEndpoint(endpoint, self, (by_lane[channel], channel.source, channel.target))
+                channel: _OnDemandEndpoint.around(
+                    endpoint, self, (by_lane[channel], channel.source, channel.target)
+                )
                 for channel, endpoint in mesh.endpoints.items()
             }
         )
@@ -112,13 +114,18 @@ class OnDemand(Messages):
         return int(self._mesh.watchdog.store.add(f"{self._key}/{name}", amount))
 
 
+@dataclass(frozen=True, kw_only=True)
 class _OnDemandEndpoint(Endpoint):
-    def __init__(self, endpoint: Endpoint, messages: OnDemand, order: object) -> None:
-        super().__init__(**{field.name: getattr(endpoint, field.name) for field in fields(Endpoint)})
-        self.__dict__.update(inner=endpoint, messages=messages, order=order)  # the class is frozen
-        self.inner: Endpoint
-        self.messages: OnDemand
-        self.order: object
+    """Launches what ``inner`` sends and receives when ``messages`` says. Messages of one ``order`` keep it."""
+
+    inner: Endpoint
+    messages: OnDemand
+    order: object
+
+    @classmethod
+    def around(cls, inner: Endpoint, messages: OnDemand, order: object) -> _OnDemandEndpoint:
+        values = {field.name: getattr(inner, field.name) for field in fields(Endpoint)}
+        return cls(**values, inner=inner, messages=messages, order=order)
 
     def send_parts(self, parts: Parts, label: str) -> Any:
         send = _Send(self.messages, self.channel, lambda: self.inner.send_parts(parts, label))
