@@ -195,11 +195,12 @@ def _lanes(torch: Any) -> Iterator[Finding]:
 
 def _tcp() -> Iterator[Finding]:
     """What a connection over a long link may have under way, and whether it may use bbr where packets are lost."""
-    from ldt.runtime.comm.socket_choice import TcpLimits, allow_bbr
+    from ldt.runtime.comm.socket_choice import KEEP_WINDOW, TcpLimits, allow_bbr
 
     limits = TcpLimits.of_this_host()
     bbr = "bbr allowed" if limits.allows_bbr else f"no bbr; for lossy links, as root: {allow_bbr()}"
-    yield Finding("TCP", f"{limits.window / 1e6:.1f} MB under way in a connection; {bbr}")
+    pauses = f"; slow after pauses on long links, unless as root: {KEEP_WINDOW}" if limits.restarts else ""
+    yield Finding("TCP", f"{limits.window / 1e6:.1f} MB under way in a connection; {bbr}{pauses}")
 
 
 def _optional() -> Iterator[Finding]:

@@ -10,25 +10,34 @@ from pathlib import Path
 from ldt.runtime.comm.socket_options import BBR, MAX_CONNECTIONS, SocketSettings
 from ldt.runtime.comm.socket_probe import LinkProbe
 
-__all__ = ["TcpLimits", "TcpPath", "allow_bbr", "choose"]
+__all__ = ["KEEP_WINDOW", "TcpLimits", "TcpPath", "allow_bbr", "choose"]
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 _STOCK_BUFFER = 4 << 20
+KEEP_WINDOW = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
 _LONG_SECONDS = 2e-3  # a round trip from which on a full queue and a loss cost more than what avoids them
 
 
 @dataclass(frozen=True)
 class TcpLimits:
-    """A host's limits of a connection. ``window``: bytes that it may have under way."""
+    """A host's limits of a connection.
+
+    Attributes:
+        window: Bytes that it may have under way.
+        allows_bbr: Whether any process may use bbr.
+        restarts: Whether a pause of some round trips closes the congestion window.
+    """
 
     window: float
     allows_bbr: bool
+    restarts: bool = False
 
     @classmethod
     def of_this_host(cls) -> TcpLimits:
         buffers = [int(sizes[-1]) for sizes in (_sysctl("tcp_rmem"), _sysctl("tcp_wmem")) if sizes]
         half = min(buffers, default=_STOCK_BUFFER) / 2  # the kernel needs the rest itself
-        return cls(half, BBR in _sysctl("tcp_allowed_congestion_control"))
+        allows_bbr = BBR in _sysctl("tcp_allowed_congestion_control")
+        return cls(half, allows_bbr, _sysctl("tcp_slow_start_after_idle") == ["1"])
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class TcpPath:
     loss: float
     window: float
     allows_bbr: bool
+    restarts: bool
 
     @classmethod
     def of(
@@ -52,6 +62,7 @@ class TcpPath:
             loss=max(end.loss for end in (*there, *back)),
             window=max(1.0, min(host.window for host in limits)),
             allows_bbr=all(host.allows_bbr for host in limits),
+            restarts=any(host.restarts for host in limits),
         )
 
     @property
@@ -67,6 +78,8 @@ class TcpPath:
                 yield f'sysctl -w net.ipv4.{name}="{" ".join(values)}" ({MAX_CONNECTIONS} connections do not fill it)'
         if self.loss and not self.allows_bbr:
             yield f"{allow_bbr()} on both sites (it loses packets)"
+        if self.restarts and self.product > self.window:
+            yield f"{KEEP_WINDOW} on both sites (after a pause it takes many round trips to fill)"
 
     def __str__(self) -> str:
         there, back = (f"{rate * 8e-6:.0f}" for rate in self.rates)

@@ -235,7 +235,12 @@ def test_sysctls_that_would_help_are_named() -> None:
         "sysctl -w net.ipv4.tcp_rmem",
         "sysctl -w net.ipv4.tcp_wmem",
     ]
-    assert not list(TcpPath.of([LinkProbe(0.04, 1e8, 0.0)], [LinkProbe(0.04, 1e8, 0.0)], limits).advice())
+    clean, thin = LinkProbe(0.04, 1e8, 0.0), LinkProbe(0.01, 1e8, 0.0)
+    assert not list(TcpPath.of([clean], [clean], limits).advice())
+    restarts = [*limits, TcpLimits(2 << 20, allows_bbr=False, restarts=True)]
+    (line,) = TcpPath.of([clean], [clean], restarts).advice()
+    assert line.startswith("sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on both sites")
+    assert not list(TcpPath.of([thin], [thin], restarts).advice())
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
