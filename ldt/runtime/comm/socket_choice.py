@@ -69,6 +69,15 @@ class TcpPath:
     def product(self) -> float:
         return max(self.rates) * self.round_trip
 
+    @property
+    def is_long(self) -> bool:
+        return self.round_trip > _LONG_SECONDS
+
+    @property
+    def uses_bbr(self) -> bool:
+        """Where packets are lost. It also keeps its rate over a pause."""
+        return self.is_long and self.loss > 0 and self.allows_bbr
+
     def advice(self) -> Iterator[str]:
         """Commands for root that would help, each with the reason."""
         if self.product > MAX_CONNECTIONS * self.window:
@@ -78,7 +87,7 @@ class TcpPath:
                 yield f'sysctl -w net.ipv4.{name}="{" ".join(values)}" ({MAX_CONNECTIONS} connections do not fill it)'
         if self.loss and not self.allows_bbr:
             yield f"{allow_bbr()} on both sites (it loses packets)"
-        if self.restarts and self.product > self.window:
+        if self.restarts and not self.uses_bbr and self.product > self.window:
             yield f"{KEEP_WINDOW} on both sites (after a pause it takes many round trips to fill)"
 
     def __str__(self) -> str:
@@ -90,11 +99,9 @@ class TcpPath:
 def choose(path: TcpPath, direction: int) -> SocketSettings:
     """For the end that sends in that direction of ``path.rates``."""
     count = max(1, min(MAX_CONNECTIONS, math.ceil(path.product / path.window)))
-    is_long = path.round_trip > _LONG_SECONDS
-    bbr = is_long and path.loss > 0 and path.allows_bbr
-    if bbr:  # a loss at the end of a burst is noticed late, and each connection has an end
+    if path.uses_bbr:  # a loss at the end of a burst is noticed late, and each connection has an end
         count = math.ceil(count / 2)
-    return SocketSettings(count, int(path.rates[direction] / count) if is_long else 0, bbr)
+    return SocketSettings(count, int(path.rates[direction] / count) if path.is_long else 0, path.uses_bbr)
 
 
 def allow_bbr() -> str:

@@ -241,6 +241,8 @@ def test_sysctls_that_would_help_are_named() -> None:
     (line,) = TcpPath.of([clean], [clean], restarts).advice()
     assert line.startswith("sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on both sites")
     assert not list(TcpPath.of([thin], [thin], restarts).advice())
+    lost = LinkProbe(0.04, 1e8, 1e-3)
+    assert not list(TcpPath.of([lost], [lost], [TcpLimits(2 << 20, True, restarts=True)]).advice())
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
