@@ -76,7 +76,7 @@ c10::intrusive_ptr<SocketWork> Incoming::finish(State& state, uint64_t number) {
   if (found == state.messages.end()) return {};
   const auto message = found->second;
   if (!message->complete() || !message->target.defined()) return {};
-  if (message->early.defined()) {
+  if (message->early.defined() && message->size > 0) {
     std::memcpy(message->target.data_ptr(), message->early.data_ptr(), message->size);
   }
   state.messages.erase(found);

@@ -241,3 +241,14 @@ def test_steps_over_a_wide_area_link(tmp_path: Path) -> None:
     assert rows[1]["measured"] > 5.0, "the latency of the link"
     assert min(rows[3]["measured"], rows[5]["measured"]) > 10.0, "up and down"
     assert rows[5]["simulated"] > rows[4]["simulated"] + 5.0
+
+
+@pytest.mark.usefixtures("wide_area")
+def test_packed_steps_over_connections_that_ldt_chooses(tmp_path: Path) -> None:
+    small = "--latency 5ms --stages 2 --microbatches 2 --bytes 256KiB --forward 1ms --steps 1 --warm-up 1"
+    tables = rows_of(
+        f"wan.py {small} --loss 0.001 --connections auto --compression 8bit --paths 'ldt optimize'", tmp_path
+    )
+    for row in tables["WanRow"]:
+        assert row["connections"] == "auto"
+        assert 0.26 < row["up"] < 0.5 * 1.048, "a quarter of four messages, and headers"
