@@ -108,10 +108,12 @@ differential: $(READY)
 	  --scripts build/differential $(ARGS)
 
 # Every finding ends the test that has it. torch is not compiled with a sanitizer: of it only inlined code is seen, and
-# the calls that sanitizers replace (memory, threads, locks). Each file is compiled alone, with what it includes itself.
+# the calls that sanitizers replace (memory, threads, locks), so OpenMP gets one thread. Each file is compiled alone, with
+# what it includes itself.
 sanitize: export ASAN_OPTIONS = detect_leaks=1:detect_stack_use_after_return=1:strict_string_checks=1
 sanitize: export UBSAN_OPTIONS = print_stacktrace=1
 sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
+sanitize: export OMP_NUM_THREADS := 1
 sanitize: sanitize-address sanitize-thread
 sanitize-%: $(READY)
 	cmake -G Ninja -S . -B build/sanitize-$* -DLDT_SANITIZE=$* -DLDT_UNITY=OFF -DLDT_BUILD_TESTS=ON -DLDT_WITH_CUDA=off \
