@@ -88,7 +88,7 @@ class Executor:
                 if action.kind.is_compute:
                     with self._progress.waiting("its device, which is some actions behind"):
                         self._run_ahead.wait()
-                        self._messages.begin_compute()
+                    self._messages.begin_compute()
                 with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
                     _METHODS[action.kind](self, action, entry)
                 if action.kind.is_compute:

@@ -65,7 +65,8 @@ class OnDemand(Messages):
             name = f"stage {stage} compute {self._num_computed}"
             expected = topology.replicas(stage) * topology.tp[stage]
             self._count(name, 1)
-            self.wait_for(lambda: self._count(name, 0) >= expected)
+            with self._mesh.detector.progress.waiting("the other replicas of its stage"):
+                self.wait_for(lambda: self._count(name, 0) >= expected)
 
     def end_reduction(self, is_done: Callable[[], bool]) -> None:
         self.wait_for(is_done)

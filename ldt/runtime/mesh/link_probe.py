@@ -30,10 +30,8 @@ __all__ = ["LinkFigures", "probe_links", "rounds"]
 
 _ROUND_TRIPS = 5
 _TRAIN_ROUND_TRIPS = 60
-_PARTS, _QUARTER = (
-    16,
-    4,
-)  # the equal parts of a train that bytes are counted for, and how many of them are a quarter
+_PARTS = 16  # equal parts of a train, whose bytes are counted
+_QUARTER = _PARTS // 4
 _TRAIN_SECONDS = (0.1, 3.0)  # at least, at most
 _FIRST_MESSAGES, _MOST_MESSAGES, _GROWTH = 2, 4096, 8
 _LONG_ENOUGH = 0.6  # of the seconds to last for

@@ -90,9 +90,11 @@ def test_no_link_is_better_than_it_is() -> None:
 def test_a_slow_link_is_what_it_is(tp: list[int], up: float, down: float, connections: int | None) -> None:
     costs = costs_of_link(tp, up, down, connections)
     for hop in (0, len(tp) - 1):
+        assert costs.latency[hop] > 0.999 * LATENCY
         assert in_time(costs.latency[hop] - LATENCY, 0.002)
         for way, rate in (("up", up), ("down", down)):
             assert costs.bandwidth[way][hop] < 1.15 * rate
             assert in_time(rate / costs.bandwidth[way][hop], 1 / 0.85)
     if len(tp) == 3:
         assert in_time(costs.latency[1], 0.002)
+        assert in_time(125e6 / costs.bandwidth["up"][1], 1.0)

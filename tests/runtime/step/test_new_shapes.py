@@ -10,14 +10,14 @@ from ldt.topology import Topology
 CUDA = torch.device("cuda")
 
 
-def call(sizes, masks=None):
+def call(sizes, masks=None, setting=""):
     """What a rank knows of a call whose microbatches have those sizes, of one edge replica."""
     hops = [[(TensorSpec((size, 8), torch.float32),)] * 2 for size in sizes]
     tensors = [
         {} if mask is None else {"attention_mask": torch.ones(mask)} for mask in masks or [None] * len(sizes)
     ]
     microbatches = tuple(MicrobatchMetadata(index, (), given) for index, given in enumerate(tensors))
-    return [(hops, StepMessage("step", "", "", None, microbatches))]
+    return [(hops, StepMessage("step", "", setting, None, microbatches))]
 
 
 def test_shapes_are_new_once_for_training_and_for_eval():
@@ -35,6 +35,13 @@ def test_metadata_count():
     assert first.has_new_shapes(True, call([4], [None]))
     assert first.has_new_shapes(True, call([4], [3]))
     assert not first.has_new_shapes(True, call([4], [3]))
+
+
+def test_modes_count():
+    first = FirstUse(Topology([1, 1]), CUDA)
+    assert first.has_new_shapes(True, call([4], setting="autocast=None"))
+    assert first.has_new_shapes(True, call([4], setting="autocast=torch.bfloat16"))
+    assert not first.has_new_shapes(True, call([4], setting="autocast=None"))
 
 
 def test_each_replica_meets_a_shape_for_itself():
