@@ -91,7 +91,7 @@ def test_a_different_module_on_any_replica_raises_on_all_ranks(pool: RankPool, d
 
 
 LATE = 3  # the rank that is late
-LIMIT, LATE_SECONDS = paced(6.0).total_seconds(), paced(24.0).total_seconds()  # groups are made within LIMIT, too
+LIMIT, LATE_SECONDS = paced(6.0).total_seconds(), paced(24.0).total_seconds()  # making groups counts
 
 
 def late_in_autotune(key: str) -> tuple[float, str]:
