@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ldt.runtime.comm.socket_options import BBR, MAX_CONNECTIONS, SocketSettings
-from ldt.runtime.comm.socket_probe import LinkProbe
+from ldt.runtime.comm.socket_probe import LinkProbe, best_rate
 
 __all__ = ["KEEP_WINDOW", "TcpLimits", "TcpPath", "allow_bbr", "choose"]
 
@@ -58,7 +58,7 @@ class TcpPath:
         """From what the ends of all pairs saw, which sent at once."""
         return cls(
             round_trip=min(end.round_trip for end in (*there, *back)),
-            rates=(sum(end.rate for end in there), sum(end.rate for end in back)),
+            rates=(best_rate(there), best_rate(back)),
             loss=max(end.loss for end in (*there, *back)),
             window=max(1.0, min(host.window for host in limits)),
             allows_bbr=all(host.allows_bbr for host in limits),

@@ -7,19 +7,22 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from ldt.runtime.comm.socket_dial import Check
 from ldt.runtime.comm.socket_options import set_pace, set_unsent
 
-__all__ = ["NUM_PROBES", "LinkProbe", "probe"]
+__all__ = ["NUM_PROBES", "LinkProbe", "best_rate", "probe"]
 
 NUM_PROBES = 8  # connections that measure, so that all of a long link is soon in use
 _MORE, _END = b"\1" * (64 << 10), b"\0"
 _TICK = 0.01
-_WINDOW_SECONDS = 0.15  # over which a rate is taken: shorter ones show how the host schedules
+_STEP = 0.05  # seconds that a rate is for
+_WINDOW = 3  # steps over which the best rate is taken: fewer show how the host schedules
 _START_ROUND_TRIPS, _MOST_SECONDS = 6, 1.2  # to reach the rate
 _LOSS_SECONDS, _LOSS_LOAD = 0.4, 0.4  # a part of the rate at which no queue overflows
 _SETTLES = 0.15  # until other ranks are in this phase, too
@@ -32,15 +35,30 @@ _OFFSETS = {"mss": 16, "unacked": 24, "retransmits": 100, "min_rtt": 148, "sent"
 
 @dataclass(frozen=True)
 class LinkProbe:
-    """What one end saw of what it sent: seconds, bytes per second, share of packets; 0 if it saw too few to say."""
+    """What one end saw of what it sent.
+
+    Attributes:
+        round_trip: Seconds.
+        rates: Bytes per second in each 50 ms from the start, which is about the same at all ends.
+        loss: Share of packets; 0 if it saw too few to say.
+    """
 
     round_trip: float
-    rate: float
+    rates: tuple[float, ...]
     loss: float
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(value) and value >= 0 for value in vars(self).values()):
+        if not all(
+            math.isfinite(value) and value >= 0 for value in (self.round_trip, *self.rates, self.loss)
+        ):
             raise ValueError(f"expected positive figures of a link, got {self}")
+
+
+def best_rate(ends: Sequence[LinkProbe]) -> float:
+    """Bytes per second that all ends together sent for 150 ms at best. Each one's own best may be another's worst."""
+    together: list[float] = [sum(rates) for rates in zip(*(end.rates for end in ends), strict=False)]
+    windows = [together[first : first + _WINDOW] for first in range(max(1, len(together) - _WINDOW + 1))]
+    return max(sum(window) / max(1, len(window)) for window in windows)
 
 
 def probe(sockets: Mapping[int, Sequence[socket.socket]], check: Check) -> dict[int, LinkProbe]:
@@ -50,9 +68,9 @@ def probe(sockets: Mapping[int, Sequence[socket.socket]], check: Check) -> dict[
     """
     flows = {peer: _Flow(found) for peer, found in sockets.items()}
     _exchange(flows.values(), 1, check)
-    rates = {peer: flow.begin_second_phase() for peer, flow in flows.items()}
+    found = {peer: flow.begin_second_phase() for peer, flow in flows.items()}
     _exchange(flows.values(), 2, check)
-    return {peer: LinkProbe(flow.round_trip, rates[peer], flow.loss) for peer, flow in flows.items()}
+    return {peer: replace(found[peer], loss=flow.loss) for peer, flow in flows.items()}
 
 
 class _Flow:
@@ -60,8 +78,8 @@ class _Flow:
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self.connections = [_Connection(one) for one in sockets]
-        self.seconds = min(_START_ROUND_TRIPS * self.round_trip + 2 * _WINDOW_SECONDS, _MOST_SECONDS)
-        self._samples: list[tuple[float, int]] = []
+        self.seconds = min(_START_ROUND_TRIPS * self.round_trip + 2 * _WINDOW * _STEP, _MOST_SECONDS)
+        self._samples: list[tuple[float, int]] = []  # seconds since the start, bytes delivered
         self._counts: list[tuple[float, int, int]] = []  # when, sent again, sent
 
     @property
@@ -77,19 +95,27 @@ class _Flow:
         lost, sent = end - first, sent_in_all - sent_before
         return lost / sent if lost >= max(_LEAST_LOST, _LEAST_LOSS * sent) else 0.0
 
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Of the steps in which this end sent."""
+        moments = [_STEP * index for index in range(1 + int(self.seconds / _STEP))]
+        delivered = [_interpolated(self._samples, moment) for moment in moments]
+        return tuple((after - before) / _STEP for before, after in pairwise(delivered))
+
     def sample(self, now: float) -> None:
+        """``now`` counts from the start of the phase."""
         delivered = sum(one.info("delivered") * one.info("mss") for one in self.connections)
         self._samples.append((now, delivered))
         self._counts.append((now, self._sum("retransmits"), self._sum("sent")))
 
-    def begin_second_phase(self) -> float:
-        """Returns the rate of the first."""
-        rate = max(_rates(self._samples), default=0.0)
+    def begin_second_phase(self) -> LinkProbe:
+        """Returns what the first one found, with no loss."""
+        found = LinkProbe(self.round_trip, self.rates, 0.0)
         for connection in self.connections:
-            connection.resume(int(_LOSS_LOAD * rate / len(self.connections)))
+            connection.resume(int(_LOSS_LOAD * best_rate([found]) / len(self.connections)))
         self.seconds = _LOSS_SECONDS
         self._counts.clear()
-        return rate
+        return found
 
     def _sum(self, name: str) -> int:
         return sum(one.info(name) for one in self.connections)
@@ -128,13 +154,12 @@ class _Connection:
         return int(struct.unpack_from("@I", data, _OFFSETS[name])[0])
 
 
-def _rates(samples: Sequence[tuple[float, int]]) -> Iterator[float]:
-    first = 0
-    for now, delivered in samples:
-        while now - samples[first + 1][0] >= _WINDOW_SECONDS if first + 1 < len(samples) else False:
-            first += 1
-        if (span := now - samples[first][0]) >= _WINDOW_SECONDS:
-            yield (delivered - samples[first][1]) / span
+def _interpolated(samples: Sequence[tuple[float, int]], moment: float) -> float:
+    """The bytes delivered by ``moment``."""
+    after = min(bisect_left(samples, (moment,)), len(samples) - 1)
+    (start, before), (end, then) = samples[max(0, after - 1)], samples[after]
+    passed = min(1.0, (moment - start) / (end - start)) if end > start else 1.0
+    return before + passed * (then - before)
 
 
 def _exchange(flows: Collection[_Flow], phase: int, check: Check) -> None:
@@ -157,4 +182,4 @@ def _exchange(flows: Collection[_Flow], phase: int, check: Check) -> None:
             check("measuring the link did not end")
             next_tick = now + _TICK
             for flow in flows:
-                flow.sample(now)
+                flow.sample(now - start)

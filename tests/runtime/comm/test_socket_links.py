@@ -17,7 +17,7 @@ import ldt
 from ldt.runtime.comm.socket_choice import TcpLimits, TcpPath, choose
 from ldt.runtime.comm.socket_dial import Check, accept, dial, listen
 from ldt.runtime.comm.socket_options import SocketSettings
-from ldt.runtime.comm.socket_probe import LinkProbe, probe
+from ldt.runtime.comm.socket_probe import LinkProbe, best_rate, probe
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
 
@@ -192,12 +192,22 @@ def test_a_link_is_measured_from_both_ends() -> None:
         for peer, end in zip((1, 0), ends, strict=True):
             found = end.result(timeout=30)[peer]
             assert 0 < found.round_trip < 0.05
-            assert found.rate > 1e6
+            assert best_rate([found]) > 1e6
         for one, other in zip(ours, theirs, strict=True):  # nothing of it is left on the connections
             one.setblocking(True)
             other.setblocking(True)
             one.sendall(b"first")
             assert other.recv(5, socket.MSG_WAITALL) == b"first"
+
+
+def test_pairs_that_share_a_link_do_not_count_it_twice() -> None:
+    """Each has all of it for a while."""
+    turns = [
+        LinkProbe(0.04, tuple(rates), 0.0) for rates in ([90.0] * 4 + [10.0] * 4, [10.0] * 4 + [90.0] * 6)
+    ]
+    assert best_rate(turns) == 100.0
+    assert best_rate([LinkProbe(0.04, (0.0, 30.0, 60.0, 90.0, 0.0), 0.0)]) == 60.0
+    assert best_rate([LinkProbe(0.04, (), 0.0)]) == 0.0
 
 
 STOCK = TcpLimits(2 << 20, allows_bbr=True)
@@ -219,8 +229,8 @@ STOCK = TcpLimits(2 << 20, allows_bbr=True)
 def test_connections_fill_the_product_of_rate_and_round_trip(
     rate: float, round_trip: float, loss: float, limits: TcpLimits, expected: SocketSettings
 ) -> None:
-    pairs = [LinkProbe(round_trip, rate / 2, loss), LinkProbe(2 * round_trip, rate / 2, 0.0)]
-    path = TcpPath.of(pairs, [LinkProbe(round_trip, 1e5, 0.0)] * 2, [limits, STOCK])
+    pairs = [LinkProbe(round_trip, (rate / 2,), loss), LinkProbe(2 * round_trip, (rate / 2,), 0.0)]
+    path = TcpPath.of(pairs, [LinkProbe(round_trip, (1e5,), 0.0)] * 2, [limits, STOCK])
     if limits.window > STOCK.window:
         path = TcpPath.of(pairs, pairs, [limits, limits])
     assert choose(path, 0) == expected
@@ -228,24 +238,24 @@ def test_connections_fill_the_product_of_rate_and_round_trip(
 
 def test_sysctls_that_would_help_are_named() -> None:
     limits = [TcpLimits(2 << 20, allows_bbr=False)]
-    lossy = TcpPath.of([LinkProbe(0.04, 1e8, 1e-3)], [LinkProbe(0.04, 1e8, 0.0)], limits)
+    lossy = TcpPath.of([LinkProbe(0.04, (1e8,), 1e-3)], [LinkProbe(0.04, (1e8,), 0.0)], limits)
     assert "tcp_allowed_congestion_control" in "".join(lossy.advice())
-    long = TcpPath.of([LinkProbe(0.2, 12.5e9, 0.0)], [LinkProbe(0.2, 1e8, 0.0)], limits)
+    long = TcpPath.of([LinkProbe(0.2, (12.5e9,), 0.0)], [LinkProbe(0.2, (1e8,), 0.0)], limits)
     assert [line.split("=")[0] for line in long.advice()] == [
         "sysctl -w net.ipv4.tcp_rmem",
         "sysctl -w net.ipv4.tcp_wmem",
     ]
-    clean, thin = LinkProbe(0.04, 1e8, 0.0), LinkProbe(0.01, 1e8, 0.0)
+    clean, thin = LinkProbe(0.04, (1e8,), 0.0), LinkProbe(0.01, (1e8,), 0.0)
     assert not list(TcpPath.of([clean], [clean], limits).advice())
     restarts = [*limits, TcpLimits(2 << 20, allows_bbr=False, restarts=True)]
     (line,) = TcpPath.of([clean], [clean], restarts).advice()
     assert line.startswith("sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on both sites")
     assert not list(TcpPath.of([thin], [thin], restarts).advice())
-    lost = LinkProbe(0.04, 1e8, 1e-3)
+    lost = LinkProbe(0.04, (1e8,), 1e-3)
     assert not list(TcpPath.of([lost], [lost], [TcpLimits(2 << 20, True, restarts=True)]).advice())
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 def test_figures_that_no_end_can_have_seen_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="positive figures"):
-        LinkProbe(0.1, value, 0.0)
+        LinkProbe(0.1, (value,), 0.0)
