@@ -6,7 +6,7 @@ loss, shared by all that crosses. The edge is in one namespace, all other stages
 - ``raw TCP``         the bytes of a step, both ways at once, over plain connections: what the link can do
 - ``torch ...``       the orders below in torch.distributed.pipelining's own runtime
 - ``ldt ushape``      the fixed order
-- ``ldt optimize``    the order planned for this link
+- ``ldt optimize``    the order planned for this link; if it loses packets, with room for those that are sent again
 
 With ``--compression`` the messages of the last two are packed, and simulated with the bytes that cross.
 
@@ -40,6 +40,9 @@ from ldt.plan import Costs, optimize, simulate, ushape
 
 CONTROL_DELAY = 50e-6
 LOOPBACK = 1e12  # bytes per second, in place of a rate
+SENT_AGAIN = (
+    1.25  # round trips: a quarter until TCP takes a packet for lost (RFC 8985), and one for another copy
+)
 RUNS: dict[str, Callable[[Job, Link], Measured]] = {"raw": raw_tcp, "torch": torch_steps, "ldt": ldt_steps}
 # Which of the requested numbers of connections a path can have; 0 is one for each process group.
 COUNTS: dict[str, Callable[[list[int | str]], list[int | str]]] = {
@@ -96,12 +99,12 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
             up = Settings(given.rate, latency, loss, given.queue)
             down = replace(up, rate=given.rate_down or given.rate)
             quiet = [replace(side, delay=CONTROL_DELAY, loss=0.0, queue=None) for side in (up, down)]
-            for path, job in jobs_of(given, latency):
+            for path, job in jobs_of(given, up):
                 excess = None
                 for sides in (quiet, [up, down]):
                     simulated = None
                     if not path.startswith("raw"):
-                        costs = costs_of(given, sides[0].delay, job.compression)
+                        costs = costs_of(given, sides[0], job.compression)
                         simulated = simulate(job.plan, costs).makespan
                     cell = Cell(path, job, sides[0], sides[1], simulated)
                     measured, load = cell.measure(given.congestion)
@@ -111,8 +114,8 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
                     yield row
 
 
-def costs_of(given: argparse.Namespace, latency: float, compression: str = "none") -> Costs:
-    """Of the job over a link of that latency. Nothing but the link takes time between stages."""
+def costs_of(given: argparse.Namespace, side: Settings, compression: str = "none") -> Costs:
+    """Of the job over a link of that latency and loss. Nothing but the link takes time between stages."""
     topology = ldt.Topology([1] * given.stages)
     hops = range(topology.tail)
     crosses = [not topology.is_local(topology.channel(hop, "F", 0)) for hop in hops]
@@ -120,7 +123,8 @@ def costs_of(given: argparse.Namespace, latency: float, compression: str = "none
     costs = Costs(
         forward=given.forward,
         backward=[2 * value for value in given.forward],
-        latency=[latency if crossing else 0.0 for crossing in crosses],
+        latency=[side.delay if crossing else 0.0 for crossing in crosses],
+        jitter=[2 * SENT_AGAIN * side.delay if crossing and side.loss else 0.0 for crossing in crosses],
         bandwidth={
             way: [rate if crossing else LOOPBACK for crossing in crosses]
             for way, rate in {"up": up, "down": down}.items()
@@ -130,8 +134,8 @@ def costs_of(given: argparse.Namespace, latency: float, compression: str = "none
     return costs if compression == "none" else compressed(costs, topology, compression, "float32")
 
 
-def jobs_of(given: argparse.Namespace, latency: float) -> Iterator[tuple[str, Job]]:
-    """Each path with its job for a link of that latency."""
+def jobs_of(given: argparse.Namespace, side: Settings) -> Iterator[tuple[str, Job]]:
+    """Each path with its job for a link of that latency and loss."""
     topology = ldt.Topology([1] * given.stages)
     fixed = ushape(topology, given.microbatches)
     for path in given.paths:
@@ -139,7 +143,7 @@ def jobs_of(given: argparse.Namespace, latency: float) -> Iterator[tuple[str, Jo
         compression = given.compression if runtime == "ldt" else "none"
         plan = fixed
         if order == "optimize":
-            plan = optimize(topology, given.microbatches, costs_of(given, latency, compression))
+            plan = optimize(topology, given.microbatches, costs_of(given, side, compression))
         for connections in COUNTS[runtime](given.connections):
             yield (
                 path,

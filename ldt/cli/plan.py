@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _add_topology(parser.add_argument_group("topology"))
     _add_costs(
         parser.add_argument_group(
-            "costs: one value for all, or one per chunk (per hop: latency, bandwidth, bytes)"
+            "costs: one value for all, or one per chunk (per hop: latency, jitter, bandwidth, bytes)"
         )
     )
     limits = parser.add_argument_group("memory")
@@ -83,6 +83,7 @@ def _add_costs(costs: argparse._ArgumentGroup) -> None:
         ("--forward", _TIMES, "TIME", "of one microbatch, such as 12ms"),
         ("--backward", _TIMES, "TIME", "default: twice the forward"),
         ("--latency", _TIMES, "TIME", "one way, such as 20ms"),
+        ("--jitter", _TIMES, "TIME", "by which messages may come later; plans leave room for it"),
         ("--bandwidth", _RATES, "RATE", "such as 1Gbit or 125MB/s"),
         ("--bytes", _SIZES, "SIZE", "of one message, such as 4MiB"),
         ("--bandwidth-down", _RATES, "RATE", "from the cloud to the edge; default: as --bandwidth"),
@@ -186,7 +187,7 @@ def _cases(arguments: argparse.Namespace, topology: Topology) -> list[tuple[str,
 
 def _costs(arguments: argparse.Namespace) -> Costs:
     """Costs from the file, the options, or both. An option overrides the file's figure."""
-    names = ("forward", "backward", "latency", "bandwidth", "bytes", "activation_bytes")
+    names = ("forward", "backward", "latency", "jitter", "bandwidth", "bytes", "activation_bytes")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     if arguments.costs is not None:
         return _by_direction(replace(Costs.load(arguments.costs), **given), arguments)

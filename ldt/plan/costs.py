@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ PerDirection = PerItem | Mapping[str, PerItem]
 
 _FORMAT = "ldt costs 1"
 _PER_CHUNK = ("forward", "backward", "weight", "input", "activation_bytes")
-_PER_HOP = ("latency", "bandwidth", "bytes")
+_PER_HOP = ("latency", "jitter", "bandwidth", "bytes")
 _SMALLEST, _LARGEST = 1e-15, 1e18  # beyond these, sums and quotients could overflow
 _ABOVE_ZERO = ("bandwidth", "speed")
 _DIRECTIONS = {"bandwidth": ("up", "down"), "bytes": ("forward", "backward")}
@@ -38,7 +38,8 @@ class Costs:
     Per hop c -> c+1: ``latency`` (one way), ``bandwidth`` (per direction; None: unlimited) and ``bytes`` (of one
     message). Directions may differ: ``bandwidth={"up": ..., "down": ...}``, where up is to a stage of a greater
     number, as from the edge to the cloud, and ``bytes={"forward": ..., "backward": ...}``, activations and gradients.
-    Messages that share a pipe (``Topology.pipe_of``) take turns on it.
+    Messages that share a pipe (``Topology.pipe_of``) take turns on it. ``jitter``: seconds by which a message may come
+    later, as when a packet was lost and is sent again. ``optimize`` leaves room for it, ``simulate`` does without.
 
     ``speed`` divides a node's compute times: one number, one per stage, or a mapping from nodes (``Node`` or
     "stage.replica") to the speeds that are not 1.
@@ -53,6 +54,7 @@ class Costs:
     input: PerItem | None = None
     speed: PerItem | Mapping[Node, float] = 1.0
     activation_bytes: PerItem = 0
+    jitter: PerItem = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -116,6 +118,11 @@ class Costs:
         """Seconds from sending the last byte to the arrival of the message."""
         return _pick(self.latency, hop)
 
+    def with_every_message_late(self, topology: Topology) -> Costs:
+        """These costs if all messages came as late as ``jitter`` says."""
+        late = [self.delay(hop) + _pick(self.jitter, hop) for hop in range(topology.tail)]
+        return replace(self, latency=late, jitter=0.0) if self.jitter else self
+
     def occupancy(self, hop: int, direction: Direction = "F", up: bool = True) -> float:
         """Seconds for which one message of ``hop`` and ``direction``, sent ``up`` or down, occupies its pipe."""
         if self.bandwidth is None:
@@ -175,6 +182,7 @@ class _File:
     input: float | list[float] | None = None
     speed: float | list[float] | dict[str, float] = 1.0
     activation_bytes: float | list[float] = 0
+    jitter: float | list[float] = 0.0
 
 
 def _pick(figure: PerItem, index: int) -> float:

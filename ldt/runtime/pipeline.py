@@ -235,7 +235,8 @@ class Pipeline:
 
         Runs ``steps`` + 1 steps, then measures the links over their own lanes: latency by round trips of one byte,
         bandwidth by trains of messages on all channels of two sites (or two nodes of a site) at once, both ways. A
-        train lasts for about 60 round trips, 0.1 to 3 s. Gradients stay as they are; buffers and random states
+        train lasts for about 60 round trips, 0.1 to 3 s. Between two sites single messages follow: how late most of
+        them are at most is the jitter. Gradients stay as they are; buffers and random states
         advance as in training.
 
         Args:
@@ -243,10 +244,10 @@ class Pipeline:
             steps: Number of measured steps; one more runs first as a warm-up.
 
         Returns:
-            Equal on every rank: compute in seconds per chunk, of the slowest rank that has it; one-way latency in
-            seconds per hop; bandwidth in bytes per second, up and down, of the pipe that a hop shares with others; and
-            bytes per hop, forward and backward. On a device with streams an action costs its time on the stream, which
-            includes launches that the host makes late.
+            Equal on every rank: compute in seconds per chunk, of the slowest rank that has it; one-way latency and
+            jitter in seconds per hop; bandwidth in bytes per second, up and down, of the pipe that a hop shares with
+            others; and bytes per hop, forward and backward. On a device with streams an action costs its time on the
+            stream, which includes launches that the host makes late.
         """
         device = self._mesh.device
 

@@ -32,6 +32,20 @@ def test_json_round_trip(forward, backward, weight, split_input, latency, bandwi
     assert hash(again) == hash(costs)
 
 
+def test_jitter_counts_only_where_every_message_is_late():
+    topology = Topology([1, 1, 1])
+    costs = Costs(1, 2, latency=[1, 2, 3], jitter=[0.5, 0, 4])
+    late = costs.with_every_message_late(topology)
+    assert (late.latency, late.jitter) == ((1.5, 2, 7), 0)
+    assert Costs.from_json(costs.to_json()) == costs
+    plan = ushape(topology, 4)
+    assert simulate(plan, costs) == simulate(plan, Costs(1, 2, latency=[1, 2, 3]))
+    with pytest.raises(PlanError, match="jitter needs one number for each of the 3 hops, got 2"):
+        Costs(1, 2, jitter=[1, 2]).check(topology)
+    with pytest.raises(PlanError, match="jitter must be at least 0"):
+        Costs(1, 2, jitter=-1).check(topology)
+
+
 def test_figures_by_direction():
     costs = Costs(1, 2, bandwidth={"up": 10, "down": [1, 2]}, bytes={"forward": [20, 40], "backward": 10})
     assert [costs.occupancy(hop, "F", up) for hop in (0, 1) for up in (True, False)] == [2, 20, 4, 20]

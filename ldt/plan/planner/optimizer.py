@@ -40,7 +40,8 @@ def optimize(
 ) -> Plan:
     """Return a complete, verified plan with the shortest simulated time found for ``costs``.
 
-    The plan is never slower than ``ushape`` (if that satisfies the memory limit), and the same on every machine.
+    The plan is never slower than ``ushape`` (if that satisfies the memory limit), and the same on every machine. With
+    ``costs.jitter`` both hold for the time if every message is late, so that late ones find work to hide behind.
     Of two equally fast plans the search prefers the one that needs less memory, even without a limit.
 
     Args:
@@ -60,6 +61,7 @@ def optimize(
             smallest limit that works.
     """
     costs.check(topology)
+    costs = costs.with_every_message_late(topology)
     check_buffers(receive_buffers)
     memory = MemoryLimit.of(topology, costs, memory_limit, memory_limit_bytes)
     splits = (True, False) if split_backward else (False,)  # two parts may cost more than the whole

@@ -21,7 +21,7 @@ from ldt.runtime.step.call import all_agree
 __all__ = ["measure_costs"]
 
 _CALL = "measure_costs()"
-_WITHIN_A_NODE = LinkFigures(latency=0.0, up=1e18, down=1e18)
+_WITHIN_A_NODE = LinkFigures(latency=0.0, jitter=0.0, up=1e18, down=1e18)
 
 
 def measure_costs(
@@ -54,6 +54,7 @@ def measure_costs(
     return Costs(
         **_by_chunk(times, range(mesh.topology.num_chunks)),
         latency=[link.latency for link in figures_by_hop],
+        jitter=[link.jitter for link in figures_by_hop],
         bandwidth={
             "up": [link.up for link in figures_by_hop],
             "down": [link.down for link in figures_by_hop],

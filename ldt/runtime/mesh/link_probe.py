@@ -1,9 +1,10 @@
-"""Measures latency and bandwidth of the links, over the lanes that steps use and with the messages of all ranks.
+"""Measures latency, jitter and bandwidth of the links, over the lanes that steps use, with the messages of all ranks.
 
 All channels between two sites are measured at once, as they share a pipe in each direction, and so are all between two
 nodes of a site. First messages of one byte go there and back. Then all channels send trains of messages, both ways,
 until a train lasts for many round trips. Its best quarter counts, not the first, while congestion windows open and
-queues fill: TCP does not keep a long link full all the time.
+queues fill: TCP does not keep a long link full all the time. Last come single messages, one after the other: by how
+much the second latest of them is later than the first counts as jitter between two sites.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ldt.topology import Channel, Node, Topology
 __all__ = ["LinkFigures", "probe_links", "rounds"]
 
 _ROUND_TRIPS = 5
+_SINGLE_MESSAGES = 16  # each way
 _TRAIN_ROUND_TRIPS = 60
 _PARTS = 16  # equal parts of a train, whose bytes are counted
 _QUARTER = _PARTS // 4
@@ -43,12 +45,15 @@ _LOCAL_BYTES = (8 << 20, 64 << 20)
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """``latency``: one-way seconds of a message of one byte. Bytes per second to a stage of a greater number, and back.
+    """``latency``: one-way seconds of a message of one byte. ``jitter``: by how many seconds messages are later.
+
+    ``up`` and ``down``: bytes per second to a stage of a greater number, and back.
 
     Hops that share a pipe have equal ``up`` and ``down``: those of all that crosses it.
     """
 
     latency: float
+    jitter: float
     up: float
     down: float
 
@@ -59,17 +64,20 @@ def probe_links(mesh: Mesh, nbytes: Mapping[int, int]) -> dict[int, LinkFigures]
     ``nbytes`` has the bytes of a message by hop. Of replicas the slowest counts.
     """
     latencies: dict[str, float] = {}
+    jitters: dict[str, float] = {}
     rates: dict[str, float] = {}
     for channels in rounds(mesh.topology):
         found = _latencies(mesh, channels)
-        least, most = _LOCAL_BYTES if mesh.topology.is_local(channels[0]) else _CROSSING_BYTES
+        is_local = mesh.topology.is_local(channels[0])
+        least, most = _LOCAL_BYTES if is_local else _CROSSING_BYTES
         size = min(max(least, *(nbytes.get(channel.hop, 0) for channel in channels)), most)
         shortest, longest = _TRAIN_SECONDS
         seconds = min(max(shortest, 2 * _TRAIN_ROUND_TRIPS * max(found.values())), longest)
         rates |= _rates(mesh, channels, size, seconds)
         latencies = _merged(max, [latencies, found])
+        jitters |= dict.fromkeys(found, 0.0 if is_local else _jitter(mesh, channels[0], nbytes))
     return {
-        int(hop): LinkFigures(latency, *_slowest(mesh.topology, int(hop), rates))
+        int(hop): LinkFigures(latency, jitters[hop], *_slowest(mesh.topology, int(hop), rates))
         for hop, latency in latencies.items()
     }
 
@@ -127,6 +135,24 @@ def _latencies(mesh: Mesh, channels: Sequence[Channel]) -> dict[str, float]:
     run_tasks([of_replica(replica) for replica in hops], mesh.watchdog)
     own = [{str(hop): min(times[1:]) / 2} for (hop, _), times in found.items() if times]
     return _merged(max, mesh.control.all_gather(_merged(max, own), _read_figures))
+
+
+# -- jitter ------------------------------------------------------------------------------------------------------
+
+
+def _jitter(mesh: Mesh, channel: Channel, nbytes: Mapping[int, int]) -> float:
+    """Seconds, of the messages of the channel's hop, which stand for all that share its pipe."""
+    there, back = map(mesh.endpoints.get, _both_ways(mesh.topology, channel))
+    size = max(1, nbytes.get(channel.hop, 0))
+    times: tuple[list[float], list[float]] = ([], [])
+
+    def both_ways() -> Task:
+        for one, other, seconds in ((there, back, times[0]), (back, there, times[1])):
+            yield from round_trips(one, other, 1 + _SINGLE_MESSAGES, mesh.device, seconds, size)
+
+    run_tasks([both_ways()], mesh.watchdog)
+    own = {"jitter": max((sorted(found[1:])[-2] - min(found[1:]) for found in times if found), default=0.0)}
+    return _merged(max, mesh.control.all_gather(own, _read_figures))["jitter"]
 
 
 # -- bandwidth ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The planner: every plan is proven, never longer than the fixed order, within its memory, and deterministic."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from brute_force import works
@@ -223,6 +224,23 @@ def test_a_slow_link_gets_the_buffers_it_asks_for():
     free, two = (optimize(topology, 32, slow, receive_buffers=buffers) for buffers in (None, 2))
     assert max(buffers_needed(free).values()) > 2 >= max(buffers_needed(two).values())
     assert simulate(free, slow).makespan < simulate(two, slow).makespan
+
+
+def test_jitter_gets_room_and_takes_no_time_when_messages_are_punctual():
+    topology = Topology([1, 1, 1])
+    link = {"latency": [0.02, 0, 0.02], "bandwidth": 125e6, "bytes": [1 << 20, 0, 1 << 20]}
+    costs = Costs([0.003, 0.012, 0.012, 0.003], [0.006, 0.024, 0.024, 0.006], **link)
+    jittery = replace(costs, jitter=[0.05, 0, 0.05])
+    late = jittery.with_every_message_late(topology)
+    tight, roomy = optimize(topology, 32, costs), optimize(topology, 32, jittery)
+    bound = lower_bound(topology, 32, costs)
+    assert lower_bound(topology, 32, jittery) == bound
+    assert simulate(roomy, jittery).makespan <= 1.001 * bound
+    assert simulate(roomy, late).makespan <= 1.001 * lower_bound(topology, 32, late)
+    assert simulate(tight, late).makespan > 1.5 * simulate(roomy, late).makespan
+    limit = max(simulate(tight, costs).peak_live.values())
+    limited = optimize(topology, 32, jittery, memory_limit=limit)
+    assert max(simulate(limited, costs).peak_live.values()) <= limit
 
 
 def test_weights_come_apart_only_if_asked_for():
