@@ -19,37 +19,55 @@ SHARES = {
 }
 
 
-def compressed(costs: Costs, topology: Topology, scheme: str, dtype: str) -> Costs:
-    """``costs`` with the bytes of ``connect(compression=scheme)``, if all that crosses is packed and of ``dtype``.
+def compressed(costs: Costs, topology: Topology, scheme: str, dtype: str, pack: float = 0.0) -> Costs:
+    """``costs`` of ``connect(compression=scheme)``, if all that crosses is packed and of ``dtype``.
 
-    The time to pack is not included. Raises LdtError if the costs have no bytes or the scheme leaves ``dtype`` alone.
+    ``pack``: seconds for each byte of a tensor that is packed and unpacked, half of it at either end. Raises LdtError
+    if the costs have no bytes or the scheme leaves ``dtype`` alone.
     """
     if dtype not in SHARES[scheme]:
         raise LdtError(f"--compression {scheme} packs {', '.join(SHARES[scheme])}, got --dtype {dtype}")
-    if costs.bandwidth is None or not any(
-        any(_by_hop(sizes, topology)) for sizes in _directions(costs.bytes)
-    ):
+    hops = range(topology.tail)
+    plain = {way: _listed(sizes, len(hops)) for way, sizes in _by_direction(costs.bytes).items()}
+    if costs.bandwidth is None or not any(map(any, plain.values())):
         raise LdtError("--compression needs --bandwidth and --bytes, or a file of costs that has them")
+    crosses = [not topology.is_local(topology.channel(hop, "F", 0)) for hop in hops]
     share = SHARES[scheme][dtype]
-    if isinstance(costs.bytes, Mapping):
-        packed = {way: _packed(sizes, topology, share) for way, sizes in costs.bytes.items()}
-        return replace(costs, bytes=packed)
-    return replace(costs, bytes=_packed(costs.bytes, topology, share))
+    packed = {
+        way: [size * share if crosses[hop] else size for hop, size in enumerate(sizes)]
+        for way, sizes in plain.items()
+    }
+    if pack:
+        costs = _with_seconds(
+            costs, {way: _at_ends(sizes, crosses, pack / 2) for way, sizes in plain.items()}
+        )
+    return replace(costs, bytes=packed)
 
 
-def _directions(sizes: Sizes | Mapping[str, Sizes]) -> list[Sizes]:
-    return list(sizes.values()) if isinstance(sizes, Mapping) else [sizes]
+def _at_ends(sizes: Sequence[float], crosses: Sequence[bool], seconds: float) -> list[float]:
+    """By chunk, the ``seconds`` a byte of what crosses on the hops into it and out of it."""
+    times = [size * seconds if crossing else 0.0 for size, crossing in zip(sizes, crosses, strict=True)]
+    return [before + after for before, after in zip([0.0, *times], [*times, 0.0], strict=True)]
 
 
-def _by_hop(sizes: Sizes, topology: Topology) -> list[float]:
-    return list(sizes) if isinstance(sizes, Sequence) else [sizes] * topology.tail
+def _with_seconds(costs: Costs, more: Mapping[str, Sequence[float]]) -> Costs:
+    """``costs`` of chunks whose forward, and backward or I, take that much longer."""
+    count = len(more["forward"])
+    backward = _listed(costs.backward, count)
+    weight = [value / 2 for value in backward] if costs.weight is None else costs.weight
+    longer = {"forward": _listed(costs.forward, count), "backward": backward}
+    if costs.input is not None:
+        longer["input"] = _listed(costs.input, count)
+    summed = {
+        name: [value + extra for value, extra in zip(values, more.get(name, more["backward"]), strict=True)]
+        for name, values in longer.items()
+    }
+    return replace(costs, weight=weight, **summed)
 
 
-def _packed(sizes: Sizes, topology: Topology, share: float) -> list[float]:
-    """Per hop, those between two sites times ``share``."""
-    return [
-        size * share
-        if topology.crosses(hop) and not topology.is_local(topology.channel(hop, "F", 0))
-        else size
-        for hop, size in enumerate(_by_hop(sizes, topology))
-    ]
+def _by_direction(sizes: Sizes | Mapping[str, Sizes]) -> Mapping[str, Sizes]:
+    return sizes if isinstance(sizes, Mapping) else {"forward": sizes, "backward": sizes}
+
+
+def _listed(figure: Sizes, count: int) -> list[float]:
+    return list(figure) if isinstance(figure, Sequence) else [figure] * count

@@ -97,6 +97,13 @@ def _add_costs(costs: argparse._ArgumentGroup) -> None:
         help="plan for connect(compression=...), too: the plan written is for that",
     )
     costs.add_argument(
+        "--pack",
+        type=seconds,
+        default=3e-4,
+        metavar="TIME",
+        help="that --compression takes to pack and unpack 1 MiB, half at either end; default: 0.3ms",
+    )
+    costs.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         default="float32",
@@ -181,7 +188,7 @@ def _cases(arguments: argparse.Namespace, topology: Topology) -> list[tuple[str,
     costs = _costs(arguments)
     if arguments.compression is None:
         return [("", costs)]
-    packed = compressed(costs, topology, arguments.compression, arguments.dtype)
+    packed = compressed(costs, topology, arguments.compression, arguments.dtype, arguments.pack / 2**20)
     return [("", costs), (f'with compression="{arguments.compression}"\n', packed)]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ldt.cli import main
+from ldt.cli.compressed_costs import compressed
 from ldt.plan import Costs, Plan, from_csv, simulate, verify
 from ldt.topology import Topology
 
@@ -51,11 +52,10 @@ def test_what_compression_gains(folder: Path, capsys: pytest.CaptureFixture[str]
     times = [float(rows(part)["optimize"][0].split()[0]) for part in (before, after)]
     plan = Plan.from_text((folder / "ldt-plan.txt").read_text())
     size = 4 * 2**20
-    costs = [
-        Costs(0.01, 0.02, latency=0.02, bandwidth=1.25e8, bytes=[edge, size, edge])
-        for edge in (size, size * 130 / 512)
-    ]
-    assert simulate(plan, costs[1]).makespan * 1e3 == pytest.approx(times[1], rel=1e-3)
+    # Each chunk is at one end of 4 MiB that are packed at 0.15 ms a MiB, in either direction.
+    edge = size * 130 / 512
+    costs = Costs(0.01 + 6e-4, 0.02 + 6e-4, latency=0.02, bandwidth=1.25e8, bytes=[edge, size, edge])
+    assert simulate(plan, costs).makespan * 1e3 == pytest.approx(times[1], rel=1e-3)
     assert times[1] < 0.9 * times[0]
 
 
@@ -211,3 +211,17 @@ def test_no_picture_without_matplotlib(
     captured = capsys.readouterr()
     assert "pip install 'ldt-torch[plot]'" in captured.err
     assert "wrote ldt-plan.txt\n" in captured.out
+
+
+def test_packing_takes_time_at_both_ends() -> None:
+    """Of the parts of a split backward, the one that passes gradients on."""
+    topology = Topology([1, 1, 1])
+    costs = Costs(
+        1, 4, bandwidth=1, bytes={"forward": [512, 9, 1024], "backward": [1024, 9, 512]}, input=[3] * 4
+    )
+    packed = compressed(costs, topology, "8bit", "float32", pack=2 / 512)
+    assert packed.bytes == {"forward": (130, 9, 260), "backward": (260, 9, 130)}
+    assert packed.forward == (2, 2, 3, 3)
+    assert packed.backward == (6, 6, 5, 5)
+    assert packed.input == (5, 5, 4, 4)
+    assert packed.weight == (2, 2, 2, 2)
