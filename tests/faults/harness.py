@@ -88,23 +88,32 @@ class Harness:
 
 
 def left_files(before: set[Path]) -> list[Path]:
-    """Return new files in shared memory that stay, unless another program has mapped them."""
+    """Return new files in shared memory that stay, unless a program that is none of ours has mapped them."""
     deadline = time.monotonic() + _SETTLING_SECONDS
     while left := set(SHARED_MEMORY.iterdir()) - before:
         if time.monotonic() > deadline:
-            return sorted(left - _of_other_programs())
+            left -= _of_other_programs()
+            return sorted(left & set(SHARED_MEMORY.iterdir()))  # those whose program has just ended are gone
         time.sleep(0.02)
     return []
 
 
 def _of_other_programs() -> set[Path]:
-    """Return files in shared memory that live processes outside of this process group have mapped."""
+    """Return files in shared memory that processes have mapped, except this one and its descendants in its group."""
     files = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getpgid(int(maps.parent.name)) != os.getpgrp():
-                paths = (line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines())
+            if not _is_ours(int(process.name)):
+                paths = (line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines())
                 files |= {Path(path) for path in paths if path.startswith(f"{SHARED_MEMORY}/")}
         except (OSError, ValueError):  # it has ended, or access is denied
             continue
     return files
+
+
+def _is_ours(process: int) -> bool:
+    if os.getpgid(process) != os.getpgrp():
+        return False
+    while process not in (0, os.getpid()):
+        process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])  # its parent
+    return process == os.getpid()

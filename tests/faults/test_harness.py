@@ -71,7 +71,9 @@ def test_leaks_of_a_process_are_detected() -> None:
     assert before.leaked_since() == []
 
 
-def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it() -> None:
+@pytest.mark.parametrize("launcher", [["setsid"], ["sh", "-c", 'exec 3<&0; "$0" "$@" <&3 &']])
+def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it(launcher: list[str]) -> None:
+    """One of another session, or one that is no descendant."""
     before = set(SHARED_MEMORY.iterdir())
     own_file, of_other = (SHARED_MEMORY / f"ldt-test-{os.getpid()}-{name}" for name in ("own_file", "other"))
     hold = "import mmap, sys; f = open(sys.argv[1], 'r+'); m = mmap.mmap(f.fileno(), 4); print(flush=True); input()"
@@ -80,10 +82,9 @@ def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it
         for path in (own_file, of_other):
             path.write_bytes(b"left")
         other = subprocess.Popen(
-            [sys.executable, "-c", hold, str(of_other)],
+            [*launcher, sys.executable, "-c", hold, str(of_other)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,
         )
         assert other.stdout is not None
         other.stdout.readline()
