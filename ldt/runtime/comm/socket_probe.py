@@ -22,8 +22,9 @@ NUM_PROBES = 8  # connections that measure, so that all of a long link is soon i
 _MORE, _END = b"\1" * (64 << 10), b"\0"
 _TICK = 0.01
 _STEP = 0.05  # seconds that a rate is for
-_WINDOW = 3  # steps over which the best rate is taken: fewer show how the host schedules
-_START_ROUND_TRIPS, _MOST_SECONDS = 6, 1.2  # to reach the rate
+_WINDOW = 0.15  # seconds over which the best rate is taken, at least: fewer show how the host schedules
+_WINDOW_ROUND_TRIPS = 2  # at least: acknowledgements come in bursts, one in a round trip through full queues
+_START_ROUND_TRIPS, _MOST_SECONDS = 9, 2.5  # to reach the rate: the windows of slow starts double each
 _LOSS_SECONDS, _LOSS_LOAD = 0.4, 0.4  # a part of the rate at which no queue overflows
 _SETTLES = 0.15  # until other ranks are in this phase, too
 _LEAST_LOST, _LEAST_LOSS = 3, 3e-4
@@ -55,10 +56,13 @@ class LinkProbe:
 
 
 def best_rate(ends: Sequence[LinkProbe]) -> float:
-    """Bytes per second that all ends together sent for 150 ms at best. Each one's own best may be another's worst."""
+    """Bytes per second that all ends together sent at best. Each one's own best may be another's worst."""
     together: list[float] = [sum(rates) for rates in zip(*(end.rates for end in ends), strict=False)]
-    windows = [together[first : first + _WINDOW] for first in range(max(1, len(together) - _WINDOW + 1))]
-    return max(sum(window) / max(1, len(window)) for window in windows)
+    window = _window(max(end.round_trip for end in ends))
+    count = max(1, min(len(together), math.ceil(window / _STEP)))
+    return max(
+        sum(together[first : first + count]) / count for first in range(max(1, len(together) - count + 1))
+    )
 
 
 def probe(sockets: Mapping[int, Sequence[socket.socket]], check: Check) -> dict[int, LinkProbe]:
@@ -78,7 +82,8 @@ class _Flow:
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self.connections = [_Connection(one) for one in sockets]
-        self.seconds = min(_START_ROUND_TRIPS * self.round_trip + 2 * _WINDOW * _STEP, _MOST_SECONDS)
+        start = _START_ROUND_TRIPS * self.round_trip
+        self.seconds = min(start + 2 * _window(self.round_trip), _MOST_SECONDS)
         self._samples: list[tuple[float, int]] = []  # seconds since the start, bytes delivered
         self._counts: list[tuple[float, int, int]] = []  # when, sent again, sent
 
@@ -97,7 +102,7 @@ class _Flow:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Of the steps in which this end sent."""
+        """Of the steps in which this end sent. Later, as queues drain, acknowledgements come in faster than bytes."""
         moments = [_STEP * index for index in range(1 + int(self.seconds / _STEP))]
         delivered = [_interpolated(self._samples, moment) for moment in moments]
         return tuple((after - before) / _STEP for before, after in pairwise(delivered))
@@ -152,6 +157,10 @@ class _Connection:
     def info(self, name: str) -> int:
         data = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
         return int(struct.unpack_from("@I", data, _OFFSETS[name])[0])
+
+
+def _window(round_trip: float) -> float:
+    return max(_WINDOW, _WINDOW_ROUND_TRIPS * round_trip)
 
 
 def _interpolated(samples: Sequence[tuple[float, int]], moment: float) -> float:
