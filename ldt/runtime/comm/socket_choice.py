@@ -15,6 +15,8 @@ __all__ = ["KEEP_WINDOW", "TcpLimits", "TcpPath", "allow_bbr", "choose"]
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 _STOCK_BUFFER = 4 << 20
 KEEP_WINDOW = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
+_SEGMENT = 1448  # bytes of a packet's payload
+_MOST_WITH_LOSS = 32  # connections: more were no faster
 _LONG_SECONDS = 2e-3  # a round trip from which on a full queue and a loss cost more than what avoids them
 
 
@@ -97,10 +99,17 @@ class TcpPath:
 
 
 def choose(path: TcpPath, direction: int) -> SocketSettings:
-    """For the end that sends in that direction of ``path.rates``."""
+    """For the end that sends in that direction of ``path.rates``.
+
+    Loss keeps the window of a connection without bbr at 1.22 / sqrt(loss) segments on average (Mathis, Semke, Mahdavi
+    and Ott, The macroscopic behavior of the TCP congestion avoidance algorithm, 1997).
+    """
     count = max(1, min(MAX_CONNECTIONS, math.ceil(path.product / path.window)))
     if path.uses_bbr:  # a loss at the end of a burst is noticed late, and each connection has an end
         count = math.ceil(count / 2)
+    elif path.is_long and path.loss:
+        window = 1.22 * _SEGMENT / math.sqrt(path.loss)
+        count = max(count, min(_MOST_WITH_LOSS, math.ceil(path.product / window)))
     return SocketSettings(count, int(path.rates[direction] / count) if path.is_long else 0, path.uses_bbr)
 
 

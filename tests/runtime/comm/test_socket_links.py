@@ -219,12 +219,13 @@ STOCK = TcpLimits(2 << 20, allows_bbr=True)
         (25e6, 0.04, 0.0, STOCK, SocketSettings(1, 25_000_000)),
         (125e6, 0.1, 0.0, STOCK, SocketSettings(6, 20_833_333)),
         (125e6, 0.04, 1e-3, STOCK, SocketSettings(2, 62_500_000, bbr=True)),
-        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(3, 41_666_666)),
+        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(32, 3_906_250)),
+        (12.5e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(9, 1_388_888)),
         (125e6, 0.04, 0.0, TcpLimits(32 << 20, allows_bbr=True), SocketSettings(1, 125_000_000)),
         (5e9, 1e-4, 0.0, STOCK, SocketSettings(1)),
         (12.5e9, 0.1, 0.0, STOCK, SocketSettings(64, 195_312_500)),
     ],
-    ids=["short", "long", "lossy", "no bbr", "larger buffers", "no link", "the most"],
+    ids=["short", "long", "lossy", "no bbr", "no bbr, slower", "larger buffers", "no link", "the most"],
 )
 def test_connections_fill_the_product_of_rate_and_round_trip(
     rate: float, round_trip: float, loss: float, limits: TcpLimits, expected: SocketSettings
