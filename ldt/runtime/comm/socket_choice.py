@@ -15,6 +15,7 @@ __all__ = ["KEEP_WINDOW", "TcpLimits", "TcpPath", "allow_bbr", "choose"]
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 _STOCK_BUFFER = 4 << 20
 KEEP_WINDOW = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
+_HEADROOM = 1.15  # of the pace: the rate is measured while windows open, and tends to be low
 _SEGMENT = 1448  # bytes of a packet's payload
 _MOST_WITH_LOSS = 32  # connections: more were no faster
 _LONG_SECONDS = 2e-3  # a round trip from which on a full queue and a loss cost more than what avoids them
@@ -110,7 +111,8 @@ def choose(path: TcpPath, direction: int) -> SocketSettings:
     elif path.is_long and path.loss:
         window = 1.22 * _SEGMENT / math.sqrt(path.loss)
         count = max(count, min(_MOST_WITH_LOSS, math.ceil(path.product / window)))
-    return SocketSettings(count, int(path.rates[direction] / count) if path.is_long else 0, path.uses_bbr)
+    pace = int(_HEADROOM * path.rates[direction] / count) if path.is_long else 0
+    return SocketSettings(count, pace, path.uses_bbr)
 
 
 def allow_bbr() -> str:

@@ -16,7 +16,6 @@ from torch import nn
 import ldt
 from ldt.runtime.comm.socket_choice import TcpLimits, TcpPath, choose
 from ldt.runtime.comm.socket_dial import Check, accept, dial, listen
-from ldt.runtime.comm.socket_options import SocketSettings
 from ldt.runtime.comm.socket_probe import LinkProbe, best_rate, probe
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
@@ -214,27 +213,29 @@ STOCK = TcpLimits(2 << 20, allows_bbr=True)
 
 
 @pytest.mark.parametrize(
-    ("rate", "round_trip", "loss", "limits", "expected"),
+    ("rate", "round_trip", "loss", "limits", "expected", "paced"),
     [
-        (25e6, 0.04, 0.0, STOCK, SocketSettings(1, 25_000_000)),
-        (125e6, 0.1, 0.0, STOCK, SocketSettings(6, 20_833_333)),
-        (125e6, 0.04, 1e-3, STOCK, SocketSettings(2, 62_500_000, bbr=True)),
-        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(32, 3_906_250)),
-        (12.5e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), SocketSettings(9, 1_388_888)),
-        (125e6, 0.04, 0.0, TcpLimits(32 << 20, allows_bbr=True), SocketSettings(1, 125_000_000)),
-        (5e9, 1e-4, 0.0, STOCK, SocketSettings(1)),
-        (12.5e9, 0.1, 0.0, STOCK, SocketSettings(64, 195_312_500)),
+        (25e6, 0.04, 0.0, STOCK, 1, True),
+        (125e6, 0.1, 0.0, STOCK, 6, True),
+        (125e6, 0.04, 1e-3, STOCK, 2, True),
+        (125e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), 32, True),
+        (12.5e6, 0.04, 1e-3, TcpLimits(2 << 20, allows_bbr=False), 9, True),
+        (125e6, 0.04, 0.0, TcpLimits(32 << 20, allows_bbr=True), 1, True),
+        (5e9, 1e-4, 0.0, STOCK, 1, False),
+        (12.5e9, 0.1, 0.0, STOCK, 64, True),
     ],
     ids=["short", "long", "lossy", "no bbr", "no bbr, slower", "larger buffers", "no link", "the most"],
 )
 def test_connections_fill_the_product_of_rate_and_round_trip(
-    rate: float, round_trip: float, loss: float, limits: TcpLimits, expected: SocketSettings
+    rate: float, round_trip: float, loss: float, limits: TcpLimits, expected: int, paced: bool
 ) -> None:
     pairs = [LinkProbe(round_trip, (rate / 2,), loss), LinkProbe(2 * round_trip, (rate / 2,), 0.0)]
     path = TcpPath.of(pairs, [LinkProbe(round_trip, (1e5,), 0.0)] * 2, [limits, STOCK])
     if limits.window > STOCK.window:
         path = TcpPath.of(pairs, pairs, [limits, limits])
-    assert choose(path, 0) == expected
+    chosen = choose(path, 0)
+    assert (chosen.connections, chosen.bbr) == (expected, loss > 0 and limits.allows_bbr)
+    assert chosen.pace == pytest.approx(1.15 * rate / expected if paced else 0)
 
 
 def test_sysctls_that_would_help_are_named() -> None:
