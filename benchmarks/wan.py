@@ -8,7 +8,8 @@ loss, shared by all that crosses. The edge is in one namespace, all other stages
 - ``ldt ushape``      the fixed order
 - ``ldt optimize``    the order planned for this link; if it loses packets, with room for those that are sent again
 
-With ``--compression`` the messages of the last two are packed, and simulated with the bytes that cross.
+``--outage`` cuts the link once in each counted step, ``--blocked`` drops what opens a connection from that end, as a
+firewall does. With ``--compression`` the messages of the last two are packed, and simulated with the bytes that cross.
 
 Each cell is a fresh launch: link, processes and connections; its first steps are left out. Each link comes after a
 control of the same rate without latency or loss, on which the same plan runs: what it takes there beyond its own
@@ -40,6 +41,7 @@ from ldt.plan import Costs, optimize, simulate, ushape
 
 CONTROL_DELAY = 50e-6
 LOOPBACK = 1e12  # bytes per second, in place of a rate
+ENDS = ("edge", "cloud")
 SENT_AGAIN = (
     1.25  # round trips: a quarter until TCP takes a packet for lost (RFC 8985), and one for another copy
 )
@@ -81,11 +83,14 @@ class Cell:
     up: Settings
     down: Settings
     simulated: float | None
+    blocked: str | None = None
 
     def measure(self, congestion: str) -> tuple[Measured, float]:
         """Also returns the load of the machine before."""
         load = os.getloadavg()[0]
         with wide_area_link(self.up, self.down, congestion) as link:
+            if self.blocked:
+                link.set(ENDS.index(self.blocked), no_syn=1)
             places = [link.places[0], *[link.places[1]] * (len(self.job.topology.tp) - 1)]
             run = RUNS[self.path.split()[0]]
             measured: Measured = in_ranks(run, (self.job, link), len(places), places)
@@ -107,6 +112,9 @@ def rows(given: argparse.Namespace) -> Iterator[WanRow]:
                         costs = costs_of(given, sides[0], job.compression)
                         simulated = simulate(job.plan, costs).makespan
                     cell = Cell(path, job, sides[0], sides[1], simulated)
+                    if sides is not quiet:
+                        outage = replace(job, outage=given.outage)
+                        cell = replace(cell, job=outage, blocked=given.blocked)
                     measured, load = cell.measure(given.congestion)
                     row = row_of(cell, measured, load, excess)
                     if simulated is not None and excess is None:
@@ -166,7 +174,7 @@ def row_of(cell: Cell, measured: Measured, load: float, excess: float | None) ->
     if cell.simulated is not None and excess is not None:
         over = median / (cell.simulated + excess)
     return WanRow(
-        link=link_text(cell.up, cell.down),
+        link=link_text(cell),
         path=cell.path,
         connections=cell.job.connections,
         simulated=None if cell.simulated is None else cell.simulated * 1e3,
@@ -181,11 +189,14 @@ def row_of(cell: Cell, measured: Measured, load: float, excess: float | None) ->
     )
 
 
-def link_text(up: Settings, down: Settings) -> str:
-    rates = [f"{side.rate * 8e-6:g}" for side in (up, down)]
+def link_text(cell: Cell) -> str:
+    up = cell.up
+    rates = [f"{side.rate * 8e-6:g}" for side in (up, cell.down)]
     rate = rates[0] if rates[0] == rates[1] else "/".join(rates)
     text = f"{rate} Mb/s, {up.delay * 1e3:g} ms, queue {up.queue_bytes / 1e6:.1f} MB"
-    return f"{text}, {up.loss:.2%} loss" if up.loss else text
+    text += f", {up.loss:.2%} loss" if up.loss else ""
+    text += f", out for {cell.job.outage:g} s" if cell.job.outage else ""
+    return text + (f", {cell.blocked} blocked" if cell.blocked else "")
 
 
 if __name__ == "__main__":
@@ -199,6 +210,8 @@ if __name__ == "__main__":
     options.add_argument(
         "--queue", type=nbytes, help="default: one product of bandwidth and round trip, 1 MiB or more"
     )
+    options.add_argument("--outage", type=seconds, default=0.0, help="of both directions in each step: 500ms")
+    options.add_argument("--blocked", choices=ENDS, help="the end that cannot open connections")
     options.add_argument("--congestion", default="cubic", help="TCP's algorithm in both namespaces")
     options.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     options.add_argument(

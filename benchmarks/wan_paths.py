@@ -10,8 +10,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ WIDTH = 64
 TOLERANCES = {"none": 1e-5, "bf16": 1e-2, "8bit": 5e-2}
 PIECE = 1 << 20
 PORT = 29877
+UNTIL_OUTAGE = 0.2  # seconds
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Job:
     warm_up: int
     connections: Any  # between the sites, an int or "auto"; 0: one for each process group
     compression: Any = "none"  # of ldt
+    outage: float = 0.0  # seconds
 
     @property
     def num_microbatches(self) -> int:
@@ -142,7 +144,8 @@ def _timed(
         if turn == job.warm_up:
             before = [link.counters(direction).bytes for direction in range(2)]
         start = time.perf_counter()
-        step()
+        with _outage(link, job.outage if turn >= job.warm_up and dist.get_rank() == 0 else 0.0):
+            step()
         seconds.append(time.perf_counter() - start)
     meet()
     up, down = (
@@ -150,6 +153,22 @@ def _timed(
         for direction, bytes_before in enumerate(before)
     )
     return slowest(seconds[job.warm_up :]), up, down
+
+
+@contextmanager
+def _outage(link: Link, seconds: float) -> Iterator[None]:
+    """Cuts both directions for that long, soon after the beginning of what runs inside."""
+
+    def set_cut(cut: int) -> None:
+        for direction in range(2):
+            link.set(direction, cut=cut)
+
+    timers = [threading.Timer(UNTIL_OUTAGE + after, set_cut, (cut,)) for after, cut in ((0, 1), (seconds, 0))]
+    for timer in timers if seconds else []:
+        timer.start()
+    yield
+    for timer in timers if seconds else []:
+        timer.join()
 
 
 def _wrong(

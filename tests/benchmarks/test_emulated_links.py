@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 
@@ -111,12 +112,41 @@ def test_every_byte_of_a_link_is_counted() -> None:
             assert link.counters(1)[:4] == (size + headers, 1, 0, 0)
 
 
+@pytest.mark.usefixtures("wide_area")
+def test_connections_open_from_one_end_alone_if_the_other_is_blocked() -> None:
+    from wan_link import ADDRESSES, Settings, wide_area_link
+
+    with wide_area_link(Settings(1e6)) as link, ExitStack() as stack:
+        edge, cloud = (place.namespace for place in link.places)
+        servers, callers = (
+            {
+                namespace: stack.enter_context(_socket_in(namespace, address, socket.SOCK_STREAM))
+                for namespace, address in zip((edge, cloud), ADDRESSES, strict=True)
+            }
+            for _ in range(2)
+        )
+        for server in servers.values():
+            server.listen()
+        link.set(1, no_syn=1)
+        callers[edge].connect(servers[cloud].getsockname())
+        callers[cloud].settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            callers[cloud].connect(servers[edge].getsockname())
+        accepted = stack.enter_context(servers[cloud].accept()[0])
+        accepted.sendall(b"answer")
+        assert callers[edge].recv(6) == b"answer"
+
+
 def _datagrams_in(namespace: str, address: str) -> socket.socket:
+    return _socket_in(namespace, address, socket.SOCK_DGRAM)
+
+
+def _socket_in(namespace: str, address: str, kind: socket.SocketKind) -> socket.socket:
     def make() -> socket.socket:
         from pyroute2 import netns
 
         netns.setns(namespace, flags=0)  # of the thread
-        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        made = socket.socket(socket.AF_INET, kind)
         made.settimeout(20.0)
         made.bind((address, 0))
         return made
