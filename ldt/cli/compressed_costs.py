@@ -41,7 +41,7 @@ def compressed(costs: Costs, topology: Topology, scheme: str, dtype: str, pack: 
         costs = _with_seconds(
             costs, {way: _at_ends(sizes, crosses, pack / 2) for way, sizes in plain.items()}
         )
-    return replace(costs, bytes=packed)
+    return replace(costs, bytes=packed if isinstance(costs.bytes, Mapping) else packed["forward"])
 
 
 def _at_ends(sizes: Sequence[float], crosses: Sequence[bool], seconds: float) -> list[float]:
