@@ -3,8 +3,8 @@
 All channels between two sites are measured at once, as they share a pipe in each direction, and so are all between two
 nodes of a site. First messages of one byte go there and back. Then all channels send trains of messages, both ways,
 until a train lasts for many round trips. Its best quarter counts, not the first, while congestion windows open and
-queues fill: TCP does not keep a long link full all the time. Last come single messages, one after the other: by how
-much the second latest of them is later than the first counts as jitter between two sites.
+queues fill: TCP does not keep a long link full all the time. Last come single messages, one after the other: how much
+longer the second slowest of them takes than the fastest is the jitter between two sites.
 """
 
 from __future__ import annotations
