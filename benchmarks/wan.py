@@ -6,10 +6,11 @@ loss, shared by all that crosses. The edge is in one namespace, all other stages
 - ``raw TCP``         the bytes of a step, both ways at once, over plain connections: what the link can do
 - ``torch ...``       the orders below in torch.distributed.pipelining's own runtime
 - ``ldt ushape``      the fixed order
-- ``ldt optimize``    the order planned for this link; if it loses packets, with room for those that are sent again
+- ``ldt optimize``    the order planned for this link
 
-``--outage`` cuts the link once in each counted step, ``--blocked`` drops what opens a connection from that end, as a
-firewall does. With ``--compression`` the messages of the last two are packed, and simulated with the bytes that cross.
+Where packets are lost, planned orders have room for those that are sent again. ``--outage`` cuts the link in each
+counted step, 0.2 s after its beginning; ``--blocked`` drops what opens a connection from that end, as a firewall does.
+With ``--compression`` the messages of the last two are packed, and simulated with the bytes that cross.
 
 Each cell is a fresh launch: link, processes and connections; its first steps are left out. Each link comes after a
 control of the same rate without latency or loss, on which the same plan runs: what it takes there beyond its own

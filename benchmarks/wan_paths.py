@@ -143,10 +143,10 @@ def _timed(
         meet()
         if turn == job.warm_up:
             before = [link.counters(direction).bytes for direction in range(2)]
-        start = time.perf_counter()
         with _outage(link, job.outage if turn >= job.warm_up and dist.get_rank() == 0 else 0.0):
+            start = time.perf_counter()
             step()
-        seconds.append(time.perf_counter() - start)
+            seconds.append(time.perf_counter() - start)
     meet()
     up, down = (
         (link.counters(direction).bytes - bytes_before) / job.steps
@@ -157,7 +157,7 @@ def _timed(
 
 @contextmanager
 def _outage(link: Link, seconds: float) -> Iterator[None]:
-    """Cuts both directions for that long, soon after the beginning of what runs inside."""
+    """Cuts both directions for that long, 0.2 s after the beginning of what runs inside, over or not."""
 
     def set_cut(cut: int) -> None:
         for direction in range(2):
@@ -166,9 +166,11 @@ def _outage(link: Link, seconds: float) -> Iterator[None]:
     timers = [threading.Timer(UNTIL_OUTAGE + after, set_cut, (cut,)) for after, cut in ((0, 1), (seconds, 0))]
     for timer in timers if seconds else []:
         timer.start()
-    yield
-    for timer in timers if seconds else []:
-        timer.join()
+    try:
+        yield
+    finally:
+        for timer in timers if seconds else []:
+            timer.join()
 
 
 def _wrong(

@@ -23,15 +23,16 @@ def compressed(costs: Costs, topology: Topology, scheme: str, dtype: str, pack: 
     """``costs`` of ``connect(compression=scheme)``, if all that crosses is packed and of ``dtype``.
 
     ``pack``: seconds for each byte of a tensor that is packed and unpacked, half of it at either end. Raises LdtError
-    if the costs have no bytes or the scheme leaves ``dtype`` alone.
+    if the costs have no bytes or the scheme leaves ``dtype`` alone, PlanError if they do not fit the topology.
     """
+    costs.check(topology)
     if dtype not in SHARES[scheme]:
         raise LdtError(f"--compression {scheme} packs {', '.join(SHARES[scheme])}, got --dtype {dtype}")
     hops = range(topology.tail)
     plain = {way: _listed(sizes, len(hops)) for way, sizes in _by_direction(costs.bytes).items()}
     if costs.bandwidth is None or not any(map(any, plain.values())):
         raise LdtError("--compression needs --bandwidth and --bytes, or a file of costs that has them")
-    crosses = [not topology.is_local(topology.channel(hop, "F", 0)) for hop in hops]
+    crosses = [topology.crosses(hop) and not topology.is_local(topology.channel(hop, "F", 0)) for hop in hops]
     share = SHARES[scheme][dtype]
     packed = {
         way: [size * share if crosses[hop] else size for hop, size in enumerate(sizes)]
@@ -50,16 +51,21 @@ def _at_ends(sizes: Sequence[float], crosses: Sequence[bool], seconds: float) ->
     return [before + after for before, after in zip([0.0, *times], [*times, 0.0], strict=True)]
 
 
-def _with_seconds(costs: Costs, more: Mapping[str, Sequence[float]]) -> Costs:
-    """``costs`` of chunks whose forward, and backward or I, take that much longer."""
-    count = len(more["forward"])
+def _with_seconds(costs: Costs, extra: Mapping[str, Sequence[float]]) -> Costs:
+    """``costs`` of chunks whose forward, and backward or I, take ``extra`` seconds longer, at speed 1."""
+    count = len(extra["forward"])
     backward = _listed(costs.backward, count)
     weight = [value / 2 for value in backward] if costs.weight is None else costs.weight
     longer = {"forward": _listed(costs.forward, count), "backward": backward}
     if costs.input is not None:
         longer["input"] = _listed(costs.input, count)
     summed = {
-        name: [value + extra for value, extra in zip(values, more.get(name, more["backward"]), strict=True)]
+        name: [
+            value + extra
+            for value, extra in zip(
+                values, extra["forward" if name == "forward" else "backward"], strict=True
+            )
+        ]
         for name, values in longer.items()
     }
     return replace(costs, weight=weight, **summed)

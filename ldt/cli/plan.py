@@ -30,6 +30,7 @@ from ldt.plan.torch_csv import check_expressible
 from ldt.site import parse_sites
 from ldt.topology import Topology
 
+_PACK_SECONDS = 3e-4  # 1 MiB, packed and unpacked
 _NAMES = ("ushape", "optimize", "optimize, split backward")
 _TIMES, _RATES, _SIZES = one_or_more(seconds), one_or_more(bandwidth), one_or_more(nbytes)
 
@@ -99,7 +100,6 @@ def _add_costs(costs: argparse._ArgumentGroup) -> None:
     costs.add_argument(
         "--pack",
         type=seconds,
-        default=3e-4,
         metavar="TIME",
         help="that --compression takes to pack and unpack 1 MiB, half at either end; default: 0.3ms",
     )
@@ -149,7 +149,8 @@ def run(arguments: argparse.Namespace) -> int:
         within = [
             name for name, timeline in timelines.items() if _keeps_to_limits(arguments, timeline, costs)
         ]
-        best = min(within, key=lambda name: timelines[name].makespan)
+        late = costs.with_every_message_late(topology)
+        best = min(within, key=lambda name: (_makespan(plans[name], late), timelines[name].makespan))
         written = _write(arguments, plans[best], timelines)
     except (LdtError, OSError) as error:
         print(f"python -m ldt plan: {error}", file=sys.stderr)
@@ -187,8 +188,11 @@ def _cases(arguments: argparse.Namespace, topology: Topology) -> list[tuple[str,
     """The costs to plan for, each with a title: as given and, if asked for, compressed."""
     costs = _costs(arguments)
     if arguments.compression is None:
+        if arguments.pack is not None:
+            raise LdtError("--pack needs --compression")
         return [("", costs)]
-    packed = compressed(costs, topology, arguments.compression, arguments.dtype, arguments.pack / 2**20)
+    pack = _PACK_SECONDS if arguments.pack is None else arguments.pack
+    packed = compressed(costs, topology, arguments.compression, arguments.dtype, pack / 2**20)
     return [("", costs), (f'with compression="{arguments.compression}"\n', packed)]
 
 
@@ -246,16 +250,27 @@ def _table(plans: dict[str, Plan], timelines: dict[str, Timeline], costs: Costs)
         name: lower_bound(plan.topology, plan.num_microbatches, costs, split_backward=_splits(plan))
         for name, plan in plans.items()
     }
-    head = ("plan", "makespan", "bubble", "kept at most", "lower bound", "over it")
+    late = costs.with_every_message_late(next(iter(plans.values())).topology)
+    has_jitter = late != costs
+    head = [
+        "plan",
+        "makespan",
+        "bubble",
+        "kept at most",
+        "lower bound",
+        "over it",
+        *["all late"] * has_jitter,
+    ]
     rows = [
-        (
+        [
             name,
             _duration(timeline.makespan),
             f"{timeline.bubble:.1%}",
             _kept(timeline, costs),
             _duration(bounds[name]),
             f"{timeline.makespan / bounds[name]:.3f}" if bounds[name] else "-",
-        )
+            *([_duration(_makespan(plans[name], late))] if has_jitter else []),
+        ]
         for name, timeline in timelines.items()
     ]
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
@@ -267,6 +282,10 @@ def _keeps_to_limits(arguments: argparse.Namespace, timeline: Timeline, costs: C
     live, kept = max(timeline.peak_live.values()), max(timeline.peak_bytes(costs).values())
     limits = ((arguments.memory_limit, live), (arguments.memory_limit_bytes, kept))
     return all(limit is None or used <= limit for limit, used in limits)
+
+
+def _makespan(plan: Plan, costs: Costs) -> float:
+    return simulate(plan, costs).makespan
 
 
 def _splits(plan: Plan) -> bool:

@@ -120,8 +120,11 @@ class Costs:
 
     def with_every_message_late(self, topology: Topology) -> Costs:
         """These costs if all messages came as late as ``jitter`` says."""
-        late = [self.delay(hop) + _pick(self.jitter, hop) for hop in range(topology.tail)]
-        return replace(self, latency=late, jitter=0.0) if self.jitter else self
+        jitters = [_pick(self.jitter, hop) for hop in range(topology.tail)]
+        if not any(jitters):
+            return self
+        late = [self.delay(hop) + jitter for hop, jitter in enumerate(jitters)]
+        return replace(self, latency=late, jitter=0.0)
 
     def occupancy(self, hop: int, direction: Direction = "F", up: bool = True) -> float:
         """Seconds for which one message of ``hop`` and ``direction``, sent ``up`` or down, occupies its pipe."""

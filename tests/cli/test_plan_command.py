@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ldt.cli import main
 from ldt.cli.compressed_costs import compressed
-from ldt.plan import Costs, Plan, from_csv, simulate, verify
+from ldt.plan import Costs, Plan, from_csv, optimize, simulate, to_csv, verify
 from ldt.topology import Topology
 
 ARGUMENTS = ["plan", "--stages", "1,1,1", "--microbatches", "8", "--forward", "10ms", "--latency", "20ms"]
@@ -66,6 +67,17 @@ def test_what_compression_gains(folder: Path, capsys: pytest.CaptureFixture[str]
         (
             ["--compression", "bf16", "--dtype", "float16"],
             "--compression bf16 packs float32, got --dtype float16",
+        ),
+        (["--pack", "1ms"], "--pack needs --compression"),
+        *(
+            (["--bandwidth", "1Gbit", "--compression", "8bit", *wrong], sentence)
+            for wrong, sentence in (
+                (["--bytes", "4MiB,4MiB"], "bytes needs one number for each of the 3 hops, got 2"),
+                (
+                    ["--bytes", "4MiB", "--forward", "1s,1s"],
+                    "forward needs one number for each of the 4 chunks",
+                ),
+            )
         ),
     ],
 )
@@ -211,6 +223,40 @@ def test_no_picture_without_matplotlib(
     captured = capsys.readouterr()
     assert "pip install 'ldt-torch[plot]'" in captured.err
     assert "wrote ldt-plan.txt\n" in captured.out
+
+
+def test_a_plan_with_room_for_late_messages_is_preferred(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    topology = Topology([1, 1, 1])
+    costs = Costs([0.003, 0.012, 0.012, 0.003], [0.006, 0.024, 0.024, 0.006], latency=0.02)
+    (folder / "tight.csv").write_text(to_csv(optimize(topology, 32, costs)))
+    given = [
+        "plan",
+        "--stages",
+        "1,1,1",
+        "--microbatches",
+        "32",
+        "--forward",
+        "3ms,12ms,12ms,3ms",
+        "--no-split",
+    ]
+    late = replace(costs, latency=0.07)
+    times = {}
+    for jitter in ("0ms", "50ms"):
+        assert main([*given, "--latency", "20ms", "--jitter", jitter, "--from-csv", "tight.csv"]) == 0
+        table = rows(capsys.readouterr().out)
+        assert ("all late" in table["plan"]) == (jitter != "0ms")
+        times[jitter] = simulate(Plan.from_text((folder / "ldt-plan.txt").read_text()), late).makespan
+    assert float(table["optimize"][5].split()[0]) == pytest.approx(times["50ms"], rel=1e-3)
+    assert times["50ms"] < 0.8 * times["0ms"]
+
+
+def test_one_stage_has_nothing_to_pack() -> None:
+    costs = Costs(1, 2, bandwidth=1, bytes=8)
+    assert compressed(costs, Topology([1]), "8bit", "float32", pack=1.0) == replace(
+        costs, forward=(1, 1), backward=(2, 2), weight=(1, 1), bytes=(8,)
+    )
 
 
 def test_packing_takes_time_at_both_ends() -> None:

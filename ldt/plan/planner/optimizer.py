@@ -40,8 +40,9 @@ def optimize(
 ) -> Plan:
     """Return a complete, verified plan with the shortest simulated time found for ``costs``.
 
-    The plan is never slower than ``ushape`` (if that satisfies the memory limit), and the same on every machine. With
-    ``costs.jitter`` both hold for the time if every message is late, so that late ones find work to hide behind.
+    The plan is never slower than ``ushape`` (if that satisfies the memory limit), and the same on every machine. The
+    time that counts is the one with every message as late as ``costs.jitter`` says, so that late ones have work to hide
+    behind; without lateness another plan may be faster.
     Of two equally fast plans the search prefers the one that needs less memory, even without a limit.
 
     Args:

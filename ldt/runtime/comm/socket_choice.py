@@ -17,7 +17,7 @@ _STOCK_BUFFER = 4 << 20
 KEEP_WINDOW = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0"
 _HEADROOM = 1.15  # of the pace: the rate is measured while windows open, and tends to be low
 _SEGMENT = 1448  # bytes of a packet's payload
-_MOST_WITH_LOSS = 32  # connections: more were no faster
+_MOST_WITH_LOSS = 32  # connections: 64 were no faster at 1 Gb/s, 20 ms, 0.1 % loss
 _LONG_SECONDS = 2e-3  # a round trip from which on a full queue and a loss cost more than what avoids them
 
 
@@ -109,8 +109,8 @@ def choose(path: TcpPath, direction: int) -> SocketSettings:
     if path.uses_bbr:  # a loss at the end of a burst is noticed late, and each connection has an end
         count = math.ceil(count / 2)
     elif path.is_long and path.loss:
-        window = 1.22 * _SEGMENT / math.sqrt(path.loss)
-        count = max(count, min(_MOST_WITH_LOSS, math.ceil(path.product / window)))
+        usual_window = 1.22 * _SEGMENT / math.sqrt(path.loss)
+        count = max(count, min(_MOST_WITH_LOSS, math.ceil(path.product / usual_window)))
     pace = int(_HEADROOM * path.rates[direction] / count) if path.is_long else 0
     return SocketSettings(count, pace, path.uses_bbr)
 

@@ -22,9 +22,11 @@ NUM_PROBES = 8  # connections that measure, so that all of a long link is soon i
 _MORE, _END = b"\1" * (64 << 10), b"\0"
 _TICK = 0.01
 _STEP = 0.05  # seconds that a rate is for
-_WINDOW = 0.15  # seconds over which the best rate is taken, at least: fewer show how the host schedules
-_WINDOW_ROUND_TRIPS = 2  # at least: acknowledgements come in bursts, one in a round trip through full queues
-_START_ROUND_TRIPS, _MOST_SECONDS = 9, 2.5  # to reach the rate: the windows of slow starts double each
+_AVERAGED = 0.15  # seconds over which the best rate is taken, at least: fewer show how the host schedules
+_AVERAGED_ROUND_TRIPS = (
+    2  # at least: acknowledgements come in bursts, one in a round trip through full queues
+)
+_START_ROUND_TRIPS, _MOST_SECONDS = 9, 8.0  # to reach the rate: slow starts double it in each round trip
 _LOSS_SECONDS, _LOSS_LOAD = 0.4, 0.4  # a part of the rate at which no queue overflows
 _SETTLES = 0.15  # until other ranks are in this phase, too
 _LEAST_LOST, _LEAST_LOSS = 3, 3e-4
@@ -56,10 +58,13 @@ class LinkProbe:
 
 
 def best_rate(ends: Sequence[LinkProbe]) -> float:
-    """Bytes per second that all ends together sent at best. Each one's own best may be another's worst."""
+    """Bytes per second that all ends (one or more) together sent at best, while all of them did.
+
+    Each one's own best may be another's worst.
+    """
     together: list[float] = [sum(rates) for rates in zip(*(end.rates for end in ends), strict=False)]
-    window = _window(max(end.round_trip for end in ends))
-    count = max(1, min(len(together), math.ceil(window / _STEP)))
+    seconds = _averaged(max(end.round_trip for end in ends))
+    count = max(1, min(len(together), math.ceil(seconds / _STEP)))
     return max(
         sum(together[first : first + count]) / count for first in range(max(1, len(together) - count + 1))
     )
@@ -83,7 +88,7 @@ class _Flow:
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self.connections = [_Connection(one) for one in sockets]
         start = _START_ROUND_TRIPS * self.round_trip
-        self.seconds = min(start + 2 * _window(self.round_trip), _MOST_SECONDS)
+        self.seconds = min(start + 2 * _averaged(self.round_trip), _MOST_SECONDS)
         self._samples: list[tuple[float, int]] = []  # seconds since the start, bytes delivered
         self._counts: list[tuple[float, int, int]] = []  # when, sent again, sent
 
@@ -103,14 +108,13 @@ class _Flow:
     @property
     def rates(self) -> tuple[float, ...]:
         """Of the steps in which this end sent. Later, as queues drain, acknowledgements come in faster than bytes."""
-        moments = [_STEP * index for index in range(1 + int(self.seconds / _STEP))]
+        moments = [_STEP * index for index in range(1 + round(self.seconds / _STEP))]
         delivered = [_interpolated(self._samples, moment) for moment in moments]
         return tuple((after - before) / _STEP for before, after in pairwise(delivered))
 
     def sample(self, now: float) -> None:
         """``now`` counts from the start of the phase."""
-        delivered = sum(one.info("delivered") * one.info("mss") for one in self.connections)
-        self._samples.append((now, delivered))
+        self._samples.append((now, sum(one.delivered() for one in self.connections)))
         self._counts.append((now, self._sum("retransmits"), self._sum("sent")))
 
     def begin_second_phase(self) -> LinkProbe:
@@ -136,6 +140,7 @@ class _Connection:
         self.number = socket_.fileno()
         self.sends = True
         self.ends = 0  # phases that the other end has ended
+        self._segments = self._bytes = 0
 
     def resume(self, pace: int) -> None:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, self._congestion)
@@ -154,13 +159,20 @@ class _Connection:
                 raise ConnectionError("the other end closed a connection while it was measured")
             self.ends += buffer.count(_END, 0, count)
 
+    def delivered(self) -> int:
+        """Bytes that have arrived. Segments may become smaller on the way."""
+        segments = self.info("delivered")
+        self._bytes += (segments - self._segments) * self.info("mss")
+        self._segments = segments
+        return self._bytes
+
     def info(self, name: str) -> int:
         data = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO)
         return int(struct.unpack_from("@I", data, _OFFSETS[name])[0])
 
 
-def _window(round_trip: float) -> float:
-    return max(_WINDOW, _WINDOW_ROUND_TRIPS * round_trip)
+def _averaged(round_trip: float) -> float:
+    return max(_AVERAGED, _AVERAGED_ROUND_TRIPS * round_trip)
 
 
 def _interpolated(samples: Sequence[tuple[float, int]], moment: float) -> float:

@@ -30,7 +30,8 @@ from ldt.topology import Channel, Node, Topology
 __all__ = ["LinkFigures", "probe_links", "rounds"]
 
 _ROUND_TRIPS = 5
-_SINGLE_MESSAGES = 16  # each way
+_SINGLE_MESSAGES = (3, 16)  # each way, at least and at most
+_SINGLE_SECONDS = 2.0  # each way, about, if that is enough for the least
 _TRAIN_ROUND_TRIPS = 60
 _PARTS = 16  # equal parts of a train, whose bytes are counted
 _QUARTER = _PARTS // 4
@@ -61,7 +62,8 @@ class LinkFigures:
 def probe_links(mesh: Mesh, nbytes: Mapping[int, int]) -> dict[int, LinkFigures]:
     """The figures of each hop between nodes, equal on every rank. A collective call of all ranks.
 
-    ``nbytes`` has the bytes of a message by hop. Of replicas the slowest counts.
+    ``nbytes`` has the bytes of a message by hop. Of replicas the slowest counts; jitter is that of the largest messages
+    between two sites, on one replica.
     """
     latencies: dict[str, float] = {}
     jitters: dict[str, float] = {}
@@ -70,12 +72,15 @@ def probe_links(mesh: Mesh, nbytes: Mapping[int, int]) -> dict[int, LinkFigures]
         found = _latencies(mesh, channels)
         is_local = mesh.topology.is_local(channels[0])
         least, most = _LOCAL_BYTES if is_local else _CROSSING_BYTES
-        size = min(max(least, *(nbytes.get(channel.hop, 0) for channel in channels)), most)
+        widest = max(channels, key=lambda channel: nbytes.get(channel.hop, 0))
+        largest = min(nbytes.get(widest.hop, 0), most)
+        size = max(least, largest)
         shortest, longest = _TRAIN_SECONDS
         seconds = min(max(shortest, 2 * _TRAIN_ROUND_TRIPS * max(found.values())), longest)
         rates |= _rates(mesh, channels, size, seconds)
         latencies = _merged(max, [latencies, found])
-        jitters |= dict.fromkeys(found, 0.0 if is_local else _jitter(mesh, channels[0], nbytes))
+        once = 2 * max(found.values()) + largest / min(rates[mesh.topology.pipe_of(one)] for one in channels)
+        jitters |= dict.fromkeys(found, 0.0 if is_local else _jitter(mesh, widest, max(1, largest), once))
     return {
         int(hop): LinkFigures(latency, jitters[hop], *_slowest(mesh.topology, int(hop), rates))
         for hop, latency in latencies.items()
@@ -140,17 +145,18 @@ def _latencies(mesh: Mesh, channels: Sequence[Channel]) -> dict[str, float]:
 # -- jitter ------------------------------------------------------------------------------------------------------
 
 
-def _jitter(mesh: Mesh, channel: Channel, nbytes: Mapping[int, int]) -> float:
-    """Seconds, of the messages of the channel's hop, which stand for all that share its pipe."""
+def _jitter(mesh: Mesh, channel: Channel, nbytes: int, once: float) -> float:
+    """Seconds, of messages of ``nbytes`` on the channel's hop, which take about ``once`` seconds each."""
     there, back = map(mesh.endpoints.get, _both_ways(mesh.topology, channel))
-    size = max(1, nbytes.get(channel.hop, 0))
+    fewest, most = _SINGLE_MESSAGES
+    number = max(fewest, min(int(_SINGLE_SECONDS / once), most))
     times: tuple[list[float], list[float]] = ([], [])
 
     def both_ways() -> Task:
         for one, other, seconds in ((there, back, times[0]), (back, there, times[1])):
-            yield from round_trips(one, other, 1 + _SINGLE_MESSAGES, mesh.device, seconds, size)
+            yield from round_trips(one, other, 1 + number, mesh.device, seconds, nbytes)
 
-    run_tasks([both_ways()], mesh.watchdog)
+    run_tasks([both_ways()] if there is not None or back is not None else [], mesh.watchdog)
     own = {"jitter": max((sorted(found[1:])[-2] - min(found[1:]) for found in times if found), default=0.0)}
     return _merged(max, mesh.control.all_gather(own, _read_figures))["jitter"]
 

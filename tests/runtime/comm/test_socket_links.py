@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from typing import Any
@@ -197,6 +198,45 @@ def test_a_link_is_measured_from_both_ends() -> None:
             other.setblocking(True)
             one.sendall(b"first")
             assert other.recv(5, socket.MSG_WAITALL) == b"first"
+
+
+@pytest.mark.usefixtures("wide_area")
+def test_segments_may_become_smaller_while_a_link_is_measured() -> None:
+    """As on a path through a tunnel, of which the first large packets tell."""
+    from pyroute2 import NetNS
+    from wan_link import ADDRESSES, DEVICE, Settings, wide_area_link
+
+    with wide_area_link(Settings(12.5e6, 0.1)) as link, ExitStack() as stack:
+        edge, cloud = (place.namespace for place in link.places)
+        server = stack.enter_context(_inside(cloud, lambda: socket.create_server((ADDRESSES[1], 0))))
+        address = server.getsockname()
+        ours = [
+            stack.enter_context(_inside(edge, lambda: socket.create_connection(address))) for _ in range(2)
+        ]
+        theirs = [stack.enter_context(server.accept()[0]) for _ in range(2)]
+        for one, other in zip(ours, theirs, strict=True):
+            one.sendall(b"hello")
+            assert other.recv(5) == b"hello"
+
+        routes = stack.enter_context(NetNS(edge))
+        device = routes.link_lookup(ifname=DEVICE)[0]
+        with ThreadPoolExecutor(2) as threads:
+            ends = [threads.submit(probe, {0: found}, _within()) for found in (ours, theirs)]
+            time.sleep(0.05)  # nothing of what they send has arrived
+            routes.route("replace", dst=f"{ADDRESSES[1]}/32", oif=device, metrics={"mtu": 1300})
+        for end in ends:
+            assert 0.5 < best_rate([end.result()[0]]) / 12.5e6 < 1.3
+
+
+def _inside(namespace: str, make: Callable[[], socket.socket]) -> socket.socket:
+    def enter_and_make() -> socket.socket:
+        from pyroute2 import netns
+
+        netns.setns(namespace, flags=0)  # of the thread
+        return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(enter_and_make).result()
 
 
 def test_pairs_that_share_a_link_do_not_count_it_twice() -> None:
