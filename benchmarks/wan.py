@@ -43,9 +43,8 @@ from ldt.plan import Costs, optimize, simulate, ushape
 CONTROL_DELAY = 50e-6
 LOOPBACK = 1e12  # bytes per second, in place of a rate
 ENDS = ("edge", "cloud")
-SENT_AGAIN = (
-    1.25  # round trips: a quarter until TCP takes a packet for lost (RFC 8985), and one for another copy
-)
+# Round trips that a lost packet costs: a quarter until TCP notices (RFC 8985), and one for another copy.
+SENT_AGAIN = 1.25
 RUNS: dict[str, Callable[[Job, Link], Measured]] = {"raw": raw_tcp, "torch": torch_steps, "ldt": ldt_steps}
 # Which of the requested numbers of connections a path can have; 0 is one for each process group.
 COUNTS: dict[str, Callable[[list[int | str]], list[int | str]]] = {

@@ -163,13 +163,14 @@ def _outage(link: Link, seconds: float) -> Iterator[None]:
         for direction in range(2):
             link.set(direction, cut=cut)
 
-    timers = [threading.Timer(UNTIL_OUTAGE + after, set_cut, (cut,)) for after, cut in ((0, 1), (seconds, 0))]
-    for timer in timers if seconds else []:
+    changes = ((UNTIL_OUTAGE, 1), (UNTIL_OUTAGE + seconds, 0)) if seconds else ()
+    timers = [threading.Timer(after, set_cut, (cut,)) for after, cut in changes]
+    for timer in timers:
         timer.start()
     try:
         yield
     finally:
-        for timer in timers if seconds else []:
+        for timer in timers:
             timer.join()
 
 

@@ -53,22 +53,19 @@ def _at_ends(sizes: Sequence[float], crosses: Sequence[bool], seconds: float) ->
 
 def _with_seconds(costs: Costs, extra: Mapping[str, Sequence[float]]) -> Costs:
     """``costs`` of chunks whose forward, and backward or I, take ``extra`` seconds longer, at speed 1."""
-    count = len(extra["forward"])
-    backward = _listed(costs.backward, count)
-    weight = [value / 2 for value in backward] if costs.weight is None else costs.weight
-    longer = {"forward": _listed(costs.forward, count), "backward": backward}
-    if costs.input is not None:
-        longer["input"] = _listed(costs.input, count)
-    summed = {
-        name: [
-            value + extra
-            for value, extra in zip(
-                values, extra["forward" if name == "forward" else "backward"], strict=True
-            )
-        ]
-        for name, values in longer.items()
-    }
-    return replace(costs, weight=weight, **summed)
+
+    def longer(figure: Sizes, way: str) -> list[float]:
+        values = _listed(figure, len(extra[way]))
+        return [value + seconds for value, seconds in zip(values, extra[way], strict=True)]
+
+    whole = _listed(costs.backward, len(extra["backward"]))
+    return replace(
+        costs,
+        forward=longer(costs.forward, "forward"),
+        backward=longer(costs.backward, "backward"),
+        weight=[value / 2 for value in whole] if costs.weight is None else costs.weight,
+        input=None if costs.input is None else longer(costs.input, "backward"),
+    )
 
 
 def _by_direction(sizes: Sizes | Mapping[str, Sizes]) -> Mapping[str, Sizes]:

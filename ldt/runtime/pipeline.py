@@ -236,8 +236,7 @@ class Pipeline:
         Runs ``steps`` + 1 steps, then measures the links over their own lanes: latency by round trips of one byte,
         bandwidth by trains of messages on all channels of two sites (or two nodes of a site) at once, both ways. A
         train lasts for about 60 round trips, 0.1 to 3 s. Between two sites single messages follow, of which the
-        second slowest gives the jitter. Gradients stay as they are; buffers and random states
-        advance as in training.
+        second slowest gives the jitter. Gradients stay as they are; buffers and random states advance as in training.
 
         Args:
             microbatches: As for ``step``.
