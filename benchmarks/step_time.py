@@ -3,6 +3,8 @@
 The model is a transformer over stages of ``--tp`` ranks; stage 0 has the first and the last layers. Paths:
 
 - ``ldt ushape``, ``ldt optimize``  over lanes of each transport: the fixed order, and the one planned from the costs
+- ``ldt ushape, <transport>, 8bit`` and so on  with ``--compression``: the same with packed messages: the time to pack
+  shows, as no link here is slow, and ``#wrong`` counts what packing changed
 - ``torch ushape``, ``torch optimize``  the same compute orders and chunks in torch's own runtime
 - ``torch 1F1B, no U``  torch's one-forward-one-backward with as many layers on each stage, in a row: the time of a step
   without the U
@@ -119,7 +121,7 @@ class Model:
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     device, topology = device_of(arguments), ldt.Topology(arguments.tp)
-    meshes = connect_each(topology, arguments)
+    meshes = connect_all(topology, arguments)
     with ExitStack() as stack:
         for mesh in meshes.values():
             stack.enter_context(mesh)
@@ -130,6 +132,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
             paths = paths_of(model, meshes)
             yield from rows_of(text, model, paths, arguments.steps, device)
             del model, paths  # free memory for the next one
+
+
+def connect_all(topology: ldt.Topology, arguments: argparse.Namespace) -> Mapping[str, ldt.Mesh]:
+    """Return a mesh over each transport, the one that costs are measured over last, and those that pack before."""
+    meshes = connect_each(topology, arguments)
+    if arguments.compression == "none":
+        return meshes
+    packed = connect_each(topology, arguments, compression=arguments.compression)
+    return {f"{name}, {arguments.compression}": mesh for name, mesh in packed.items()} | dict(meshes)
 
 
 def setting_of(name: str, arguments: argparse.Namespace) -> Setting:
@@ -225,6 +236,7 @@ if __name__ == "__main__":
     )
     for field in fields(Setting):
         options.add_argument(f"--{field.name.replace('_', '-')}", type=int, help="instead of the preset's")
+    options.add_argument("--compression", default="none", choices=("none", "bf16", "8bit"))
     options.add_argument("--steps", type=int, default=7, help="counted steps of each path")
     given = parse(options, lambda given: sum(given.tp), edge=lambda given: given.tp[0])
     given.preset = given.preset or (["tiny"] if given.device == "cpu" else ["large", "medium", "small"])

@@ -22,7 +22,9 @@ int64_t rounded(int64_t bytes) { return (bytes + kGranularity - 1) / kGranularit
 }  // namespace
 
 IpcPool::IpcPool(c10::Device device, CopyEngine& engine)
-    : device_(device), engine_(engine), blocks_(new Blocks{device, engine, {}}) {}
+    : device_(device), engine_(engine), blocks_(new Blocks{device, engine, {}}) {
+  run_deferred_frees();  // now, as they wait for the device: during a step that might never end
+}
 
 IpcPool::Blocks::~Blocks() {
   for (const auto& block : all) engine.free(device, block.memory.address);
@@ -48,7 +50,6 @@ at::Tensor IpcPool::allocate(int64_t bytes) {
     if (fits && (best == blocks_->all.end() || block->bytes < best->bytes)) best = block;
   }
   if (best == blocks_->all.end()) {
-    run_deferred_frees();
     const auto size = rounded(bytes);
     blocks_->all.push_back(
         {engine_.allocate(device_, static_cast<size_t>(size)), size, false, std::nullopt});

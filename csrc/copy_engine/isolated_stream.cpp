@@ -5,6 +5,7 @@
 #include <chrono>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "common/event_pool.h"
@@ -96,10 +97,14 @@ IsolatedStream::IsolatedStream(c10::Device device) : stream_(c10::Stream::DEFAUL
                [&](const c10::Stream& stream) { return stream.device() == device; });
   stream_ = choose(device, require_copy_engine(device), lanes);
   taken().push_back(stream_);
+  is_taken_ = true;
 }
 
-IsolatedStream::~IsolatedStream() {
+IsolatedStream::~IsolatedStream() { release(); }
+
+void IsolatedStream::release() {
   const std::lock_guard<std::mutex> lock(mutex());
+  if (!std::exchange(is_taken_, false)) return;
   taken().erase(std::find(taken().begin(), taken().end(), stream_));
 }
 

@@ -9,7 +9,7 @@
 
 namespace ldt {
 
-/// A stream that belongs to one lane while this object lives.
+/// A stream that belongs to one lane until release().
 ///
 /// A device has fewer hardware queues than streams (CUDA: 8, or CUDA_DEVICE_MAX_CONNECTIONS). A
 /// stream that waits for a flag blocks every stream that shares its queue, and if one of those must
@@ -26,9 +26,12 @@ class IsolatedStream {
   IsolatedStream& operator=(const IsolatedStream&) = delete;
 
   const c10::Stream& stream() const { return stream_; }
+  /// Lets another lane take the stream. Nothing may be enqueued on it that waits for a flag.
+  void release();
 
  private:
   c10::Stream stream_;
+  bool is_taken_ = false;
 };
 
 }  // namespace ldt

@@ -240,9 +240,11 @@ void StreamLane::shutdown_transport() noexcept {
 }
 
 void StreamLane::close(std::chrono::milliseconds timeout) {
-  if (!drain(checked_timeout(timeout, c10::str("lane ", options_.name)))) {
+  bool is_idle = drain(checked_timeout(timeout, c10::str("lane ", options_.name)));
+  if (!is_idle) {
     abort(c10::str("lane ", options_.name, ": closed with messages still in flight"));
-    if (!drain(kAbortTimeout)) {
+    is_idle = drain(kAbortTimeout);
+    if (!is_idle) {
       // The device may still use these tensors, and nothing tells when not: leak them.
       std::lock_guard<std::mutex> lock(mutex_);
       new std::deque<InFlight>(std::move(in_flight_));
@@ -251,6 +253,7 @@ void StreamLane::close(std::chrono::milliseconds timeout) {
   }
   failure_->set(c10::str("lane ", options_.name, ": is closed"));
   shutdown_transport();
+  if (is_idle) transport_->release();
 }
 
 }  // namespace ldt

@@ -36,6 +36,7 @@ class CopyEngineTransport final : public Transport {
                         bool broadcasts) override;
   int64_t enqueued() const override;
   void abort() override;
+  void release() override { links_.stream->release(); }
   int64_t bounced() const override;
   c10::Stream stream(c10::Device /*device*/) override { return links_.stream->stream(); }
   ReceivePool::Allocate allocator() override;

@@ -39,6 +39,8 @@ class Transport {
   virtual void shutdown() {}
   /// Ends transfers in flight, as far as possible. The transport is unusable afterwards.
   virtual void abort() = 0;
+  /// Called when the lane is closed and nothing is in flight: another lane may take its stream.
+  virtual void release() {}
   /// The stream for the lane.
   virtual c10::Stream stream(c10::Device device) { return new_lane_stream(device); }
   /// Allocates memory for the lane's receive pool; null: torch's allocator serves as well.

@@ -1,6 +1,6 @@
 """A pipeline of Hugging Face chunks on GPUs equals the unsplit model in losses and gradients, with one or two laps.
 
-Three ranks. On two GPUs they share them: see sharing.py.
+Three ranks. On fewer GPUs they share them: see sharing.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharing import GPUS, my_device
+from sharing import my_device
 
 from ldt.testing import RankPool
 
@@ -23,7 +23,7 @@ from test_hf_pipeline import Case, images, padded_and_packed, ragged, step_as_un
 WORLD_SIZE = 3
 BACKEND = "nccl"
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 def step(config: Any, layers: Sequence[int], laps: int, microbatches: Sequence[Any]) -> int:

@@ -42,6 +42,17 @@ os._exit(0)
 """
 
 
+AGAIN = """
+closed = []
+for _ in range(10):
+    mesh = ldt.connect(ldt.Topology([1, 1]), transport="copy_engine", device=device)
+    mesh.close()
+    closed.append(mesh)
+say(len(closed))
+os._exit(0)
+"""
+
+
 def said(folder: Path, laps: int, connections: str | None) -> list[dict[str, str]]:
     ranks = two_ranks(JOB, folder, str(laps), seconds=90, CUDA_DEVICE_MAX_CONNECTIONS=connections)
     for rank in ranks:
@@ -63,3 +74,9 @@ def test_connect_refuses_too_few_by_name(tmp_path: Path, laps: int, connections:
             assert "hardware queues" in text
             assert f"CUDA_DEVICE_MAX_CONNECTIONS gives it {connections}: restart it" in text
             assert "Megatron-LM" in text
+
+
+def test_a_closed_mesh_takes_no_queue(tmp_path: Path) -> None:
+    """Each has four lanes, and there are 32 streams."""
+    for rank in two_ranks(AGAIN, tmp_path, seconds=90, CUDA_DEVICE_MAX_CONNECTIONS=None):
+        assert rank.output.split() == ["10"], rank.complaint[-3000:]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
+from sharing import my_device
 
 import ldt
 from ldt.runtime.comm.transports import TransportChoice
@@ -13,10 +13,7 @@ from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 
 WORLD_SIZE = 2
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 each_transport = pytest.mark.parametrize("transport", ["copy_engine", "nccl", "c10d"])
 
 WIDTH, ROWS = 1024, 1024
@@ -24,8 +21,7 @@ ACTIVATION = WIDTH * ROWS * 4
 
 
 def make(transport: TransportChoice) -> ldt.Pipeline:
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    device = my_device()
     mesh = ldt.connect(ldt.Topology([1, 1]), "nccl", device=device, transport=transport)
     chunks = toy_chunks(mesh.topology, width=WIDTH)
     mine = [chunks[index].to(device) for index in mesh.topology.chunks_of(mesh.stage)]

@@ -1,7 +1,7 @@
-"""Lanes on streams, over NCCL on two GPUs.
+"""Lanes on streams.
 
 NCCL takes one rank per GPU, and a fused receive has a sender, a leader and a member: here rank 0 is the sender and
-also the member. Skipped without two GPUs.
+also the member.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from sharing import my_device
 
 import ldt
 from ldt._C import LaneError
@@ -20,10 +21,7 @@ from ldt.testing.fused_pair import LEADER, SENDER, FusedPair
 
 WORLD_SIZE = 2
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 CYCLES = 20_000_000  # of torch.cuda._sleep: about 10 ms
 
@@ -33,8 +31,7 @@ each_transport = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def make_pair(transport: str, *, chunk_bytes: int = 1 << 20) -> FusedPair:
-    device = torch.device("cuda", dist.get_rank())
-    torch.cuda.set_device(device)
+    device = my_device()
     return FusedPair(device, transport, chunk_bytes=chunk_bytes)
 
 
@@ -114,9 +111,7 @@ def test_neither_launch_nor_wait_blocks_the_host(pool: RankPool, transport: str)
 
 
 def _large_both_ways(transport: TransportChoice) -> None:
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    rank, device = dist.get_rank(), my_device()
     with ldt.connect(ldt.Topology([1, 1]), "nccl", transport=transport, device=device) as mesh:
         forward = [end for channel, end in mesh.endpoints.items() if channel.direction == "F"]
         outgoing, incoming = sorted(forward, key=lambda end: not end.sends)
@@ -249,9 +244,7 @@ def test_a_lane_refuses_to_be_captured(pool: RankPool, transport: str) -> None:
 
 def _compute_goes_on() -> None:
     """A sender's lane that waits for its receiver must not block compute of the same rank."""
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
+    device = my_device()
     with ldt.connect(ldt.Topology([1, 1], laps=2), "nccl", transport="copy_engine", device=device) as mesh:
         ends = list(mesh.endpoints.values())
         message = torch.ones(16 << 20, device=device)  # of 64 MiB: more than bounces at once

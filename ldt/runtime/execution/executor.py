@@ -125,7 +125,7 @@ class Executor:
         self._separate_gradients(action.chunk)
 
     def _send(self, action: Action, entry: Entry) -> None:
-        endpoint = self._messages.endpoints.get(self._channel(action))
+        endpoint = self._messages.endpoint(self._channel(action))
         message = self._outbox.pop(_slot(action), None)
         if endpoint is None or message is None:
             return  # other ranks of this node send the message, or this hop carries nothing
@@ -151,7 +151,8 @@ class Executor:
         specs = self._message_specs(action.hop, slot.direction, slot.microbatch)
         if not specs:
             return
-        endpoint = self._messages.endpoints[self._channel(action)]
+        endpoint = self._messages.endpoint(self._channel(action))
+        assert endpoint is not None, "every rank of the node receives"
         shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
         self._count(action, message_bytes(endpoint, specs))
@@ -261,7 +262,7 @@ class Executor:
             self._stash.put(slot, tensors)
             return
         replica = self._topology.cloud_replica(self._mesh.node, slot.microbatch)
-        endpoint = self._messages.endpoints.get(self._topology.channel(hop, direction, replica))
+        endpoint = self._messages.endpoint(self._topology.channel(hop, direction, replica))
         message = Outgoing.of(endpoint, tensors, self._message_specs(hop, direction, slot.microbatch))
         self._in_flight_tensors.begin(slot, message.in_flight)
         self._outbox[slot] = message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -20,10 +21,17 @@ _LEAST_PAUSE = 1e-3  # between looks at the store, whose connection the watchdog
 
 
 class Messages:
-    """The ``endpoints`` that a call uses: receives are posted ahead, sends are launched at once."""
+    """The messages of one call: receives are posted ahead, sends are launched at once."""
 
     def __init__(self, endpoints: Mapping[Channel, Endpoint]) -> None:
-        self.endpoints = endpoints
+        self._endpoints = endpoints
+
+    def endpoint(self, channel: Channel) -> Endpoint | None:
+        """This rank's end of ``channel`` in this call; None on ranks that have none."""
+        return self._endpoints.get(channel)
+
+    def close(self) -> None:
+        """Drop what a failure left. Endpoints hold lanes, which must not live longer than their mesh."""
 
     def begin_compute(self) -> None:
         """Called before a compute action is launched."""
@@ -42,21 +50,27 @@ class OnDemand(Messages):
     """
 
     def __init__(self, mesh: Mesh, key: str, in_lockstep: bool) -> None:
-        by_lane = lanes(mesh.topology, mesh.lanes)
-        super().__init__(
-            {
-                channel: _OnDemandEndpoint.around(
-                    endpoint, self, (by_lane[channel], channel.source, channel.target)
-                )
-                for channel, endpoint in mesh.endpoints.items()
-            }
-        )
+        super().__init__(mesh.endpoints)
+        self._by_lane = lanes(mesh.topology, mesh.lanes)
         self._mesh, self._key, self._in_lockstep = mesh, key, in_lockstep
         self._sends: dict[object, deque[_Send]] = defaultdict(deque)
         self._receives: dict[object, deque[_Receive]] = defaultdict(deque)
         self._launched: Counter[Channel] = Counter()
         self._num_computed = 0
         self._next_look = 0.0
+
+    def endpoint(self, channel: Channel) -> Endpoint | None:
+        inner = super().endpoint(channel)
+        order = (self._by_lane[channel], channel.source, channel.target)
+        return None if inner is None else _OnDemandEndpoint.around(inner, self, order)
+
+    def close(self) -> None:
+        for send in itertools.chain(*self._sends.values()):
+            send.drop()
+        for receive in itertools.chain(*self._receives.values()):
+            receive.drop()
+        self._sends.clear()
+        self._receives.clear()
 
     def begin_compute(self) -> None:
         if self._in_lockstep:
@@ -82,11 +96,11 @@ class OnDemand(Messages):
         """Post the receives before ``receive`` in ``order``, and that one, each when the one before has ended."""
         while receive.work is None:
             following = self._receives[order].popleft()
-            following.work = following.post()
+            posted = following.post()
             if self._mesh.is_leader:
                 self._count(following.channel.name, 1)
             # On the host alone: a send launched meanwhile reads behind the current stream, which must not wait.
-            self.wait_for(following.work.is_completed)
+            self.wait_for(posted.is_completed)
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
         """Launch sends until ``condition`` holds, and those wanted by then.
@@ -156,6 +170,9 @@ class _Send:
         assert self._start is not None, "launched once"
         self._work, self._start = self._start(), None
 
+    def drop(self) -> None:
+        self._start = None
+
     def wait(self) -> bool:
         self._messages.wait_for(lambda: self._start is None)
         return self._work is None or self._work.wait()
@@ -170,9 +187,18 @@ class _Receive:
     def __init__(
         self, messages: OnDemand, order: object, channel: Channel, post: Callable[[], CompositeWork]
     ) -> None:
-        self.channel, self.post = channel, post
+        self.channel = channel
         self.work: CompositeWork | None = None
         self._messages, self._order = messages, order
+        self._post: Callable[[], CompositeWork] | None = post
+
+    def post(self) -> CompositeWork:
+        assert self._post is not None, "posted once"
+        self.work, self._post = self._post(), None
+        return self.work
+
+    def drop(self) -> None:
+        self._post = None
 
     def wait(self) -> bool:
         self._messages.post_until(self._order, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,9 +93,10 @@ class StepRunner:
                 stats = StepStatsCollector(self._mesh)
                 call, context = self._open(mode, microbatches, upcoming)
                 step = self._step_state(call, context)
-                recorder, messages = Recorder(timer), self._messages(context)
-                executor = Executor(self._mesh, self._runners, step, messages, recorder, self._options.audit)
-                self._execute(executor, step, call)
+                with closing(self._messages(context)) as messages:
+                    recorder, audit = Recorder(timer), self._options.audit
+                    executor = Executor(self._mesh, self._runners, step, messages, recorder, audit)
+                    self._execute(executor, step, call)
                 executor.recorder.finish()
                 if self._guard is not None:
                     self._guard.end()
