@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
 #if defined(__x86_64__)
 #define LDT_AVX2 __attribute__((target("avx2")))
@@ -36,9 +38,87 @@ LDT_CODEC typename Storage<kElement>::Type narrow(uint32_t bits) {
   if constexpr (kElement == Element::kFloat16) return static_cast<Type>(narrow_half(bits));
 }
 
+/// Blocks of 16 bit elements that are 0 or at least 2^-6 of the scale, and finite, which nearly all
+/// blocks are. There codes are the bits of elements but for the offset of the exponent and the
+/// length of the mantissa: integer arithmetic, with twice as many lanes of vector units.
+template <Element kElement>
+class ShortBlock {
+ public:
+  LDT_CODEC explicit ShortBlock(int exponent)
+      : is_in_range_(exponent > 6 - kBias && exponent <= kBias - 8),
+        offset_(static_cast<uint16_t>((exponent + kBias - 7) * (1 << kMantissa))) {}
+
+  /// False, and `codes` undefined, for any other block. The same for unpack().
+  LDT_CODEC bool pack(const uint16_t* data, uint8_t* codes) const {
+    if (!is_in_range_) return false;
+    const auto least = static_cast<int16_t>(offset_ + (1 << kMantissa));
+    uint16_t has_small = 0;
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const auto magnitude = static_cast<int16_t>(data[i] & 0x7fff);
+      has_small |= static_cast<uint16_t>(uint16_t{magnitude != 0} & uint16_t{magnitude < least});
+    }
+    if (has_small) return false;
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const auto magnitude = static_cast<uint16_t>(data[i] & 0x7fff);
+      const auto bits = static_cast<uint16_t>(magnitude - offset_);
+      const auto is_odd = static_cast<uint16_t>((bits >> kDropped) & 1);
+      const auto rounded = static_cast<uint16_t>(bits + kBelowHalf + is_odd);  // ties to even
+      const auto code = static_cast<uint16_t>((rounded >> kDropped) | ((data[i] >> 8) & 0x80));
+      codes[i] = static_cast<uint8_t>(magnitude == 0 ? 0 : code);
+    }
+    return true;
+  }
+
+  LDT_CODEC bool unpack(const uint8_t* codes, uint16_t* data) const {
+    if (!is_in_range_) return false;
+    uint8_t has_others = 0;
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const auto magnitude = static_cast<uint8_t>(codes[i] & 0x7f);
+      const auto before = static_cast<uint8_t>(magnitude - 1);  // 0 wraps around
+      has_others |= uint8_t{before < 7} | uint8_t{magnitude == 0x7f} | uint8_t{codes[i] == kNaN};
+    }
+    if (has_others) return false;
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const auto magnitude = static_cast<uint16_t>(codes[i] & 0x7f);
+      const auto bits = static_cast<uint16_t>((magnitude << kDropped) + offset_);
+      const auto sign = static_cast<uint16_t>((codes[i] & 0x80) << 8);
+      data[i] = magnitude == 0 ? uint16_t{0} : static_cast<uint16_t>(bits | sign);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int kMantissa = kElement == Element::kBFloat16 ? 7 : 10;
+  static constexpr int kBias = kElement == Element::kBFloat16 ? 127 : 15;
+  static constexpr int kDropped = kMantissa - 3;
+  static constexpr int kBelowHalf = (1 << (kDropped - 1)) - 1;
+
+  const bool is_in_range_;  // all such elements are normal numbers
+  const uint16_t offset_;   // of the bits of an element from those of its code
+};
+
+/// The bits of the largest magnitude of a block, as float32.
+template <Element kElement>
+LDT_CODEC uint32_t largest_magnitude(const typename Storage<kElement>::Type* data) {
+  using Type = typename Storage<kElement>::Type;
+  using Signed = std::make_signed_t<Type>;  // vector units of x86 compare signed numbers
+  Signed largest = 0;
+  for (int64_t i = 0; i < kBlock; ++i) {
+    const auto magnitude = static_cast<Signed>(data[i] & std::numeric_limits<Signed>::max());
+    largest = std::max(largest, magnitude);
+  }
+  return widen<kElement>(static_cast<Type>(largest));
+}
+
 /// Packs one block and returns its exponent.
 template <Element kElement>
 LDT_CODEC int pack_block(const typename Storage<kElement>::Type* data, uint8_t* codes) {
+  uint32_t largest = largest_magnitude<kElement>(data);
+  const bool is_finite = largest < kInfinity;
+  int exponent = exponent_of(largest);
+  if constexpr (kElement != Element::kFloat32) {
+    if (is_finite && ShortBlock<kElement>(exponent).pack(data, codes)) return exponent;
+  }
   uint32_t widened[kBlock];
   const uint32_t* bits = widened;
   if constexpr (kElement == Element::kFloat32) {
@@ -46,18 +126,13 @@ LDT_CODEC int pack_block(const typename Storage<kElement>::Type* data, uint8_t* 
   } else {
     for (int64_t i = 0; i < kBlock; ++i) widened[i] = widen<kElement>(data[i]);
   }
-  int32_t largest = 0;  // magnitudes are below 2^31, and vector units of x86 compare signed numbers
-  for (int64_t i = 0; i < kBlock; ++i) {
-    largest = std::max(largest, static_cast<int32_t>(bits[i] & 0x7fffffff));
-  }
-  const bool is_finite = largest < static_cast<int32_t>(kInfinity);
   if (!is_finite) {
-    largest = 0;
+    int32_t finite = 0;
     for (int64_t i = 0; i < kBlock; ++i) {
-      largest = std::max(largest, static_cast<int32_t>(finite_magnitude(bits[i])));
+      finite = std::max(finite, static_cast<int32_t>(finite_magnitude(bits[i])));
     }
+    exponent = exponent_of(static_cast<uint32_t>(finite));
   }
-  const int exponent = exponent_of(static_cast<uint32_t>(largest));
   const Scale scale(-exponent);
   const uint32_t top = largest_code(exponent, kElement);
   if (is_finite && top == kLargestCode) {  // nearly all blocks: what encode does, in less
@@ -76,6 +151,9 @@ LDT_CODEC int pack_block(const typename Storage<kElement>::Type* data, uint8_t* 
 template <Element kElement>
 LDT_CODEC void unpack_block(const uint8_t* codes, int exponent,
                             typename Storage<kElement>::Type* data) {
+  if constexpr (kElement != Element::kFloat32) {
+    if (ShortBlock<kElement>(exponent).unpack(codes, data)) return;
+  }
   const Scale scale(exponent);
   uint8_t special = 0;
   for (int64_t i = 0; i < kBlock; ++i) {

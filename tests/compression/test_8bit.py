@@ -102,6 +102,44 @@ def test_every_16_bit_float_survives_a_block_of_its_own(dtype: torch.dtype) -> N
     assert_within_bound(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_elements_have_the_codes_of_the_same_float32(dtype: torch.dtype) -> None:
+    """Every finite element, with and without zeros, in blocks with every largest element that it can be next to."""
+    every = torch.arange(0x8000, dtype=torch.int32).to(torch.int16).view(dtype)
+    below_top = 240.0 * 2.0 ** (8 if dtype == torch.float16 else 120)  # above it the top code differs
+    every = every[every.isfinite() & (every < below_top)]
+    runs = every[: every.numel() // 64 * 64].view(-1, 64)  # half a block of adjacent magnitudes
+    for higher in range(0, 12):  # binades between these and the largest element
+        largest = (runs[:, -1].double() * 2.0**higher).clamp(max=float(every[-1])).to(dtype)
+        for filler in (0, 1):
+            blocks = torch.cat([runs, filler * largest[:, None].expand(-1, 64)], 1)
+            blocks[:, 1::3].neg_()
+            blocks[:, 64] = largest
+            packed = pack_8bit(blocks)
+            assert torch.equal(packed, pack_8bit(blocks.float()))
+            unpacked, widened = torch.empty_like(blocks), torch.empty(blocks.shape)
+            unpack_8bit(packed, unpacked)
+            unpack_8bit(packed, widened)
+            assert torch.equal(unpacked.view(torch.int16), widened.to(dtype).view(torch.int16))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_elements_of_any_codes_are_those_of_float32(dtype: torch.dtype) -> None:
+    """Blocks of one code and its neighbours, with every exponent at which all are finite in the type."""
+    codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(-1, 1)
+    each = torch.cat([codes.expand(256, 64), codes.expand(256, 64).flip(0)], 1).contiguous()
+    for exponent in range(-140, 7 if dtype == torch.float16 else 120):
+        exponents = torch.full((256,), exponent, dtype=torch.int16).view(torch.uint8)
+        for blocks in (each, codes.expand(256, 128)):
+            packed = torch.cat([blocks.reshape(-1), exponents])
+            unpacked, widened = torch.empty(256 * 128, dtype=dtype), torch.empty(256 * 128)
+            unpack_8bit(packed, unpacked)
+            unpack_8bit(packed, widened)
+            exact = widened.to(dtype).double() == widened.double()  # what packing can have made
+            assert torch.equal(unpacked[exact], widened.to(dtype)[exact])
+            assert torch.equal(unpacked.isnan(), widened.isnan())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_numbers_stay_finite(dtype: torch.dtype) -> None:
     largest = torch.finfo(dtype).max
