@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ldt.errors import PlanError
@@ -106,7 +106,10 @@ def buffers_needed(plan: Plan) -> dict[Channel, int]:
 
 
 def _buffers_used(topology: Topology, ideal: Run) -> dict[Channel, int]:
-    """Per channel of a run without limits, the maximum number of messages sent and not yet used."""
+    """Per channel of a run without limits, the maximum number of messages sent and not yet used.
+
+    One more where channels share a pipe: a message takes its turn before it starts, and needs a buffer by then.
+    """
     changes: dict[Channel, list[tuple[float, float]]] = defaultdict(list)
     used_at: dict[tuple[int, str, int, int], float] = {}
     for node, action, _, end in ideal.computed:
@@ -118,7 +121,11 @@ def _buffers_used(topology: Topology, ideal: Run) -> dict[Channel, int]:
     for (channel, microbatch), start, _ in ideal.transferred:
         used = used_at[channel.hop, channel.direction, channel.replica, microbatch]
         changes[channel] += [(start, 1), (used, -1)]
-    return {channel: max(1, int(peak_level(moments))) for channel, moments in changes.items()}
+    sharing = Counter(map(topology.pipe_of, topology.channels))
+    return {
+        channel: max(1, int(peak_level(moments))) + (sharing[topology.pipe_of(channel)] > 1)
+        for channel, moments in changes.items()
+    }
 
 
 def _add_reductions(topology: Topology, stage: int, rows: Sequence[list[Action]]) -> Iterator[list[Action]]:
