@@ -42,16 +42,18 @@ class Setting(NamedTuple):
     latency: float
     served: int = 1  # cloud replicas per edge replica
     pipe: float = 0.0  # work of each pipe between edge and cloud, as a share of that of a cloud stage
+    edges: int = 1  # edge replicas
 
     @property
     def topology(self) -> Topology:
-        return Topology([1] * self.stages, dp=self.served, edge_dp=1, laps=self.laps)
+        dp = self.served * self.edges
+        return Topology([1] * self.stages, dp=dp, edge_dp=self.edges, laps=self.laps)
 
     @property
     def costs(self) -> Costs:
         topology = self.topology
         shares = [self.edge if topology.stage_of(c) == 0 else 1.0 for c in range(topology.num_chunks)]
-        size = self.pipe * 3 / (2 * self.served)  # of each activation and gradient
+        size = self.pipe * 3 / (2 * self.served * self.edges)  # of each activation and gradient
         crosses = [0 in (topology.stage_of(hop), topology.stage_of(hop + 1)) for hop in range(topology.tail)]
         return Costs(
             [1 * s for s in shares],
@@ -91,6 +93,14 @@ def pipe_settings(microbatches: int = 32) -> Iterator[Setting]:
     for stages, served, pipe, latency in itertools.product((2, 3, 4), (1, 2), (0.5, 1.0, 2.0), (0.0, 2.0)):
         if served == 1 or stages == 3:
             yield Setting(1, microbatches * served, stages, 0.5 / served, latency, served, pipe)
+
+
+def meeting_settings(microbatches: int = 32) -> Iterator[Setting]:
+    """Settings in which the flows of two laps, or of two edge replicas, meet on pipes as busy as a cloud stage."""
+    for stages, latency in itertools.product((2, 3), (0.0, 2.0)):
+        yield Setting(2, microbatches, stages, 0.5, latency, pipe=1.0)
+    for served, latency in itertools.product((1, 2), (0.0, 2.0)):
+        yield Setting(1, microbatches * served, 3, 0.5 / served, latency, served, 1.0, edges=2)
 
 
 def fixed(setting: Setting) -> Timeline:
@@ -173,13 +183,13 @@ def print_shared_table(laps: int) -> None:
 
 
 def print_pipe_table() -> None:
-    print("# laps=1 microbatches=32 per cloud replica, edge=0.5/served")
-    print(
-        "  ".join(f"{name:>8}" for name in ("P", "served", "pipe", "latency", "ushape", "optimize", "peak_o"))
-    )
-    for setting in pipe_settings():
+    print("# microbatches=32 per cloud replica, edge=0.5/served")
+    head = ("P", "laps", "edges", "served", "pipe", "latency", "ushape", "optimize", "peak_o")
+    print("  ".join(f"{name:>8}" for name in head))
+    for setting in (*pipe_settings(), *meeting_settings()):
         plan, least = planned(setting), bound(setting)
-        cells = [f"{n:>8}" for n in (setting.stages, setting.served, setting.pipe, setting.latency)]
+        sizes = (setting.stages, setting.laps, setting.edges, setting.served, setting.pipe, setting.latency)
+        cells = [f"{n:>8}" for n in sizes]
         numbers = [fixed(setting).makespan / least, plan.makespan / least, max(plan.peak_live.values())]
         print("  ".join(cells + [_cell(number) for number in numbers]), flush=True)
 

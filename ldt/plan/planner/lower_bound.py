@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain as concatenate
 from typing import NamedTuple
 
 from ldt.errors import PlanError
 from ldt.plan.costs import Costs
-from ldt.plan.planner.replica_costs import Pipe, ReplicaCosts
+from ldt.plan.planner.chain import Counts, chain_of, earliest_starts, mirrored
+from ldt.plan.planner.idle import idle_times
+from ldt.plan.planner.replica_costs import ReplicaCosts
 from ldt.topology import Topology
 
 __all__ = ["lower_bound", "replica_bound"]
@@ -34,30 +36,29 @@ def lower_bound(
     Proof sketch. Treat one node (or one pipe, ``Topology.pipe_of``) as a machine that runs one job at a time, and drop
     all other constraints. A job is a forward, a backward or a W of one of the node's chunks c, or a message.
 
-    1. A job cannot start before its *head*. The k-th forward of c (from 0) starts no earlier than the chain of
-       forwards and hops to c takes, plus k times the longest job of that chain: k+1 microbatches have passed
-       that one machine before. The same holds for the k-th backward, with the chain up to the tail and back to c,
-       and with the tail's forward and backward counted together, since they are on one node; and for the k-th
-       message of a hop and direction.
-    2. After the job ends, the step lasts for its *tail*: the same argument from the end, with the j-th
-       backward from the last and the chain from it to the head's backward. A W has no tail.
-    3. Jobs of one chunk and kind, or hop and direction, are equal, so the k-th to start is the (M-1-k)-th from the
-       last to end, and has both that head and that tail.
+    1. A job cannot start before its *head*. The k-th job of a step of the chain (from 0) starts no earlier than the
+       chain before it takes, and no earlier than k+1 microbatches can pass any one machine of that chain:
+       ``earliest_starts``.
+    2. After the job ends, the step lasts for its *tail*: the same argument from the end, with the j-th job from the
+       last. A W has no tail.
+    3. Jobs of one step of the chain are equal, so the k-th to start is the (M-1-k)-th from the last to end, and has
+       both that head and that tail.
     4. For any set S of jobs of the machine, the step lasts at least min head + sum of durations + min tail
        over S. The largest of these over all S is what Jackson's preemptive rule attains (Carlier, The
        one-machine sequencing problem, 1982): at any time, run the available job with the longest tail.
+    5. All jobs of the machine together take as long as they do, plus what it must idle at the start and, by the same
+       argument from the end, at the end, because a pipe has to bring its work first: ``idle_times``. These two times
+       do not overlap if each is within a half of a lower bound.
 
-    The bound is the largest over all machines; the critical path of one microbatch is among those sets.
+    The bound is the largest over all machines.
 
-    Two things differ where an edge replica serves s > 1 cloud replicas. First, its own node has the jobs of all of
-    them. If the longest job is the edge's own, k+1 microbatches have passed one machine. For a job elsewhere, one
-    of the replicas has had at least ceil((k+1) / s) of them, so it counts floor(k / s) times. Which replica that is
-    depends on the order, so the chain uses the times of the fastest. The same holds for a pipe between two sites, which
-    has the messages of all edge replicas. Second, the nodes of a cloud replica and the links within its site have
-    only its own microbatches; dropping the others makes no order of the rest longer. But among any n of the
-    replicas, one has its first forward on the edge behind those of the n - 1 others, and one has its last backward
-    before theirs. So the smallest bound of the n holds with n - 1 times the longer of the two on top (of forwards
-    only if W, which has no tail, is separate).
+    Where there are several replicas, each step of the chain has jobs of all of them, on one pipe, an edge per edge
+    replica and a node of each stage per cloud replica. Of k+1 microbatches, one of n machines has had at least
+    ceil((k+1) / n). n machines are no faster than one of n times the speed. Which replica is the k-th depends on the
+    order, so the chain uses the times of the fastest. The same holds for the replicas of one edge alone; dropping the
+    others makes no order of the rest longer. And among any n replicas of an edge, one has its first forward on the edge
+    behind those of the n - 1 others, and one has its last backward before theirs. So the smallest bound of the n, each
+    alone, holds with n - 1 times the longer of the two on top (of forwards only if W, which has no tail, is separate).
     """
     costs.check(topology)
     if not isinstance(num_microbatches, int) or num_microbatches < 1:
@@ -77,135 +78,75 @@ def replica_bound(costs: ReplicaCosts, num_microbatches: int) -> float:
     return _bound([(costs,) * costs.served] * costs.edge_dp, num_microbatches)
 
 
-def _bound(groups: Sequence[Sequence[ReplicaCosts]], num_microbatches: int) -> float:
+def _bound(groups: Sequence[Sequence[ReplicaCosts]], microbatches: int) -> float:
     """The lower bound for groups of replicas, each with an edge replica that serves them in turn."""
-    merged = {replicas: ReplicaCosts.merged(min, replicas) for replicas in map(tuple, groups)}
-    alone = (_group_bound(edge, replicas, num_microbatches) for replicas, edge in merged.items())
-    return max(_pipe_bound([merged[tuple(replicas)] for replicas in groups], num_microbatches), *alone)
+    found = [_group_bound(replicas, microbatches) for replicas in set(map(tuple, groups))]
+    if len(groups) > 1:
+        every = [replica for replicas in groups for replica in replicas[:microbatches]]
+        counts = (1, len(groups), len(every))
+        found.append(_joint_bound(ReplicaCosts.merged(min, every), counts, microbatches * len(groups)))
+    return max(found)
 
 
-def _group_bound(edge: ReplicaCosts, replicas: Sequence[ReplicaCosts], num_microbatches: int) -> float:
-    """The bound from the nodes and the links within sites of ``replicas`` and of their edge."""
-    jobs = (_compute_jobs(edge, chunk, num_microbatches, edge.served) for chunk in edge.chunks_of(0))
-    shares = [pair for pair in zip(replicas, edge.shares(num_microbatches), strict=True) if pair[1]]
-    alone = {pair: _cloud_bound(*pair) for pair in set(shares)}
+def _group_bound(replicas: Sequence[ReplicaCosts], microbatches: int) -> float:
+    """The bound from the replicas that one edge serves: all together, and the slowest one by one."""
+    replicas = replicas[:microbatches]  # the others have none
+    edge = ReplicaCosts.merged(min, replicas)
+    together = _joint_bound(edge, (1, 1, len(replicas)), microbatches)
+    if len(replicas) == 1:
+        return together
+    shares = list(zip(replicas, edge.shares(microbatches), strict=False))
+    alone = {pair: _joint_bound(pair[0], (1, 1, 1), pair[1]) for pair in set(shares)}
     longest_first = sorted((alone[pair] for pair in shares), reverse=True)
     edge_job = max(edge.forward[0], edge.backward[0] if edge.weight is None else 0.0)
-    return max(
-        _preemptive_makespan(concatenate.from_iterable(jobs)),
-        *(bound + others * edge_job for others, bound in enumerate(longest_first)),
+    return max(together, *(bound + others * edge_job for others, bound in enumerate(longest_first)))
+
+
+def _joint_bound(costs: ReplicaCosts, counts: Counts, microbatches: int) -> float:
+    """The bound from equal replicas that have so many pipes, edges and other nodes of each stage."""
+    chain = chain_of(costs)
+    mirror = mirrored(chain)
+    heads = list(earliest_starts(chain, counts, microbatches))
+    tails = list(earliest_starts(mirror, counts, microbatches))
+    jobs: dict[tuple[object, int], list[Job]] = defaultdict(list)
+    for step, starts, rests in zip(chain, heads, reversed(tails), strict=True):
+        if step.duration or step.weight:
+            run = jobs[step.machine, step.level]
+            run += [
+                Job(head, step.duration, tail) for head, tail in zip(starts, reversed(rests), strict=True)
+            ]
+            if step.weight:
+                run += [Job(head + step.duration, step.weight, 0.0) for head in starts]
+    bound = max(
+        (_preemptive_makespan(_merged(run, counts[level])) for (_, level), run in jobs.items()), default=0.0
     )
+    bound = max(bound, chain[-1].end)
+    begin, end = (
+        idle_times(steps, starts, counts, bound / 2) for steps, starts in ((chain, heads), (mirror, tails))
+    )
+    for machine, level in jobs:
+        work = microbatches * sum(step.duration for step in chain if step.machine == machine)
+        idle = begin.get(machine, 0.0) + end.get(machine, 0.0)
+        bound = max(bound, (work + idle) / counts[level])
+    return bound
 
 
-def _cloud_bound(costs: ReplicaCosts, num_microbatches: int) -> float:
-    """The bound from the cloud nodes of one replica with ``num_microbatches`` and the links within its site."""
-    machines: dict[object, list[Job]] = defaultdict(list)
-    for stage in range(1, costs.num_stages):
-        for chunk in costs.chunks_of(stage):
-            machines[stage] += _compute_jobs(costs, chunk, num_microbatches, served=1)
-    for (below, above, pipe), jobs in _messages(costs, num_microbatches, served=1):
-        if pipe is None:
-            machines[below, above] += jobs
-    return max((_preemptive_makespan(jobs) for jobs in machines.values()), default=0.0)
+def _merged(jobs: Sequence[Job], machines: int) -> Iterable[Job]:
+    """Jobs of one machine that is as fast as ``machines``, of which each has at least one job.
 
-
-def _pipe_bound(edges: Sequence[ReplicaCosts], num_microbatches: int) -> float:
-    """The bound from the pipes, which carry the messages of all ``edges`` and the replicas that they serve."""
-    found = {edge: list(_messages(edge, num_microbatches, edge.served)) for edge in set(edges)}
-    machines: dict[object, list[Job]] = defaultdict(list)
-    for edge in edges:
-        for (_, _, pipe), jobs in found[edge]:
-            if pipe is not None:
-                machines[pipe] += jobs
-    return max((_preemptive_makespan(jobs) for jobs in machines.values()), default=0.0)
-
-
-class _Pace(NamedTuple):
-    """The longest job that the microbatches of ``served`` replicas must pass: on the edge or a pipe, and elsewhere."""
-
-    edge: float
-    elsewhere: float
-    served: int
-
-    @classmethod
-    def of(
-        cls, costs: ReplicaCosts, served: int, forwards: range, up: range, backwards: range, down: range
-    ) -> _Pace:
-        """The longest of these chunks' forwards, hops' activations, chunks' backwards and hops' gradients."""
-        edge, elsewhere = [0.0], [0.0]
-        for times, chunks in ((costs.forward, forwards), (costs.backward, backwards)):
-            for chunk in chunks:
-                (elsewhere if chunk % costs.num_stages else edge).append(times[chunk])
-        for over, pipes, hops in (
-            (costs.forwards_over, costs.forward_pipes, up),
-            (costs.backwards_over, costs.backward_pipes, down),
-        ):
-            for hop in hops:
-                (elsewhere if pipes[hop] is None else edge).append(over[hop])
-        if costs.tail in forwards or costs.tail in backwards:  # both are between a forward and its backward
-            edge.append(costs.forward[-1] + costs.backward[-1])
-        return cls(max(edge), max(elsewhere), served)
-
-    def delay(self, count: int) -> float:
-        """Seconds by which the last of ``count`` + 1 microbatches trails the earliest possible time of the first."""
-        return max(count * self.edge, count // self.served * self.elsewhere)
-
-
-def _compute_jobs(costs: ReplicaCosts, chunk: int, microbatches: int, served: int) -> Iterator[Job]:
-    """The forwards, backwards and weight gradients of ``chunk`` for all ``served`` replicas."""
-    forward, backward, trip = costs.forward[chunk], costs.backward[chunk], costs.round_trips[chunk]
-    none, before, after = range(0), range(chunk), range(chunk + 1, costs.num_chunks)
-    chunks, hops, later_hops = range(costs.num_chunks), range(costs.tail), range(chunk, costs.tail)
-    arrivals = _Pace.of(costs, served, before, before, none, none)
-    departures = _Pace.of(costs, served, none, none, before, before)
-    returns = _Pace.of(costs, served, chunks, hops, after, later_hops)
-    rests = _Pace.of(costs, served, after, later_hops, chunks, hops)
-    for k in range(microbatches):
-        j = microbatches - 1 - k
-        yield Job(
-            costs.heads[chunk] + arrivals.delay(k),
-            forward,
-            trip + backward + costs.tails[chunk] + rests.delay(j),
-        )
-        start = costs.heads[chunk] + forward + trip + returns.delay(k)
-        yield Job(start, backward, costs.tails[chunk] + departures.delay(j))
-        if costs.weight is not None:
-            yield Job(start + backward, costs.weight[chunk], 0.0)
-
-
-def _messages(
-    costs: ReplicaCosts, microbatches: int, served: int
-) -> Iterator[tuple[tuple[int, int, Pipe], list[Job]]]:
-    """The messages that take time, by the stages that they go between and their pipe, for all ``served`` replicas."""
-    none, chunks, hops = range(0), range(costs.num_chunks), range(costs.tail)
-    for hop in hops:
-        before, after = range(hop + 1), range(hop + 1, costs.num_chunks)
-        earlier_hops, later_hops = range(hop), range(hop + 1, costs.tail)
-        ends = hop % costs.num_stages, (hop + 1) % costs.num_stages
-        head = costs.heads[hop] + costs.forward[hop]
-        rest = costs.forward[hop + 1] + costs.round_trips[hop + 1] + costs.backward[hop + 1]
-        if over := costs.forwards_over[hop]:
-            arrivals = _Pace.of(costs, served, before, earlier_hops, none, none)
-            rests = _Pace.of(costs, served, after, later_hops, chunks, hops)
-            tail = costs.latency[hop] + rest + costs.tails[hop + 1]
-            yield (*ends, costs.forward_pipes[hop]), _paced(head, over, tail, arrivals, rests, microbatches)
-        if over := costs.backwards_over[hop]:
-            returns = _Pace.of(costs, served, chunks, hops, after, later_hops)
-            departures = _Pace.of(costs, served, none, none, before, earlier_hops)
-            head, tail = costs.heads[hop + 1] + rest, costs.tails[hop + 1] - over
-            yield (
-                (*ends[::-1], costs.backward_pipes[hop]),
-                _paced(head, over, tail, returns, departures, microbatches),
-            )
-
-
-def _paced(
-    head: float, duration: float, tail: float, earlier: _Pace, later: _Pace, microbatches: int
-) -> list[Job]:
-    """Equal jobs, the k-th of them behind k earlier ones and before all later ones."""
+    That machine cannot start to work at full speed: the i-th of them idles until the i-th smallest head, at least. So
+    there is a job for that, and likewise one for the time between the i-th smallest tail and the smallest.
+    """
+    if machines == 1:
+        return jobs
+    heads = heapq.nsmallest(machines, jobs)
+    tails = heapq.nsmallest(machines, jobs, key=lambda job: job.tail)
+    least, rest = heads[0].head, tails[0].tail
+    before = [Job(least, head - least, duration + tail) for head, duration, tail in heads]
+    after = [Job(head + duration, tail - rest, rest) for head, duration, tail in tails]
     return [
-        Job(head + earlier.delay(k), duration, tail + later.delay(microbatches - 1 - k))
-        for k in range(microbatches)
+        Job(head, duration / machines, tail)
+        for head, duration, tail in concatenate(jobs, before[1:], after[1:])
     ]
 
 

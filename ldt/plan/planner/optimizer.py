@@ -11,7 +11,7 @@ from ldt.plan.costs import Costs
 from ldt.plan.plan import Plan
 from ldt.plan.planner.lower_bound import lower_bound
 from ldt.plan.planner.memory_limit import MemoryLimit
-from ldt.plan.planner.policy import Limits
+from ldt.plan.planner.policy import Limits, Schedule
 from ldt.plan.planner.policy_search import search
 from ldt.plan.planner.replica_costs import ReplicaCosts
 from ldt.plan.schedules.passes import add_communication, add_grad_reduction, check_buffers
@@ -100,16 +100,27 @@ class _Candidate(NamedTuple):
 def _candidates(task: _Task, splits: Sequence[bool]) -> Iterator[_Candidate]:
     """The plans found by the search, proven and timed by the engine."""
     for split in splits:
-        plan = add_grad_reduction(_searched(task, split))
-        plan = add_communication(plan, task.lanes, task.receive_buffers, task.costs)
+        plan = add_communication(_searched(task, split), task.lanes, task.receive_buffers, task.costs)
         yield _Candidate(plan, _makespan(prove(plan, task.costs, task.lanes)))
 
 
 def _searched(task: _Task, split: bool) -> Plan:
-    """The compute rows of the best policy found. Replicas with the same turn have equal rows, so they reduce alike."""
-    topology, microbatches = task.topology, task.num_microbatches
+    """The compute rows of the best policy found.
+
+    The scheduler's edges send alike. Where several share a pipe, it is the engine that tells which policy is the best.
+    """
     limits = Limits(task.memory.capacity, task.memory.weights, task.receive_buffers)
-    found = search(ReplicaCosts.slowest(topology, task.costs, split), microbatches, limits)
+    costs = ReplicaCosts.slowest(task.topology, task.costs, split)
+    found = search(costs, task.num_microbatches, limits)
+    if costs.edge_dp == 1 or costs.pipe_pace == 0:
+        return _rows(task, found[0])
+    plans = [_rows(task, schedule) for schedule in found if schedule.makespan < float("inf")]
+    return min(plans, key=lambda plan: _makespan(prove(plan, task.costs, None)))
+
+
+def _rows(task: _Task, found: Schedule) -> Plan:
+    """Compute rows and reductions. Replicas with the same turn have equal rows, so they reduce alike."""
+    topology, microbatches = task.topology, task.num_microbatches
     rows = {}
     for node in topology.nodes:
         share = topology.microbatches_of(node, microbatches)
@@ -117,7 +128,7 @@ def _searched(task: _Task, split: bool) -> Plan:
         rows[node] = [
             Action(scheduled.chunk, scheduled.kind, share[scheduled.microbatch]) for scheduled in row
         ]
-    return Plan(topology, microbatches, rows)
+    return add_grad_reduction(Plan(topology, microbatches, rows))
 
 
 def _better_fixed(task: _Task, makespan: float) -> Plan | None:

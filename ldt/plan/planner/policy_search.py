@@ -20,17 +20,18 @@ __all__ = ["search"]
 _BUDGET = 120_000  # actions to schedule in a search
 _LEAST_TRIALS, _MOST_TRIALS = 6, 300
 _PATIENT = 50  # with at least so many trials, other orders are tried to save memory, too
+_SHORTEST = 10  # schedules to return, besides the best
 _TINY = 0.01  # a scale that leaves one or two microbatches in each window
 _TOLERANCE = 1e-9  # relative: makespans that are closer are equal
 
 
-def search(costs: ReplicaCosts, microbatches: int, limits: Limits) -> Schedule:
-    """Return the shortest schedule found. Among equally short ones, the fewest live activations win."""
+def search(costs: ReplicaCosts, microbatches: int, limits: Limits) -> list[Schedule]:
+    """Return the shortest schedules found. The first is the best: among equally short ones, that with least live."""
     search = _Search(costs, microbatches, limits)
     search.explore()
     if limits.capacity is None:
         search.save_memory()
-    return search.best
+    return [search.best, *search.shortest]
 
 
 class _Search:
@@ -43,6 +44,7 @@ class _Search:
         self.best_point = SearchPoint(steps=(0,) * costs.num_chunks)
         self.seen: set[Policy] = set()
         self.best = Schedule([], float("inf"))
+        self.shortest: list[Schedule] = []
 
     def explore(self) -> None:
         """Descend from each pair of an order and a strictness, the best first, to better neighbours."""
@@ -144,6 +146,7 @@ class _Search:
         found = schedule(self.costs, self.microbatches, policy)
         if _better(found, self.best):
             self.best, self.best_point = found, point
+        self.shortest = sorted([*self.shortest, found], key=lambda schedule: schedule.makespan)[:_SHORTEST]
         return found.makespan
 
 

@@ -69,6 +69,24 @@ def test_a_shared_edge_by_hand():
     assert lower_bound(topology, 16, cloud) == pytest.approx(1.125 + 8 * 3 + 1.25 + 0.25)
 
 
+def test_a_cloud_that_idles_because_its_pipe_is_slow_by_hand():
+    """Two laps. The first backward of node 1 can start at 12 s; until then the pipe has brought 7 forwards of 1 s.
+
+    At the end nothing remains but a message and the head's backward.
+    """
+    costs = Costs([0.5, 1] * 2 + [0.5], [1, 2] * 2 + [1], bandwidth=1, bytes=1.5)
+    assert lower_bound(Topology([1, 1], laps=2), 32, costs) == pytest.approx(12 - 7 + 32 * 6 + 1.5 + 1)
+
+
+def test_replicas_wait_for_each_other_on_a_pipe_by_hand():
+    """Four nodes start when the pipe has brought their first activation, and end when it has their last gradient."""
+    costs = Costs([1, 8, 1], [1, 8, 1], bandwidth=1, bytes=[2, 0])
+    wait = (0 + 2 + 4 + 6) / 4
+    assert lower_bound(Topology([1, 1], dp=4), 8, costs) == pytest.approx(
+        1 + 2 + wait + 8 * 16 + wait + 2 + 1
+    )
+
+
 def test_what_cannot_be_bounded_is_refused():
     with pytest.raises(PlanError, match="num_microbatches must be an int of at least 1, got 0"):
         lower_bound(Topology([1, 1]), 0, Costs(forward=1, backward=2))

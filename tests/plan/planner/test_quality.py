@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ldt.plan import optimize, remove_communication, simulate
+
 _FILE = Path(__file__).parents[3] / "benchmarks" / "plan_quality.py"
 _SPEC = importlib.util.spec_from_file_location("plan_quality", _FILE)
 quality = sys.modules["plan_quality"] = importlib.util.module_from_spec(_SPEC)
@@ -40,6 +42,45 @@ def test_a_shared_pipe_is_near_its_bound():
         if setting.stages <= 3 and setting.served == 1:
             ratio = quality.planned(setting).makespan / quality.bound(setting)
             assert 1 / EXACT <= ratio <= (1.02 if setting.pipe == 1 else 1.005), setting
+
+
+def test_where_flows_meet_the_plan_is_near_the_bound():
+    for setting in quality.meeting_settings():
+        if setting.latency == 0 and setting.served == 1:
+            plan = optimize(setting.topology, setting.microbatches, setting.costs)
+            makespan = simulate(plan, setting.costs).makespan
+            assert 1 / EXACT <= makespan / quality.bound(setting) <= 1.02, setting
+            alone = simulate(remove_communication(plan), setting.costs).makespan
+            assert makespan <= EXACT * alone, "messages wait for buffers"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "latency", "optima"),
+    [
+        ({"stages": 3, "served": 2}, 0, {8: 31, 16: 55}),
+        ({"stages": 3, "served": 2}, 2, {8: 40.25, 16: 64.25}),
+        ({"stages": 2, "laps": 2}, 0, {4: 32, 8: 56, 16: 104}),
+        ({"stages": 2, "laps": 2}, 2, {4: 44.5, 8: 63, 16: 111}),
+        ({"stages": 3, "laps": 2}, 0, {4: 35, 8: 59.5}),
+        ({"stages": 3, "laps": 2}, 2, {4: 58.5, 8: 70.5, 16: 118.5}),
+        ({"stages": 3, "edges": 2}, 0, {4: 20, 8: 32, 16: 56}),
+        ({"stages": 3, "edges": 2}, 2, {4: 30.75, 8: 41.25, 16: 65.25}),
+        ({"stages": 3, "edges": 2, "served": 2}, 2, {4: 28.125, 8: 39.625}),
+    ],
+)
+def test_where_flows_meet_the_bound_is_near_the_optimum(sizes, latency, optima):
+    """Optima that a constraint solver has proven, by microbatches per cloud replica."""
+    for microbatches, optimum in optima.items():
+        served = sizes.get("served", 1)
+        setting = quality.Setting(
+            **{"laps": 1} | sizes,
+            microbatches=microbatches * served,
+            edge=0.5 / served,
+            latency=latency,
+            pipe=1.0,
+        )
+        assert quality.bound(setting) <= optimum * EXACT, setting
+        assert quality.bound(setting) >= (0.98 if microbatches == 16 else 0.95) * optimum, setting
 
 
 def test_what_the_fixed_order_loses():
