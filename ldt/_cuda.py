@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 __all__ = [
+    "DEFAULTS",
     "MAX_QUEUES",
     "QUEUES_VARIABLE",
     "load_kernels_at_once",
@@ -22,6 +23,11 @@ _NOT_INITIALIZED = 3  # CUresult
 
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MAX_QUEUES = 32
+DEFAULTS = {  # what is set unless the environment says otherwise
+    "CUDA_MODULE_LOADING": "EAGER",
+    QUEUES_VARIABLE: str(MAX_QUEUES),
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
 _DEFAULT_QUEUES = 8
 _at_import = {"queues": MAX_QUEUES}
 _DEVICE_FILES = (
@@ -51,7 +57,7 @@ def load_kernels_at_once() -> None:
     (2 x H200, torch 2.11, CUDA 13.0). Eager loading costs a process some seconds and 1 GiB of GPU memory, and nothing
     if it does not use CUDA. Has no effect once CUDA has started.
     """
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    _set_default("CUDA_MODULE_LOADING")
 
 
 def request_queues() -> None:
@@ -62,7 +68,7 @@ def request_queues() -> None:
     started, and ``queues`` then does not count on it.
     """
     if not _has_started():
-        os.environ.setdefault(QUEUES_VARIABLE, str(MAX_QUEUES))
+        _set_default(QUEUES_VARIABLE)
 
 
 def raise_errors() -> None:
@@ -70,7 +76,11 @@ def raise_errors() -> None:
 
     By default the watchdog of an NCCL group ends the process, so its error never reaches the other ranks.
     """
-    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+    _set_default("TORCH_NCCL_RETHROW_CUDA_ERRORS")
+
+
+def _set_default(name: str) -> None:
+    os.environ.setdefault(name, DEFAULTS[name])
 
 
 def queues() -> int:

@@ -141,7 +141,8 @@ _NUMBERS = {int: "a whole number of at least 0", float: "a finite number"}
 
 
 def _named(value: Any) -> str:
-    return _NAMES.get(type(value), "another number")
+    other = "another number" if isinstance(value, (int, float)) else f"a {type(value).__name__}"
+    return _NAMES.get(type(value), other)
 
 
 def _name_of(kind: Any) -> str:
