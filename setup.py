@@ -22,6 +22,7 @@ from native_tools import require_tool  # noqa: E402
 from prove_module import prove  # noqa: E402
 
 BUILD_INFO = "_build_info"
+TOML = 'tomli>=2.0; python_version < "3.11"'  # later Pythons have tomllib
 COMPILER_VARIABLES = ("CXX", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAHOSTCXX")
 
 
@@ -110,8 +111,8 @@ def point_latest_to(build_dir: Path) -> None:
 def requirements() -> list[str]:
     """The torch of the build, by minor version. A source archive has none: it is not bound to a torch."""
     if any(command in sys.argv for command in ("sdist", "clean")):
-        return []
-    return [find_torch().requirement]
+        return [TOML]
+    return [TOML, find_torch().requirement]
 
 
 setup(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ldt.errors import RemoteStageError as RemoteStageError
     from ldt.errors import TopologyError as TopologyError
     from ldt.errors import TransferError as TransferError
+    from ldt.launch import Job as Job
     from ldt.runtime import Mesh as Mesh
     from ldt.runtime import Pipeline as Pipeline
     from ldt.runtime import StepResult as StepResult
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _PURE = {
     "CheckpointError": "ldt.errors",
+    "Job": "ldt.launch",
     "LdtError": "ldt.errors",
     "MetadataError": "ldt.errors",
     "NonFiniteError": "ldt.errors",

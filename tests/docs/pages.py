@@ -28,6 +28,10 @@ SESSIONS = {
 ELSEWHERE = [
     (README, "init_process_group", "tests/docs/test_readme.py"),
     ("docs/start/gpus.md", "train_gpu", "tests/gpu/test_gpus_page_cuda.py"),
+    ("docs/start/hosts.md", "job.toml", "tests/docs/test_two_hosts.py"),
+    ("docs/start/hosts.md", "ldt.Job", "tests/docs/test_two_hosts.py"),
+    ("docs/start/clusters.md", "cloud.sbatch", "tests/launch/test_print_env.py"),
+    ("docs/start/clusters.md", "cloud.yaml", "tests/launch/test_print_env.py"),
     ("docs/reliability.md", "PrefixStore", "tests/docs/test_two_hosts.py"),
     ("docs/security.md", "openssl", "tests/security/test_tls.py"),
     ("docs/security.md", "GLOO_DEVICE_TRANSPORT", "tests/security/test_tls.py"),

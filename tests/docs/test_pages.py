@@ -85,5 +85,8 @@ def test_every_fence_is_understood() -> None:
     for page in pages():
         assert read(page).count("```") == 2 * len(blocks(page)), page
         for block in blocks(page):
-            assert block.language in ("python", "sh", "text", "bibtex", ""), (page, block.line)
+            assert block.language in ("python", "sh", "text", "toml", "yaml", "bibtex", ""), (
+                page,
+                block.line,
+            )
             assert not block.title or is_run_elsewhere(block), (page, block.line)

@@ -1,9 +1,10 @@
-"""The commands for two hosts, both on this one, with each attempt's store as in the page on reliability."""
+"""The page on two hosts: its files and commands, both sites on this host. And the store of each attempt of torchrun."""
 
 from __future__ import annotations
 
+import doctest
+import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,58 +13,83 @@ import pytest
 
 pytest.importorskip("torch")
 
+from launchers import launch, two_free_ports
 from pages import README, blocks, commands
 
 PAGE, RELIABILITY = "docs/start/hosts.md", "docs/reliability.md"
 SECONDS = 300
 
 
+def text_of(page: str, word: str) -> str:
+    """The only block of ``page`` with a title and with ``word`` in it."""
+    (text,) = (block.text for block in blocks(page) if block.title and word in block.text)
+    return text
+
+
 def program() -> str:
-    """Return the README's program, with a separate prefix of the store for each attempt of torchrun."""
     (text,) = (block.text for block in blocks(README) if block.language == "python")
-    (store,) = (block.text for block in blocks(RELIABILITY) if "PrefixStore" in block.text)
-    simple = 'dist.init_process_group("gloo")\n'
-    assert text.count(simple) == 1
-    return "import os\n" + text.replace(simple, store)
+    return text
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+def replaced(text: str, line: str, by: str) -> str:
+    """``text`` with ``by`` in place of the line that begins with ``line``."""
+    found, count = re.subn(rf"^{re.escape(line)}.*\n", lambda _: by, text, flags=re.MULTILINE)
+    assert count == 1, line
+    return found
+
+
+def losses(text: str, prefix: str = "") -> list[float]:
+    return [float(line.split()[-1]) for line in text.splitlines() if line.startswith(f"{prefix}step")]
+
+
+def test_both_commands_train_together(tmp_path: Path) -> None:
+    *description, connects = text_of(PAGE, "job.connect").splitlines(keepends=True)
+    train = replaced(program(), "topology = ldt.Topology(", "".join(description))
+    train = replaced(train, "for step in range(60):", "for step in range(24):\n")
+    (tmp_path / "train.py").write_text(replaced(train, "mesh = ldt.connect(", connects))
+    job = text_of(PAGE, "script =")
+    for theirs, ours in (
+        ("10.0.0.1", "127.0.0.1"),
+        ("10.0.0.2", "127.0.0.1"),
+        ("wg0", "lo"),
+        ("29500", str(two_free_ports())),
+    ):
+        assert theirs in job
+        job = job.replace(theirs, ours)
+    (tmp_path / "job.toml").write_text(job)
+    found = [
+        shlex.split(command)
+        for block in blocks(PAGE)
+        if block.language == "sh"
+        for command in commands(block)
+    ]
+    assert [words[:6] for words in found] == [
+        ["python", "-m", "ldt", "launch", "job.toml", "--site"] for _ in ("edge", "cloud")
+    ]
+    sites = [words[6:] for words in found]
+    with launch(tmp_path / "job.toml", *sites[0]) as edge, launch(tmp_path / "job.toml", *sites[1]) as cloud:
+        assert [edge.status(), cloud.status()] == [0, 0], edge.text + cloud.text
+    shown = next(block.text for block in blocks(PAGE) if block.text.startswith("[edge]"))
+    printed = "".join(line for line in edge.text.splitlines(True) if "waiting for" not in line)
+    assert doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS), edge.text
+    assert losses(edge.text, "[edge 0] ")[-1] < 0.5 * losses(edge.text, "[edge 0] ")[0]
+    assert "step" not in cloud.text  # losses stay on the edge
 
 
 @pytest.mark.slow
-def test_both_commands_train_together(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(program())
-    found = [
-        command for block in blocks(PAGE) for command in commands(block) if command.startswith("torchrun")
+def test_each_attempt_of_torchrun_has_its_part_of_the_store(tmp_path: Path) -> None:
+    store = text_of(RELIABILITY, "PrefixStore")
+    train = replaced(program(), "dist.init_process_group(", store)
+    (tmp_path / "train.py").write_text(f"import os\n{train}")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "train.py",
     ]
-    assert len(found) == 2
-    port = free_port()
-    agents = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *local(command, port)],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for command in found
-    ]
-    try:
-        edge, cloud = [agent.communicate(timeout=SECONDS)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], edge + cloud
-    losses = [float(line.split()[-1]) for line in edge.splitlines() if line.startswith("step")]
-    assert losses[-1] < 0.5 * losses[0]
-    assert "step" not in cloud  # losses stay on the edge
-
-
-def local(command: str, port: int) -> list[str]:
-    """Return the arguments of ``command`` with this host's address and a free port."""
-    assert "10.0.0.1" in command
-    assert "29500" in command
-    return shlex.split(command.replace("10.0.0.1", "127.0.0.1").replace("29500", str(port)))[1:]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses(done.stdout)[-1] < 0.5 * losses(done.stdout)[0]

@@ -1,0 +1,181 @@
+"""The description of a job, ``job.toml``: which sites there are, which ranks run where, and what they run.
+
+The tables and their keys are the dataclasses of this module; the topology's are the arguments of ``ldt.Topology``,
+the link's those of ``ldt.connect``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from ldt.errors import LdtError, TopologyError
+from ldt.schema import fit_fields
+from ldt.topology import Topology
+from ldt.untrusted import quoted, read_file
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["ConnectOptions", "Description", "SiteTable", "read"]
+
+_MAX_BYTES = 1 << 20
+_ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_%-]{0,252}")
+_INTERFACE = re.compile(r"[^\s/]{1,64}")
+_MAX_PORT = 65534  # the launchers use the next one
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SiteTable:
+    """A table of ``[sites]``: where the site's ranks are reached, and what they compute on."""
+
+    address: str  # at which the other sites reach this one
+    interface: str  # the network interface that has this address
+    port: int | None = None  # of the process group's store; launchers meet at the next. One site has it
+    device: Literal["cpu", "cuda", "npu"] = "cpu"  # one for each rank
+
+
+@dataclass(frozen=True)
+class ConnectOptions:
+    """The table ``[connect]``: arguments of ``ldt.connect``. Floats are seconds; a link is written as "0-1"."""
+
+    backend: str | None = None
+    lanes: str = ""
+    transfer: str | dict[str, str] = ""
+    transport: str = ""
+    compression: str | dict[str, dict[str, str]] = ""
+    timeout: float = 0.0
+    transfer_timeout: float = 0.0
+    heartbeat_timeout: float = 0.0
+    stall_timeout: float = 0.0
+    share_edge_errors: bool = False
+    connections: int | str = ""
+
+
+@dataclass(frozen=True)
+class _TopologyTable:
+    tp: list[int]
+    dp: int = 1
+    edge_dp: int | None = None
+    laps: int = 1
+    sites: list[str] | None = None  # of each stage; default: "edge" for the first, "cloud" for all others
+
+
+@dataclass(frozen=True)
+class _Tables:
+    script: str
+    topology: dict[str, Any]
+    sites: dict[str, dict[str, Any]]
+    arguments: list[str] = field(default_factory=list)
+    connect: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Description:
+    """A job that was read and checked. ``connect`` has the options that the file gives, as it writes them."""
+
+    path: Path
+    script: Path
+    arguments: tuple[str, ...]
+    topology: Topology
+    sites: dict[str, SiteTable]
+    connect: dict[str, Any]
+    digests: dict[str, str]  # of each table, to compare with those of other sites
+
+    @property
+    def host(self) -> str:
+        """The site that keeps the store."""
+        return next(name for name, site in self.sites.items() if site.port is not None)
+
+    @property
+    def store(self) -> tuple[str, int]:
+        """The address and port of the process group's store."""
+        site = self.sites[self.host]
+        return site.address, site.port or 0
+
+    def site_of(self, rank: int) -> str:
+        """The name of the site of ``rank``."""
+        return str(self.topology.sites[self.topology.node_of(rank).stage])
+
+    def ranks_of(self, site: str) -> list[int]:
+        """The ranks of ``site``, in order: their local ranks are the indices."""
+        return [rank for rank in range(self.topology.world_size) if self.site_of(rank) == site]
+
+
+def read(path: str | os.PathLike[str]) -> Description:
+    """Read and check a description. Raises LdtError that names the file, the table and the key."""
+    file = Path(path)
+    try:
+        return _describe(file.absolute(), tomllib.loads(read_file(file, _MAX_BYTES).decode()))
+    except OSError as error:
+        raise LdtError(f"{file} cannot be read: {error.strerror}") from error
+    except RecursionError:
+        raise LdtError(f"{file}: it is nested too deeply") from None
+    except ValueError as error:  # includes TOMLDecodeError and UnicodeDecodeError
+        raise LdtError(f"{file}: {error}") from error
+
+
+def _describe(path: Path, found: dict[str, Any]) -> Description:
+    tables = _Tables(**fit_fields(found, _Tables, "the file"))
+    topology = _topology(tables.topology)
+    sites = {name: _site(name, table) for name, table in tables.sites.items()}
+    stages = list(dict.fromkeys(map(str, topology.sites)))
+    for name in sorted({*stages} ^ {*sites}):
+        what = "is the site of no stage" if name in sites else "is missing"
+        raise ValueError(f"[sites.{name}] {what}: the stages are at {', '.join(stages)}")
+    hosts = [name for name, site in sites.items() if site.port is not None]
+    if len(hosts) != 1:
+        raise ValueError(
+            f"[sites]: one site keeps the store and has a port, got {' and '.join(hosts) or 'none'}: "
+            "give the one that all others can reach, for example port = 29500"
+        )
+    return Description(
+        path=path,
+        script=path.parent / tables.script,
+        arguments=tuple(tables.arguments),
+        topology=topology,
+        sites={name: sites[name] for name in stages},
+        connect=_in_table("connect", lambda: fit_fields(tables.connect, ConnectOptions, "it")),
+        digests={name: _digest(value) for name, value in found.items()},
+    )
+
+
+def _topology(table: dict[str, Any]) -> Topology:
+    given = _in_table("topology", lambda: _TopologyTable(**fit_fields(table, _TopologyTable)))
+    sites = given.sites or ["edge", *["cloud"] * (len(given.tp) - 1)]
+    return _in_table("topology", lambda: Topology(given.tp, given.dp, given.edge_dp, given.laps, sites))
+
+
+def _site(name: str, table: dict[str, Any]) -> SiteTable:
+    where = f"sites.{name}"
+    site = _in_table(where, lambda: SiteTable(**fit_fields(table, SiteTable)))
+    wrong = {
+        "address": (not _ADDRESS.fullmatch(site.address), "a host name or an IP address"),
+        "interface": (not _INTERFACE.fullmatch(site.interface), "the name of a network interface"),
+        "port": (site.port is not None and not 1 <= site.port <= _MAX_PORT, f"from 1 to {_MAX_PORT}"),
+    }
+    for key, (is_wrong, expected) in wrong.items():
+        if is_wrong:
+            raise ValueError(f"[{where}] {key} must be {expected}, got {quoted(getattr(site, key))}")
+    return site
+
+
+def _in_table(name: str, make: Callable[[], _T]) -> _T:
+    try:
+        return make()
+    except (TopologyError, ValueError) as error:
+        raise ValueError(f"[{name}] {error}") from error
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]
