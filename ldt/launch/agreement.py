@@ -19,7 +19,7 @@ from ldt.errors import LdtError
 from ldt.launch.description import Description
 from ldt.launch.signals import Signals
 from ldt.launch.store_thread import StoreThread
-from ldt.launch.stores import STORE_SECONDS, reach, serve
+from ldt.launch.stores import reach, serve
 from ldt.schema import fit
 from ldt.untrusted import parse, plain
 
@@ -164,7 +164,7 @@ class Agreement:
     # -- the store -----------------------------------------------------------------------------------------------------
 
     def _ask(self, call: Callable[[Any], Any], heed_signals: bool = True) -> Any:
-        return self._store.ask(call, STORE_SECONDS if heed_signals else _LEAVE_SECONDS, heed_signals)
+        return self._store.ask(call, self._timeout if heed_signals else _LEAVE_SECONDS, heed_signals)
 
     def _all_left(self, store: Any) -> bool:
         """Whether every site that has come has left."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from ldt.errors import LdtError
 from ldt.launch.signals import Signals
 
-__all__ = ["StoreThread"]
+__all__ = ["StoreThread", "first_line"]
 
 _SLICE_SECONDS = 0.1  # between two looks for a signal
 _T = TypeVar("_T")
@@ -55,7 +55,7 @@ class StoreThread:
             return future.result()
         except RuntimeError as error:  # DistError
             raise LdtError(
-                f"the launchers' store at {self._where} is lost or unreachable: {error}"
+                f"the launchers' store at {self._where} is lost or unreachable: {first_line(error)}"
             ) from error
 
     def _work(self) -> None:
@@ -65,3 +65,8 @@ class StoreThread:
                 future.set_result(call(self.store))
             except BaseException as error:
                 future.set_exception(error)
+
+
+def first_line(error: BaseException) -> str:
+    """The text of an error without the C++ stack that torch appends."""
+    return str(error).partition("\n")[0]

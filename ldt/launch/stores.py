@@ -12,12 +12,12 @@ from ldt._torch_private import TCPStore
 from ldt.errors import LdtError
 from ldt.launch.description import Description
 from ldt.launch.signals import Signals
-from ldt.launch.store_thread import StoreThread
+from ldt.launch.store_thread import StoreThread, first_line
 
-__all__ = ["STORE_SECONDS", "reach", "serve"]
+__all__ = ["reach", "serve"]
 
-STORE_SECONDS = 30.0  # for an answer
-_LIMIT = timedelta(seconds=STORE_SECONDS)
+_OPEN_SECONDS = 30.0
+_LIMIT = timedelta(seconds=_OPEN_SECONDS)
 _POLL_SECONDS = 0.2
 
 
@@ -25,12 +25,12 @@ def serve(thread: StoreThread, address: str, port: int) -> Any:
     """Open a store on this host, which lives as long as the object. Raises LdtError if it cannot."""
     try:
         return thread.ask(
-            lambda _: TCPStore(address, port, None, True, _LIMIT, wait_for_workers=False), STORE_SECONDS
+            lambda _: TCPStore(address, port, None, True, _LIMIT, wait_for_workers=False), _OPEN_SECONDS
         )
     except LdtError as error:
         raise LdtError(
             f"there can be no store at {address} port {port}: is the address one of this host, and the port free? "
-            f"{error.__cause__}"
+            f"{first_line(error.__cause__ or error)}"
         ) from error
 
 
@@ -56,7 +56,7 @@ def reach(
             say(f"waiting for the launcher of {description.host} at {address}")
             said = True
         time.sleep(_POLL_SECONDS)
-    return thread.ask(lambda _: TCPStore(address, port, None, False, _LIMIT), STORE_SECONDS)
+    return thread.ask(lambda _: TCPStore(address, port, None, False, _LIMIT), _OPEN_SECONDS)
 
 
 def _refused(address: str, port: int) -> OSError | None:
