@@ -32,7 +32,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 success, 1 the command found a problem, 2 wrong usage."""
+    """Run one command and return its exit status: 0 success, 1 the command found a problem, 2 wrong usage.
+
+    ``launch`` returns that of a rank that failed.
+    """
     arguments = build_parser().parse_args(argv)
     status: int = arguments.run(arguments)
     return status
