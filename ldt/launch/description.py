@@ -58,6 +58,7 @@ class ConnectOptions:
     transfer_timeout: float = 0.0
     heartbeat_timeout: float = 0.0
     stall_timeout: float = 0.0
+    outage: float = 0.0
     share_edge_errors: bool = False
     connections: int | str = ""
 

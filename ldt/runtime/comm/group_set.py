@@ -29,11 +29,13 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
 
     After a failure ``abort`` aborts the groups whose backend supports that. ``break_all`` also unblocks gloo groups; it
     is for a rank that has left its groups or cannot get out of them. ``destroy`` destroys the rest.
-    ``before_abort`` is called before any group is aborted: it ends direct calls on their communicators.
+    ``before_abort`` is called before any group is aborted: it ends direct calls on their communicators. Connections of
+    gloo outlast an outage of up to ``outlast`` seconds.
     """
 
-    def __init__(self, before_abort: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, before_abort: Callable[[], None] = lambda: None, outlast: float = 0.0) -> None:
         self._before_abort = before_abort
+        self._outlast = outlast
         self._store: Any = None
         self._to_store = Connections()
         self._groups: dict[str, dist.ProcessGroup] = {}
@@ -65,6 +67,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             group = make_group(key, ranks, backend, timeout, self._store)
         if backend == GLOO:
             self._connections[name] = connections
+            if self._outlast:
+                connections.outlast(self._outlast)
         self._groups[name] = group
         if self._broken:
             self.break_all()

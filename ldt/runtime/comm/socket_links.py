@@ -46,7 +46,10 @@ class Door(NamedTuple):
 
 
 class SocketConnector:
-    """Connects this rank's socket links. ``layout`` and ``num_connections`` of each are the same on all ranks."""
+    """Connects this rank's socket links. ``layout`` and ``num_connections`` of each are the same on all ranks.
+
+    Connections outlast an outage of up to ``outlast`` seconds.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class SocketConnector:
         all_gather: AllGather,
         watchdog: Watchdog,
         deadline: float,
+        outlast: float = 0.0,
     ) -> None:
+        self._outlast = outlast
         self._layout = layout
         self._num_connections = num_connections
         self._all_gather = all_gather
@@ -92,7 +97,7 @@ class SocketConnector:
             connections = opened[peer] + more[peer]
             for surplus in connections[chosen.connections :]:
                 surplus.close()
-            made[peer] = _link(peer, connections[: chosen.connections], chosen)
+            made[peer] = _link(peer, connections[: chosen.connections], chosen, self._outlast)
         return self._by_lane(links, made), list(made.values())
 
     def _crosses(self, link: IpcLink) -> bool:
@@ -181,8 +186,10 @@ class SocketConnector:
             )
 
 
-def _link(peer: int, connections: Sequence[socket.socket], settings: SocketSettings) -> SocketLink:
-    set_options(connections, settings)
+def _link(
+    peer: int, connections: Sequence[socket.socket], settings: SocketSettings, outlast: float
+) -> SocketLink:
+    set_options(connections, settings, outlast)
     return SocketLink(
         [connection.detach() for connection in connections], name=f"the connections to rank {peer}"
     )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ldt.runtime.health.connections import outlast
+
 __all__ = ["BBR", "MAX_CONNECTIONS", "SocketSettings", "set_options", "set_pace", "set_unsent"]
 
 MAX_CONNECTIONS = 64
@@ -25,8 +27,13 @@ class SocketSettings:
     bbr: bool = False
 
 
-def set_options(connections: Sequence[socket.socket], settings: SocketSettings) -> None:
-    """No delays, little unsent data in the kernel, and what ``settings`` say."""
+def set_options(
+    connections: Sequence[socket.socket], settings: SocketSettings, outlast_seconds: float
+) -> None:
+    """No delays, little unsent data in the kernel, and what ``settings`` say.
+
+    They outlast an outage of up to ``outlast_seconds``, if not 0.
+    """
     for connection in connections:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in {"TCP_NODELAY": 1, **_KEEPALIVE}.items():
@@ -34,6 +41,8 @@ def set_options(connections: Sequence[socket.socket], settings: SocketSettings) 
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         set_unsent(connection, _UNSENT_BYTES)
         set_pace(connection, settings.pace)
+        if outlast_seconds:
+            outlast(connection, outlast_seconds)
         if settings.bbr:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, BBR.encode())
 

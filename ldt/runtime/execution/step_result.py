@@ -33,6 +33,8 @@ class StepStats:
         idle: The rest: waiting for the step to begin, and the runtime's own work.
         channels: Payload by channel name.
         lanes: The counters of ``ldt._C.Lane.stats`` for this step.
+        outages: How often a link between sites was down for 3 s or more and is back, as this rank saw it since the call
+            before this one.
 
     All times are host times. On a device with streams (CUDA, NPU) ``computing`` is how long the launches took, and
     ``waiting`` is near zero because streams wait instead of the host. For times on the device use ``torch.profiler``.
@@ -46,6 +48,7 @@ class StepStats:
     channels: dict[str, Traffic] = field(default_factory=dict)
     lanes: dict[str, dict[str, float]] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
+    outages: int = 0
 
     @property
     def node(self) -> Node:
@@ -70,6 +73,7 @@ class StepStats:
             "channels": self.channels,
             "lanes": self.lanes,
             "entries": [entry.to_json() for entry in self.entries],
+            "outages": self.outages,
         }
 
     @classmethod

@@ -34,6 +34,7 @@ class StepStatsCollector:
                 for lane, counters in self._counters().items()
             },
             entries=recorder.entries,
+            outages=self._mesh.detector.outages.take(),
         )
 
     def _counters(self) -> dict[str, dict[str, float]]:

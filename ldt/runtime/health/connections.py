@@ -12,9 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "outlast", "outlast_served"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
+_USER_TIMEOUT, _RTO_MAX = (
+    18,
+    44,
+)  # TCP_USER_TIMEOUT, TCP_RTO_MAX_MS of Linux; Python has no name for the second
 
 _instances: weakref.WeakSet[Connections] = weakref.WeakSet()
 
@@ -52,6 +56,11 @@ class Connections:
         for connection in self._connected():
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
+    def outlast(self, seconds: float) -> None:
+        """See ``outlast``, for all of them."""
+        for connection in self._connected():
+            outlast(connection, seconds)
+
     def shutdown(self) -> None:
         """Shut down all connections in both directions. Their owner still has to close them. Idempotent."""
         for connection in self._connected():
@@ -83,6 +92,25 @@ class Connections:
                     listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                     if internet and not listens:  # gloo treats a closed listening socket as a bug
                         yield connection
+
+
+def outlast(connection: socket.socket, seconds: float) -> None:
+    """Keep the connection over an outage of up to ``seconds``; a link that is back is noticed within a second.
+
+    Before Linux 6.15, TCP doubles the time between its attempts, so it may notice after as long as the outage took.
+    """
+    with suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, 1000)  # alone, it would give up after 14 s
+        connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(1e3 * seconds))
+
+
+def outlast_served(store: Any, seconds: float) -> None:
+    """See ``outlast``, for the connections that the server of ``store`` has if it is in this process."""
+    port = _port_of(store)
+    for descriptor in _sockets() if port else ():
+        if _own_port(descriptor) == port:
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                outlast(connection, seconds)
 
 
 def _close_in_child() -> None:

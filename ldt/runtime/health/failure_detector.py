@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ldt.runtime.common.redact import redacted, unredacted
 from ldt.runtime.health.desync import CLOSED, EXITED, Desync, DesyncDetector
 from ldt.runtime.health.hang_detector import HangDetector, lost_ranks_report, status_report
 from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
+from ldt.runtime.health.outages import Outages
 from ldt.runtime.health.progress import Progress
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 
@@ -40,16 +42,31 @@ _ACKNOWLEDGE_SECONDS = 2.0
 _MIN_STORE_TIMEOUT_SECONDS = 10.0  # on busy machines the store answers late
 MIN_HEARTBEAT_TIMEOUT = timedelta(seconds=1)  # ranks send a heartbeat a few times a second
 _CLOSING_SECONDS = 3.0  # time a rank takes to close all its connections when it closes its mesh
+_STORE_RANK = 0  # global: it hosts the store, or the launcher on its host does
 _USER_CODE = "the code that uses the mesh"
 
 
 @dataclass(frozen=True)
 class HealthTimeouts:
-    """Time without a heartbeat until a rank is reported dead, and without progress until it is reported hung."""
+    """Time without a heartbeat until a rank is reported dead, and without progress until it is reported hung.
+
+    A link between sites may be down for ``outage`` meanwhile.
+    """
 
     heartbeat: timedelta = timedelta(seconds=30)
     stall: timedelta = timedelta(minutes=30)
     warn_after: timedelta = timedelta(seconds=60)
+    outage: timedelta = timedelta(0)
+
+    @property
+    def recovery(self) -> timedelta:
+        """From the beginning of an outage until TCP sends again: the pauses between its attempts double."""
+        return 2 * self.outage
+
+    @property
+    def silence(self) -> timedelta:
+        """After which a rank is reported dead."""
+        return self.heartbeat + self.recovery
 
 
 class FailureDetector:
@@ -88,10 +105,13 @@ class FailureDetector:
         self._explained_until = 0.0
         self._probe: LivenessProbe | None = None
         stall = timeouts.stall.total_seconds()
-        self._heartbeat_timeout = timeouts.heartbeat.total_seconds()
+        self._silence = timeouts.silence.total_seconds()
+        self.outages = Outages(rank_info)
         self.progress = Progress()
         self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)
-        self.heartbeats = Heartbeats(f"{key}/seen", rank_info.ranks, rank_info.global_rank, self.progress)
+        self.heartbeats = Heartbeats(
+            f"{key}/seen", rank_info.ranks, rank_info.global_rank, self.progress, self.outages.answered
+        )
         self._hang_detector = HangDetector(
             rank_info,
             self.progress,
@@ -108,9 +128,16 @@ class FailureDetector:
             self._check_neighbour,
             self._hang_detector.check,
         )
-        store_timeout = max(self._heartbeat_timeout, _MIN_STORE_TIMEOUT_SECONDS)
         self.watchdog = Watchdog(
-            store, f"{key}/failure", on_failure, health_checks, force_abort, store_timeout
+            store,
+            f"{key}/failure",
+            on_failure,
+            health_checks,
+            force_abort,
+            max(self._silence, _MIN_STORE_TIMEOUT_SECONDS),
+            patience=timeouts.recovery.total_seconds(),
+            on_answer=partial(self.outages.answered, _STORE_RANK),
+            lost_text=self._store_lost_text,
         )
         self.watchdog.on_exit = self._exit
 
@@ -258,17 +285,26 @@ class FailureDetector:
             return None
         return lost_ranks_report(self._rank_info, missing, f"for {probe.timeout:g} s", detected)
 
+    def _store_lost_text(self, silent: float) -> str:
+        site = self.outages.site_of(_STORE_RANK)
+        return "" if site is None else self.outages.text(site, silent, self._silence)
+
     def _check_neighbour(self, store: Any) -> FailureReport | None:
-        found = self.heartbeats.check_neighbour(store, self._heartbeat_timeout)
+        found = self.heartbeats.check_neighbour(store, self._silence)
         if found is None:
             return None
+        site = self.outages.site_of(found[0])
+        if site is not None:
+            probe = self.heartbeats.probe_liveness(store)
+            time.sleep(probe.timeout)
+            if self.outages.ranks_of(site) <= probe.missing(store).keys():
+                silent = self._silence + probe.timeout
+                return FailureReport.of_unknown(self.outages.text(site, silent, self._silence))
         detected = (
             f"Detected by rank {self._rank_info.global_rank}. If a rank may pause this long, as in a debugger, pass "
             "connect a longer heartbeat_timeout."
         )
-        return lost_ranks_report(
-            self._rank_info, dict([found]), f"for {self._heartbeat_timeout:.0f} s", detected
-        )
+        return lost_ranks_report(self._rank_info, dict([found]), f"for {self._silence:.0f} s", detected)
 
 
 def is_secondary_error(error: BaseException) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from ldt.runtime.health.progress import Progress, RankStatus
@@ -18,13 +18,24 @@ _RANKS_PER_BEAT = 250  # ranks of larger meshes beat less often, to bound the lo
 
 
 class Heartbeats:
-    """The heartbeats of a mesh, in the store under ``key``. ``ranks`` and ``rank``, this process, are global."""
+    """The heartbeats of a mesh, in the store under ``key``. ``ranks`` and ``rank``, this process, are global.
 
-    def __init__(self, key: str, ranks: Sequence[int], rank: int, progress: Progress) -> None:
+    ``on_beat`` is called with each rank whose new heartbeat is seen, and how long none was.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        ranks: Sequence[int],
+        rank: int,
+        progress: Progress,
+        on_beat: Callable[[int, float], None] = lambda rank, silent: None,
+    ) -> None:
         self._key = key
         self._ranks = ranks
         self._rank = rank
         self._progress = progress
+        self._on_beat = on_beat
         self.period = _BEAT_SECONDS * max(1.0, len(ranks) / _RANKS_PER_BEAT)
         self._next_beat = 0.0
         self._next_check = 0.0
@@ -60,6 +71,8 @@ class Heartbeats:
         self._next_check = now + _CHECK_SECONDS
         text = self.texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
         if self._last_of_neighbour is None or self._last_of_neighbour[0] != text:
+            if self._last_of_neighbour is not None:
+                self._on_beat(self._neighbour, now - self._last_of_neighbour[1])
             self._last_of_neighbour = text, now
         status = RankStatus.from_text(text)
         return (

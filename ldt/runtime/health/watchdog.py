@@ -55,7 +55,9 @@ class Watchdog:
     A thread polls the store every 0.1 s over a connection of its own, so that it can unblock a rank that waits in a
     transfer. ``on_failure`` is called once, from that thread or from the one that publishes. A second later the thread
     calls ``force_abort``, unless the watchdog is closed by then. The thread also runs ``health_checks`` in turn and
-    publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too.
+    publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too, which
+    ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``patience`` seconds
+    longer for a request.
     """
 
     def __init__(
@@ -66,16 +68,25 @@ class Watchdog:
         health_checks: Sequence[HealthCheck] = (),
         force_abort: Callable[[], None] = lambda: None,
         store_timeout: float = _STORE_TIMEOUT_SECONDS,
+        *,
+        patience: float = 0.0,
+        on_answer: Callable[[float], None] = lambda seconds: None,
+        lost_text: Callable[[float], str] = lambda seconds: "",
     ) -> None:
         self._connection = Connections()
         with self._connection.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
         self._connection.set_read_timeout(store_timeout)
+        if patience:
+            self._connection.outlast(store_timeout)
         atexit.unregister(_freeze)  # the process goes on after an earlier failure
         self._key = key
         self._on_failure = on_failure
         self._health_checks = health_checks
         self._force_abort = force_abort
+        self._patience = patience
+        self._on_answer = on_answer
+        self._lost_text = lost_text
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
@@ -124,7 +135,7 @@ class Watchdog:
         self._closed.set()
         self._poll_ended.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS)
+            self._thread.join(_JOIN_SECONDS + (self._patience if self._first is None else 0.0))
             if self._thread.is_alive():
                 self._connection.shutdown()
                 self._thread.join(_JOIN_SECONDS)
@@ -193,9 +204,11 @@ class Watchdog:
                 lost_since = lost_since or asked
                 seconds = time.monotonic() - lost_since
                 if seconds > _STORE_ERROR_SECONDS:
-                    self._set_first(FailureReport.of_unknown(_lost_text(seconds, error)))
+                    text = self._lost_text(seconds) or _lost_text(seconds, error)
+                    self._set_first(FailureReport.of_unknown(text))
                 continue
             lost_since = None
+            self._on_answer(time.monotonic() - asked)
             if text is not None:
                 self._set_first(FailureReport.from_text(text))
             elif found is not None:

@@ -36,22 +36,39 @@ class Timeouts:
     transfer_timeout: timedelta
     heartbeat_timeout: timedelta
     stall_timeout: timedelta
+    outage: timedelta = timedelta(0)
 
     def __post_init__(self) -> None:
-        minimums = {"heartbeat_timeout": MIN_HEARTBEAT_TIMEOUT}
+        minimums = {"heartbeat_timeout": MIN_HEARTBEAT_TIMEOUT, "outage": timedelta(0)}
         for name in (field.name for field in fields(self)):
-            limit, minimum = getattr(self, name), minimums.get(name, timedelta(0))
+            limit = getattr(self, name)
             if not isinstance(limit, timedelta):
                 raise TypeError(
                     f"{name} must be a datetime.timedelta, got {limit!r}: write timedelta(seconds=...)"
                 )
-            if limit <= timedelta(0) or limit < minimum:
-                expected = f"at least {minimum}" if minimum else "positive"
+            if limit < minimums.get(name, timedelta.resolution):
+                expected = f"at least {minimums[name]}" if name in minimums else "positive"
                 raise ValueError(f"{name} must be {expected}, got {limit}")
+        for name in ("transfer_timeout", "stall_timeout"):
+            if self.outage and getattr(self, name) <= self.health.silence:
+                raise ValueError(
+                    f"{name} must be longer than heartbeat_timeout and twice outage, {self.health.silence}, as a "
+                    f"link may be down for so long, got {getattr(self, name)}"
+                )
 
     @property
     def health(self) -> HealthTimeouts:
-        return HealthTimeouts(self.heartbeat_timeout, self.stall_timeout)
+        return HealthTimeouts(self.heartbeat_timeout, self.stall_timeout, outage=self.outage)
+
+    @property
+    def outlast(self) -> float:
+        """Seconds that connections outlast; 0 where TCP's own limits apply. No transfer may take longer anyway."""
+        return self.transfer_timeout.total_seconds() if self.outage else 0.0
+
+    @property
+    def connecting(self) -> timedelta:
+        """The limit of ``connect``, with the link down meanwhile."""
+        return self.timeout + self.health.recovery
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ def connect(
     transfer_timeout: timedelta = timedelta(minutes=30),
     heartbeat_timeout: timedelta = HealthTimeouts.heartbeat,
     stall_timeout: timedelta = HealthTimeouts.stall,
+    outage: timedelta = HealthTimeouts.outage,
     share_edge_errors: bool = False,
     connections: Connections | None = None,
 ) -> Mesh:
@@ -79,6 +80,8 @@ def connect(
         transfer_timeout: Limit for one transfer within a step.
         heartbeat_timeout: Silence after which a rank is taken for dead. At least 1 s.
         stall_timeout: Time without progress after which a rank is taken for hung.
+        outage: How long links between sites may be down while the job goes on. As TCP may take as long again to notice
+            that a link is back, all other limits for silence and for closing grow by twice as much. Default: 0.
         share_edge_errors: Publish text and traceback of all errors of the edge, which may quote a sample.
         connections: Number of TCP connections, 1 to 64, between two ranks on different sites, over which all their
             lanes send in the plan's order; see the guide "Slow links". ``"auto"`` measures the link and chooses. On
@@ -97,7 +100,7 @@ def connect(
     ranks = _check_ranks(topology, ranks)
     rank = ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     device = choose_device(device, backend)
-    timeouts = Timeouts(timeout, transfer_timeout, heartbeat_timeout, stall_timeout)
+    timeouts = Timeouts(timeout, transfer_timeout, heartbeat_timeout, stall_timeout, outage)
     check_transport(transport, device)
     transfers = Transfers.of(topology, transfer)
     compressions = Compressions.of(topology, compression, device)
@@ -138,7 +141,7 @@ def _connect(config: ConnectConfig) -> Mesh:
 
 
 def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank: int) -> Mesh:
-    seconds = config.timeouts.timeout.total_seconds()
+    seconds = config.timeouts.connecting.total_seconds()
     deadline = time.monotonic() + seconds
     check_in(store, key, global_rank, config.ranks, config.settings, seconds)
     mesh = Mesh(config, store, key, partial(_connect, config))

@@ -28,6 +28,7 @@ from ldt.runtime.common.redact import unredacted
 from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast
+from ldt.runtime.health.connections import outlast_served
 from ldt.runtime.health.failure_detector import FailureDetector, is_secondary_error
 from ldt.runtime.health.fork_guard import check_process
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
@@ -70,7 +71,8 @@ class Mesh:
         self._process = os.getpid()
         self._closed = False
         self._pipelines = 0
-        self._groups = GroupSet(self._abort_lanes)
+        self._recovery = config.timeouts.health.recovery.total_seconds()
+        self._groups = GroupSet(self._abort_lanes, config.timeouts.outlast)
         self._lane_set = LaneSet()
         self._device_meshes = DeviceMeshes(self.rank_info, self._groups, key, config.device, config.backend)
         self.shards = NodeShards(self.tp_rank, self.topology.tp[self.stage], lambda: self.tp_mesh)
@@ -340,6 +342,8 @@ class Mesh:
         if dist.is_initialized():
             self._device_meshes.part("tp")  # cannot be created while shapes are inferred
         setup.connect(self.endpoints)
+        if config.timeouts.outlast:
+            outlast_served(self._store, config.timeouts.outlast)
 
     @property
     def _is_here(self) -> bool:
@@ -370,7 +374,7 @@ class Mesh:
 
     def _drop_lanes(self) -> None:
         """Close and drop the lanes. No local variable may outlive this: a lane holds its groups."""
-        deadline = time.monotonic() + _CLOSING_SECONDS
+        deadline = time.monotonic() + _CLOSING_SECONDS + self._recovery
         first: BaseException | None = None
         if self.failed:
             self._abort_lanes()

@@ -90,7 +90,12 @@ class MeshSetup:
         sockets = None
         if self._config.connections is not None:
             sockets = SocketConnector(
-                self._layout, self._config.connections, self._share, self._watchdog, self._deadline
+                self._layout,
+                self._config.connections,
+                self._share,
+                self._watchdog,
+                self._deadline,
+                self._config.timeouts.outlast,
             )
         transports = TransportSelector(self._config.transport, self._layout, self._share, sockets).select()
         endpoints = make_endpoints(

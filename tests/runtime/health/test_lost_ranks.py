@@ -166,6 +166,10 @@ def test_invalid_timeouts() -> None:
         for value in (5, 0.5, "5", None):
             with pytest.raises(TypeError, match=f"{name} must be a datetime.timedelta, got {value!r}"):
                 ldt.connect(Topology([1]), **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="outage must be at least 0:00:00, got -1 day"):
+        ldt.connect(Topology([1]), outage=timedelta(seconds=-1))
+    with pytest.raises(ValueError, match=r"transfer_timeout must be longer than .* twice outage, 0:02:30,"):
+        ldt.connect(Topology([1]), outage=timedelta(seconds=60), transfer_timeout=timedelta(seconds=150))
     with pytest.raises(ValueError, match=r"heartbeat_timeout must be at least 0:00:01, got 0:00:00\.9"):
         ldt.connect(Topology([1]), heartbeat_timeout=timedelta(seconds=0.9))
 

@@ -1,0 +1,67 @@
+"""Links between sites that are down: counts outages that end, describes those that do not."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ldt.runtime.common.rank_info import RankInfo
+from ldt.site import Site
+
+__all__ = ["LEAST_SECONDS", "Outages"]
+
+logger = logging.getLogger(__name__)
+
+LEAST_SECONDS = 3.0  # shorter silence is no outage: busy machines answer late
+
+
+class Outages:
+    """The outages that this rank has seen: silence of a rank of another site, or of the store if that is there.
+
+    The store is where rank 0 of the world is.
+    """
+
+    def __init__(self, rank_info: RankInfo) -> None:
+        self._count = 0
+        self._taken = 0
+        self._rank_info = rank_info
+        self._last_end = 0.0
+
+    def take(self) -> int:
+        """How many there were since the last call of this."""
+        count, self._taken = self._count - self._taken, self._count
+        return count
+
+    def site_of(self, rank: int) -> Site | None:
+        """The site of a global rank if it is another one than this rank's."""
+        sites = self._rank_info.topology.sites
+        if rank not in self._rank_info.ranks:
+            return None
+        site = sites[self._rank_info.node_of(rank).stage]
+        return None if site == sites[self._rank_info.stage] else site
+
+    def ranks_of(self, site: Site) -> set[int]:
+        """The global ranks of a site."""
+        sites = self._rank_info.topology.sites
+        return {rank for rank in self._rank_info.ranks if sites[self._rank_info.node_of(rank).stage] == site}
+
+    def answered(self, rank: int, silent: float) -> None:
+        """Count an outage if ``rank``, of another site, was silent for long. Called by one thread."""
+        site = self.site_of(rank)
+        if site is None or silent < LEAST_SECONDS:
+            return
+        now = time.monotonic()
+        if now - silent > self._last_end:  # the store and a heartbeat are late together
+            self._count += 1
+            logger.warning("the link to site %s was down for %.1f s, and is back", site, silent)
+        self._last_end = now
+
+    def text(self, site: Site, silent: float, limit: float) -> str:
+        """For a link to ``site`` that does not come back."""
+        own = self._rank_info.topology.sites[self._rank_info.stage]
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent))
+        return (
+            f"the link between site {own} and site {site} has been down since {since}, or all ranks there are gone: "
+            f"nothing came for {silent:.0f} s. If it may be down so long, pass connect a longer outage "
+            f"(heartbeat_timeout and twice outage are {limit:g} s)"
+        )
