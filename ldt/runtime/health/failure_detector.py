@@ -106,7 +106,7 @@ class FailureDetector:
         self._probe: LivenessProbe | None = None
         stall = timeouts.stall.total_seconds()
         self._silence = timeouts.silence.total_seconds()
-        self.outages = Outages(rank_info)
+        self.outages = Outages(rank_info, bool(timeouts.outage))
         self.progress = Progress()
         self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)
         self.heartbeats = Heartbeats(

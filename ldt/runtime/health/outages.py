@@ -18,10 +18,11 @@ LEAST_SECONDS = 3.0  # shorter silence is no outage: busy machines answer late
 class Outages:
     """The outages that this rank has seen: silence of a rank of another site, or of the store if that is there.
 
-    The store is where rank 0 of the world is.
+    The store is where rank 0 of the world is. Unless outages are ``expected``, all silence is that of ranks.
     """
 
-    def __init__(self, rank_info: RankInfo) -> None:
+    def __init__(self, rank_info: RankInfo, expected: bool) -> None:
+        self._expected = expected
         self._count = 0
         self._taken = 0
         self._rank_info = rank_info
@@ -33,9 +34,9 @@ class Outages:
         return count
 
     def site_of(self, rank: int) -> Site | None:
-        """The site of a global rank if it is another one than this rank's."""
+        """The site of a global rank if it is another one than this rank's, and the link to it may be down."""
         sites = self._rank_info.topology.sites
-        if rank not in self._rank_info.ranks:
+        if not self._expected or rank not in self._rank_info.ranks:
             return None
         site = sites[self._rank_info.node_of(rank).stage]
         return None if site == sites[self._rank_info.stage] else site

@@ -70,6 +70,27 @@ def test_a_stopped_rank_is_named_and_learns_of_it(pool: RankPool) -> None:
         assert rank == 1 or named == 1
 
 
+def stopped_cloud(outage: timedelta) -> str:
+    """The text that the edge raises if all ranks of the other site are stopped."""
+    topology = Topology([1, 1])
+    with ldt.connect(topology, ranks=range(2), heartbeat_timeout=LIMIT, outage=outage) as mesh:
+        pid = mesh.control.all_gather(os.getpid())[1]
+        text = caught_in_a_step(
+            mesh, chunks_doing(topology, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        )[1]
+        if mesh.is_edge:
+            os.kill(pid, signal.SIGCONT)
+    return text
+
+
+def test_a_silent_site_is_a_link_only_where_links_may_be_down(pool: RankPool) -> None:
+    text = pool.run(stopped_cloud, timedelta(0), ranks=range(2))[0]
+    assert "rank 1 (stage 1, replica 0) failed first: no heartbeat" in text
+    text = pool.run(stopped_cloud, timedelta(seconds=1), ranks=range(2))[0]
+    assert "the link between site 0 and site 1 has been down since" in text
+    assert "or all ranks there are gone" in text
+
+
 def hung(chunk: int, share: bool) -> tuple[int | None, str, float, list[str]]:
     """One chunk takes far too long, on a rank that can still report it."""
     topology = Topology([1, 1, 1])
