@@ -37,6 +37,8 @@ class _Managed(AbstractContextManager[_T], Generic[_T]):
                 safe_isinstance(error, StopIteration) and raised.__cause__ is error
             ):
                 raise
+            # Without this frame, which has the error: a cycle would keep what its frames hold, such as lanes.
+            BaseException.with_traceback(error, trace)
 
 
 def managed(function: Callable[_P, Iterator[_T]]) -> Callable[_P, AbstractContextManager[_T]]:

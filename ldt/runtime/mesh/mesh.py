@@ -253,20 +253,23 @@ class Mesh:
         rank. Of one of the edge they receive the type and where it was raised; the text only if it is this package's
         own exception or ``connect`` was given ``share_edge_errors``.
         """
-        if not self._is_here:
-            raise error  # in a forked child
-        first = self.detector.publish(error, position)
-        self._groups.break_all()
-        is_first = first.rank == self.global_rank
-        if is_first:
-            logger.error("%s failed in %s: %s\n%s", self, position, unredacted(error)[0], detail)
-        remote = safe_isinstance(error, RemoteStageError)
-        if is_first and is_secondary_error(error) and not remote:
-            raise TransferError(first.describe()) from error  # of this rank's own, or aborted by a peer
-        if is_first or remote or not safe_isinstance(error, Exception):
-            raise error  # also exceptions that end a program, such as Ctrl-C
-        # A secondary error adds nothing to the first failure; this rank's own error does.
-        raise first.as_error() from None if is_secondary_error(error) else error
+        try:
+            if not self._is_here:
+                raise error  # in a forked child
+            first = self.detector.publish(error, position)
+            self._groups.break_all()
+            is_first = first.rank == self.global_rank
+            if is_first:
+                logger.error("%s failed in %s: %s\n%s", self, position, unredacted(error)[0], detail)
+            remote = safe_isinstance(error, RemoteStageError)
+            if is_first and is_secondary_error(error) and not remote:
+                raise TransferError(first.describe()) from error  # of this rank's own, or aborted by a peer
+            if is_first or remote or not safe_isinstance(error, Exception):
+                raise error  # also exceptions that end a program, such as Ctrl-C
+            # A secondary error adds nothing to the first failure; this rank's own error does.
+            raise first.as_error() from None if is_secondary_error(error) else error
+        finally:
+            del error  # this frame is in its traceback: a cycle would keep what frames hold, such as lanes
 
     def shareable_text(self, error: BaseException) -> str:
         """The text of ``error`` that may be sent to other ranks; see ``fail``."""
