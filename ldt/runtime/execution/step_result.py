@@ -34,7 +34,8 @@ class StepStats:
         channels: Payload by channel name.
         lanes: The counters of ``ldt._C.Lane.stats`` for this step.
         outages: How often a link between sites was down for 3 s or more and is back, as this rank saw it since the call
-            before this one.
+            before this one. A rank of another site, or this one, that is stopped for so long counts, too. 0 unless
+            ``connect(outage=)``.
 
     All times are host times. On a device with streams (CUDA, NPU) ``computing`` is how long the launches took, and
     ``waiting`` is near zero because streams wait instead of the host. For times on the device use ``torch.profiler``.

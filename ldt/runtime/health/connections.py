@@ -15,10 +15,9 @@ from typing import Any
 __all__ = ["Connections", "outlast", "outlast_served"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_USER_TIMEOUT, _RTO_MAX = (
-    18,
-    44,
-)  # TCP_USER_TIMEOUT, TCP_RTO_MAX_MS of Linux; Python has no name for the second
+_USER_TIMEOUT = 18  # TCP_USER_TIMEOUT of Linux
+_RTO_MAX = 44  # TCP_RTO_MAX_MS, for which Python has no name
+_MOST_MILLISECONDS = 2**31 - 1
 
 _instances: weakref.WeakSet[Connections] = weakref.WeakSet()
 
@@ -99,9 +98,10 @@ def outlast(connection: socket.socket, seconds: float) -> None:
 
     Before Linux 6.15, TCP doubles the time between its attempts, so it may notice after as long as the outage took.
     """
+    milliseconds = min(int(1e3 * seconds), _MOST_MILLISECONDS)
     with suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
         connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, 1000)  # alone, it would give up after 14 s
-        connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, int(1e3 * seconds))
 
 
 def outlast_served(store: Any, seconds: float) -> None:

@@ -24,8 +24,8 @@ from ldt.runtime.common.redact import redacted, unredacted
 from ldt.runtime.health.desync import CLOSED, EXITED, Desync, DesyncDetector
 from ldt.runtime.health.hang_detector import HangDetector, lost_ranks_report, status_report
 from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
-from ldt.runtime.health.outages import Outages
-from ldt.runtime.health.progress import Progress
+from ldt.runtime.health.outages import STORE_RANK, Outages
+from ldt.runtime.health.progress import Progress, RankStatus
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 
 __all__ = ["MIN_HEARTBEAT_TIMEOUT", "FailureDetector", "HealthTimeouts", "is_secondary_error"]
@@ -42,7 +42,6 @@ _ACKNOWLEDGE_SECONDS = 2.0
 _MIN_STORE_TIMEOUT_SECONDS = 10.0  # on busy machines the store answers late
 MIN_HEARTBEAT_TIMEOUT = timedelta(seconds=1)  # ranks send a heartbeat a few times a second
 _CLOSING_SECONDS = 3.0  # time a rank takes to close all its connections when it closes its mesh
-_STORE_RANK = 0  # global: it hosts the store, or the launcher on its host does
 _USER_CODE = "the code that uses the mesh"
 
 
@@ -106,6 +105,7 @@ class FailureDetector:
         self._probe: LivenessProbe | None = None
         stall = timeouts.stall.total_seconds()
         self._silence = timeouts.silence.total_seconds()
+        self._store_timeout = max(self._silence, _MIN_STORE_TIMEOUT_SECONDS)
         self.outages = Outages(rank_info, bool(timeouts.outage))
         self.progress = Progress()
         self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)
@@ -134,9 +134,9 @@ class FailureDetector:
             on_failure,
             health_checks,
             force_abort,
-            max(self._silence, _MIN_STORE_TIMEOUT_SECONDS),
+            self._store_timeout,
             patience=timeouts.recovery.total_seconds(),
-            on_answer=partial(self.outages.answered, _STORE_RANK),
+            on_answer=partial(self.outages.answered, STORE_RANK),
             lost_text=self._store_lost_text,
         )
         self.watchdog.on_exit = self._exit
@@ -201,7 +201,7 @@ class FailureDetector:
         try:
             probe = self.heartbeats.probe_liveness(self.watchdog.store)
             reported = self.watchdog.wait(probe.timeout)
-            missing = {} if reported is not None else probe.missing(self.watchdog.store)
+            missing = {} if reported is not None else self._lost_of(probe, self.watchdog.store)
         except Exception:  # the store is gone, too: that is the failure
             return self.watchdog.wait(2.0)
         if self.watchdog.first is not None or not missing:
@@ -278,15 +278,23 @@ class FailureDetector:
         if self._probe is None or not self._probe.is_over:
             return None
         probe = self._probe
-        missing = probe.missing(store)
+        missing = self._lost_of(probe, store)
         self._probe = None
         detected = f"Detected by rank {self._rank_info.global_rank}, whose connections were closed"
         if not missing:
             return None
         return lost_ranks_report(self._rank_info, missing, f"for {probe.timeout:g} s", detected)
 
+    def _lost_of(self, probe: LivenessProbe, store: Any) -> dict[int, RankStatus]:
+        """The ranks whose loss closed a connection: those here, if any, as others may be behind an outage."""
+        missing = probe.missing(store)
+        here = {rank: seen for rank, seen in missing.items() if self.outages.site_of(rank) is None}
+        return here or missing
+
     def _store_lost_text(self, silent: float) -> str:
-        site = self.outages.site_of(_STORE_RANK)
+        site = self.outages.site_of(STORE_RANK)
+        if silent < self._store_timeout:  # its host has closed the connection
+            return ""
         return "" if site is None else self.outages.text(site, silent, self._silence)
 
     def _check_neighbour(self, store: Any) -> FailureReport | None:

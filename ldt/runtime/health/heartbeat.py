@@ -20,7 +20,7 @@ _RANKS_PER_BEAT = 250  # ranks of larger meshes beat less often, to bound the lo
 class Heartbeats:
     """The heartbeats of a mesh, in the store under ``key``. ``ranks`` and ``rank``, this process, are global.
 
-    ``on_beat`` is called with each rank whose new heartbeat is seen, and how long none was.
+    ``on_beat`` is called with each rank whose new heartbeat is seen, and by how long it was late.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Heartbeats:
         text = self.texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
         if self._last_of_neighbour is None or self._last_of_neighbour[0] != text:
             if self._last_of_neighbour is not None:
-                self._on_beat(self._neighbour, now - self._last_of_neighbour[1])
+                self._on_beat(self._neighbour, now - self._last_of_neighbour[1] - self.period)
             self._last_of_neighbour = text, now
         status = RankStatus.from_text(text)
         return (

@@ -8,10 +8,11 @@ import time
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.site import Site
 
-__all__ = ["LEAST_SECONDS", "Outages"]
+__all__ = ["LEAST_SECONDS", "STORE_RANK", "Outages"]
 
 logger = logging.getLogger(__name__)
 
+STORE_RANK = 0  # global: it hosts the store, or the launcher on its host does
 LEAST_SECONDS = 3.0  # shorter silence is no outage: busy machines answer late
 
 
@@ -30,16 +31,16 @@ class Outages:
 
     def take(self) -> int:
         """How many there were since the last call of this."""
-        count, self._taken = self._count - self._taken, self._count
-        return count
+        count = self._count  # another thread may add to it
+        before, self._taken = self._taken, count
+        return count - before
 
     def site_of(self, rank: int) -> Site | None:
         """The site of a global rank if it is another one than this rank's, and the link to it may be down."""
-        sites = self._rank_info.topology.sites
         if not self._expected or rank not in self._rank_info.ranks:
             return None
-        site = sites[self._rank_info.node_of(rank).stage]
-        return None if site == sites[self._rank_info.stage] else site
+        site = self._rank_info.topology.sites[self._rank_info.node_of(rank).stage]
+        return None if site == self._own else site
 
     def ranks_of(self, site: Site) -> set[int]:
         """The global ranks of a site."""
@@ -54,15 +55,20 @@ class Outages:
         now = time.monotonic()
         if now - silent > self._last_end:  # the store and a heartbeat are late together
             self._count += 1
-            logger.warning("the link to site %s was down for %.1f s, and is back", site, silent)
+            logger.warning("the link to site %s was down, or a rank was stopped, for %.1f s", site, silent)
         self._last_end = now
+
+    @property
+    def _own(self) -> Site:
+        return self._rank_info.topology.sites[self._rank_info.stage]
 
     def text(self, site: Site, silent: float, limit: float) -> str:
         """For a link to ``site`` that does not come back."""
-        own = self._rank_info.topology.sites[self._rank_info.stage]
+        store = self.site_of(STORE_RANK)  # heartbeats come from there
+        end = self._own if store in (None, site) else store
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent))
         return (
-            f"the link between site {own} and site {site} has been down since {since}, or all ranks there are gone: "
+            f"the link between site {end} and site {site} has been down since {since}, or all ranks there are gone: "
             f"nothing came for {silent:.0f} s. If it may be down so long, pass connect a longer outage "
             f"(heartbeat_timeout and twice outage are {limit:g} s)"
         )

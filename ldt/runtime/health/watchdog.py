@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ldt.runtime.health.connections import Connections
@@ -24,6 +25,7 @@ _JOIN_SECONDS = 2.0
 _IDLE_SECONDS = 0.7  # several times as long as a rank takes to learn of a failure
 _GRACE_SECONDS = 1.0  # for ranks to leave their waits one after the other
 _STORE_ERROR_SECONDS = 1.0  # how long the store may raise errors
+_PUBLISH_SECONDS = 10.0  # at least; on busy machines the store answers late
 _STORE_TIMEOUT_SECONDS = 30.0  # how long a store request may take
 _STORE_ERRORS = (RuntimeError, OSError)
 HealthCheck = Callable[[Any], "FailureReport | None"]  # takes the store, returns a failure or None
@@ -57,7 +59,7 @@ class Watchdog:
     calls ``force_abort``, unless the watchdog is closed by then. The thread also runs ``health_checks`` in turn and
     publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too, which
     ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``patience`` seconds
-    longer for a request.
+    longer for a request, but ``publish`` does not wait for them.
     """
 
     def __init__(
@@ -85,11 +87,13 @@ class Watchdog:
         self._health_checks = health_checks
         self._force_abort = force_abort
         self._patience = patience
+        self._store_timeout = store_timeout
         self._on_answer = on_answer
         self._lost_text = lost_text
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._first: FailureReport | None = None
+        self._own: FailureReport | None = None  # that is being published
         self._known = threading.Event()
         self._poll_ended = threading.Event()
         self.on_exit: Callable[[], None] = self.close  # called at interpreter exit unless closed by then
@@ -113,10 +117,18 @@ class Watchdog:
 
     def publish(self, report: FailureReport) -> FailureReport:
         """Publish a failure. Returns the first one, which may be another rank's."""
+        self._own = self._own or report
+        seconds = max(self._store_timeout - self._patience, _PUBLISH_SECONDS)
+        limit = threading.Timer(seconds, self._connection.shutdown)
+        if self._patience:
+            with suppress(RuntimeError):  # at interpreter exit no thread starts
+                limit.start()
         try:
             report = FailureReport.from_text(self._store.compare_set(self._key, "", report.to_text()))
         except Exception as error:  # the store itself may have failed
             logger.warning("could not publish a failure to the store: %s", error)
+        finally:
+            limit.cancel()
         return self._set_first(report)
 
     def wait(self, seconds: float) -> FailureReport | None:
@@ -205,7 +217,7 @@ class Watchdog:
                 seconds = time.monotonic() - lost_since
                 if seconds > _STORE_ERROR_SECONDS:
                     text = self._lost_text(seconds) or _lost_text(seconds, error)
-                    self._set_first(FailureReport.of_unknown(text))
+                    self._set_first(self._own or FailureReport.of_unknown(text))
                 continue
             lost_since = None
             self._on_answer(time.monotonic() - asked)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from ldt.runtime.health import watchdog
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 from ldt.testing import allowed, in_time, paced
 
@@ -118,6 +119,26 @@ store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 print(store.port, flush=True)
 time.sleep(3600)
 """
+
+
+def test_a_failure_does_not_wait_for_an_outage_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store does not answer, as when the link to it is down. Its own error ends this rank long before."""
+    monkeypatch.setattr(watchdog, "_PUBLISH_SECONDS", paced(1.0).total_seconds())
+    keeper = subprocess.Popen([sys.executable, "-c", _STORE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert keeper.stdout is not None
+        store = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), None, False)
+        watch = Watchdog(store, "failure", lambda report: None, store_timeout=61.0, patience=60.0)
+        time.sleep(0.5)
+        keeper.send_signal(signal.SIGSTOP)
+        time.sleep(0.5)
+        start, report = time.monotonic(), FailureReport(1, 1, 0, "x", "y")
+        assert watch.publish(report) is report
+        watch.close()
+        assert in_time(time.monotonic() - start, 5.0)
+    finally:
+        keeper.kill()
+        keeper.communicate()
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])

@@ -1,0 +1,74 @@
+"""What counts as an outage, how a link that stays down is named, and the options of connections that outlast one."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+import torch.distributed as dist
+
+from ldt.runtime.common.rank_info import RankInfo
+from ldt.runtime.health import connections
+from ldt.runtime.health.heartbeat import Heartbeats
+from ldt.runtime.health.outages import Outages
+from ldt.runtime.health.progress import Progress
+from ldt.topology import Topology
+
+THREE_SITES = Topology([1, 1, 1], sites=["edge", "north", "south"])
+
+
+def outages(rank: int, expected: bool = True) -> Outages:
+    return Outages(RankInfo(THREE_SITES, (0, 1, 2), rank), expected)
+
+
+def test_only_silence_of_another_site_counts_and_only_where_outages_are_expected() -> None:
+    seen, others = outages(1), outages(1, expected=False)
+    for each in (seen, others):
+        each.answered(0, 2.9)
+        each.answered(1, 60.0)
+        each.answered(7, 60.0)
+        each.answered(0, 60.0)
+        each.answered(2, 60.0)  # at the same time
+    assert (seen.take(), seen.take(), others.take()) == (1, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "site", "ends"),
+    [
+        (0, "south", "edge and site south"),
+        (1, "south", "edge and site south"),
+        (1, "edge", "north and site edge"),
+    ],
+)
+def test_the_link_that_is_named_is_the_one_to_the_store(rank: int, site: str, ends: str) -> None:
+    """Heartbeats pass through the store, so their absence says nothing of a link between two other sites."""
+    assert f"the link between site {ends} has been down" in outages(rank).text(site, 5.0, 4.0)
+
+
+def test_heartbeats_of_large_meshes_are_not_late() -> None:
+    """4000 ranks beat every 3.2 s."""
+    late: list[float] = []
+    store, ranks = dist.HashStore(), range(4000)
+    one = Heartbeats("seen", ranks, 0, Progress(), lambda rank, seconds: late.append(seconds))
+    other = Heartbeats("seen", ranks, 1, Progress())
+    for _ in range(3):
+        other.beat_now(store)
+        one.check_neighbour(store, 60.0)
+        time.sleep(1.1)
+    assert len(late) == 2
+    assert max(late) < 0
+
+
+@pytest.mark.parametrize("has_rto_max", [True, False])
+def test_a_connection_outlasts_as_long_as_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, has_rto_max: bool
+) -> None:
+    """Also before Linux 6.15, and where no transfer has a limit to speak of."""
+    if not has_rto_max:
+        monkeypatch.setattr(connections, "_RTO_MAX", 9999)
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
+        client.connect(server.getsockname())
+        for seconds, milliseconds in ((1800.0, 1_800_000), (1e10, 2**31 - 1)):
+            connections.outlast(client, seconds)
+            assert client.getsockopt(socket.IPPROTO_TCP, connections._USER_TIMEOUT) == milliseconds
