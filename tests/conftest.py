@@ -44,7 +44,7 @@ LONGEST = (  # files, by the time that each takes
     "runtime/execution/test_bit_equality.py",
     "train/test_checkpoint_resume.py",
     "runtime/health/test_broken_groups.py",
-    "launch/test_launch.py",
+    "launch/test_launcher.py",
     "runtime/comm/test_sharded_hops.py",
     "cli/test_plan_command.py",
     "examples/test_finetune_hf.py",

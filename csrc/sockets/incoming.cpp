@@ -83,6 +83,14 @@ c10::intrusive_ptr<SocketWork> Incoming::finish(State& state, uint64_t number) {
   return message->work;
 }
 
+bool Incoming::is_waiting() const {
+  return std::any_of(lanes_.begin(), lanes_.end(), [](const auto& lane) {
+    const auto& messages = lane.second.messages;
+    return std::any_of(messages.begin(), messages.end(),
+                       [](const auto& message) { return message.second->work.defined(); });
+  });
+}
+
 std::vector<c10::intrusive_ptr<SocketWork>> Incoming::clear() {
   std::vector<c10::intrusive_ptr<SocketWork>> works;
   for (const auto& [lane, state] : lanes_) {

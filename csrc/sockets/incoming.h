@@ -39,6 +39,8 @@ class Incoming {
                                          const std::shared_ptr<IncomingMessage>& message);
   /// The work of a message that was complete before its receive was posted; for use after post().
   c10::intrusive_ptr<SocketWork> take_early(uint32_t lane);
+  /// Whether a posted receive has not got all of its message.
+  bool is_waiting() const;
   /// Forgets everything and returns the works.
   std::vector<c10::intrusive_ptr<SocketWork>> clear();
 

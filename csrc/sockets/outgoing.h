@@ -48,6 +48,7 @@ class Outgoing {
   /// The frame is in the kernel's hands. Returns the work of the message if it was its last.
   c10::intrusive_ptr<SocketWork> written(const OutgoingFrame& frame);
   bool empty() const { return messages_.empty() && announcements_.empty(); }
+  bool has_messages() const { return !messages_.empty(); }
   /// Forgets everything and returns the works.
   std::vector<c10::intrusive_ptr<SocketWork>> clear();
 

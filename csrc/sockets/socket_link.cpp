@@ -18,6 +18,7 @@ namespace {
 
 // How much one connection moves before the others have their turn.
 constexpr int kReadsPerTurn = 8;
+constexpr const char* kOtherEndClosed = ": the other end closed";
 
 std::exception_ptr lane_error(const std::string& text) {
   return std::make_exception_ptr(
@@ -86,18 +87,23 @@ SocketLink::Work SocketLink::issue(c10d::OpType type, uint32_t lane, const at::T
     if (const auto link = weak.lock()) link->abort("a message was aborted");
   });
   c10::intrusive_ptr<SocketWork> done;
+  bool in_vain = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     failure_.throw_if_happened();
     if (closing_) throw_lane_error(options_.name, ": closed");
     if (type == c10d::OpType::SEND) {
+      if (peer_ended_) throw_lane_error(options_.name, kOtherEndClosed);
       outgoing_.push(lane, bytes, work);
     } else {
-      outgoing_.announce_posted(lane, incoming_.post(lane, bytes, work));
+      const uint64_t posted = incoming_.post(lane, bytes, work);
+      if (!peer_ended_) outgoing_.announce_posted(lane, posted);
       done = incoming_.take_early(lane);
+      in_vain = peer_ended_ && !done;
     }
   }
   if (done) done->complete(nullptr);
+  if (in_vain) fail(c10::str(options_.name, kOtherEndClosed));
   wake();
   return work;
 }
@@ -235,16 +241,22 @@ void SocketLink::read_some(Connection& connection) {
 }
 
 // The other end has said that nothing follows. Unless this end closes, too, that is a failure once
-// it holds for all connections: on others, frames may still be under way.
+// it holds for all connections, as on others frames may still be under way, and something is left
+// to do: messages that have come may still be received.
 void SocketLink::end_reading(Connection& connection) {
   connection.read_ended = true;
-  bool all = true, closing;
-  for (const auto& other : connections_) all &= other->read_ended;
+  bool all = true, is_writing = false, is_lost;
+  for (const auto& other : connections_) {
+    all &= other->read_ended;
+    is_writing |= other->left && other->out.message;
+  }
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    closing = closing_;
+    peer_ended_ = all;
+    const bool is_busy = is_writing || outgoing_.has_messages() || incoming_.is_waiting();
+    is_lost = connection.got || (all && !closing_ && is_busy);
   }
-  if (connection.got || (all && !closing)) fail(c10::str(options_.name, ": the other end closed"));
+  if (is_lost) fail(c10::str(options_.name, kOtherEndClosed));
 }
 
 void SocketLink::end_writing() {

@@ -72,7 +72,8 @@ class SocketLink : public std::enable_shared_from_this<SocketLink> {
   Incoming incoming_;
   Failure failure_;
   bool closing_ = false;
-  bool ended_ = false;  // the thread does no more I/O
+  bool peer_ended_ = false;  // nothing more comes
+  bool ended_ = false;       // the thread does no more I/O
   std::thread thread_;
 };
 

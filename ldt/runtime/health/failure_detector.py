@@ -135,7 +135,7 @@ class FailureDetector:
             health_checks,
             force_abort,
             self._store_timeout,
-            patience=timeouts.recovery.total_seconds(),
+            extra_wait=timeouts.recovery.total_seconds(),
             on_answer=partial(self.outages.answered, STORE_RANK),
             lost_text=self._store_lost_text,
         )

@@ -58,7 +58,7 @@ class Watchdog:
     transfer. ``on_failure`` is called once, from that thread or from the one that publishes. A second later the thread
     calls ``force_abort``, unless the watchdog is closed by then. The thread also runs ``health_checks`` in turn and
     publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too, which
-    ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``patience`` seconds
+    ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``extra_wait`` seconds
     longer for a request, but ``publish`` does not wait for them.
     """
 
@@ -71,7 +71,7 @@ class Watchdog:
         force_abort: Callable[[], None] = lambda: None,
         store_timeout: float = _STORE_TIMEOUT_SECONDS,
         *,
-        patience: float = 0.0,
+        extra_wait: float = 0.0,
         on_answer: Callable[[float], None] = lambda seconds: None,
         lost_text: Callable[[float], str] = lambda seconds: "",
     ) -> None:
@@ -79,14 +79,14 @@ class Watchdog:
         with self._connection.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
         self._connection.set_read_timeout(store_timeout)
-        if patience:
+        if extra_wait:
             self._connection.outlast(store_timeout)
         atexit.unregister(_freeze)  # the process goes on after an earlier failure
         self._key = key
         self._on_failure = on_failure
         self._health_checks = health_checks
         self._force_abort = force_abort
-        self._patience = patience
+        self._extra_wait = extra_wait
         self._store_timeout = store_timeout
         self._on_answer = on_answer
         self._lost_text = lost_text
@@ -118,9 +118,9 @@ class Watchdog:
     def publish(self, report: FailureReport) -> FailureReport:
         """Publish a failure. Returns the first one, which may be another rank's."""
         self._own = self._own or report
-        seconds = max(self._store_timeout - self._patience, _PUBLISH_SECONDS)
+        seconds = max(self._store_timeout - self._extra_wait, _PUBLISH_SECONDS)
         limit = threading.Timer(seconds, self._connection.shutdown)
-        if self._patience:
+        if self._extra_wait:
             with suppress(RuntimeError):  # at interpreter exit no thread starts
                 limit.start()
         try:
@@ -147,7 +147,7 @@ class Watchdog:
         self._closed.set()
         self._poll_ended.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_SECONDS + (self._patience if self._first is None else 0.0))
+            self._thread.join(_JOIN_SECONDS + (self._extra_wait if self._first is None else 0.0))
             if self._thread.is_alive():
                 self._connection.shutdown()
                 self._thread.join(_JOIN_SECONDS)

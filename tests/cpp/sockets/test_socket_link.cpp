@@ -122,6 +122,20 @@ TEST(what_is_pending_is_sent_before_a_link_closes) {
   EXPECT_THROW(pair.left->send(kLane, room(1)), LaneError, "closed");
 }
 
+TEST(what_came_before_the_other_end_closed_can_be_received) {
+  const auto pair = connected(2);
+  wait(pair.right->send(kLane, numbers(1, 1000)));
+  std::thread other([&] { pair.right->close(10s); });
+  std::this_thread::sleep_for(100ms);  // until this end has read that nothing follows
+  const auto target = room(1000);
+  wait(pair.left->receive(kLane, target));
+  EXPECT(target.equal(numbers(1, 1000)));
+  EXPECT_THROW(pair.left->send(kLane, room(1)), LaneError, "left: the other end closed");
+  const auto late = pair.left->receive(kLane, room(1));
+  EXPECT_THROW(wait(late), LaneError, "left: the other end closed");
+  other.join();
+}
+
 TEST(a_size_that_differs_fails_both_ends) {
   const auto pair = connected(1);
   const auto received = pair.right->receive(kLane, room(4));

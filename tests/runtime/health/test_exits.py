@@ -128,7 +128,7 @@ def test_a_failure_does_not_wait_for_an_outage_to_end(monkeypatch: pytest.Monkey
     try:
         assert keeper.stdout is not None
         store = dist.TCPStore("127.0.0.1", int(keeper.stdout.readline()), None, False)
-        watch = Watchdog(store, "failure", lambda report: None, store_timeout=61.0, patience=60.0)
+        watch = Watchdog(store, "failure", lambda report: None, store_timeout=61.0, extra_wait=60.0)
         time.sleep(0.5)
         keeper.send_signal(signal.SIGSTOP)
         time.sleep(0.5)
