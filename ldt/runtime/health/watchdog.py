@@ -58,8 +58,8 @@ class Watchdog:
     transfer. ``on_failure`` is called once, from that thread or from the one that publishes. A second later the thread
     calls ``force_abort``, unless the watchdog is closed by then. The thread also runs ``health_checks`` in turn and
     publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too, which
-    ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``extra_wait`` seconds
-    longer for a request, but ``publish`` does not wait for them.
+    ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``extra_wait``
+    seconds longer for a request, but ``publish`` does not wait for them.
     """
 
     def __init__(
