@@ -7,6 +7,7 @@ from ldt.testing.models import (
     toy_loss,
     toy_microbatches,
     unsplit_step,
+    unsplit_training,
 )
 from ldt.testing.pool import RankError, RankPool
 from ldt.testing.slowness import allowed, in_time, paced
@@ -23,4 +24,5 @@ __all__ = [
     "toy_loss",
     "toy_microbatches",
     "unsplit_step",
+    "unsplit_training",
 ]

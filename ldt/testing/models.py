@@ -117,3 +117,16 @@ def unsplit_step(
         torch.autograd.backward(loss / len(microbatches))
         losses.append(loss.detach())
     return losses, list(model)
+
+
+def unsplit_training(topology: Topology, steps: int, num_microbatches: int) -> list[nn.Module]:
+    """Toy chunks of the unsplit model after ``steps`` of AdamW (1e-2), each on ``toy_microbatches(seed=step)``."""
+    chunks = toy_chunks(topology)
+    optimizer = torch.optim.AdamW(nn.ModuleList(chunks).parameters(), lr=1e-2)
+    for step in range(steps):
+        for inputs, target in toy_microbatches(num_microbatches, seed=step):
+            loss = toy_loss(nn.Sequential(*chunks)(inputs), target)
+            torch.autograd.backward(loss / num_microbatches)
+        optimizer.step()
+        optimizer.zero_grad()
+    return chunks

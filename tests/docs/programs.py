@@ -1,4 +1,4 @@
-"""What the programs that the documents name accept: options by their help, targets and variables by the Makefile."""
+"""The programs that the documents name: options by their help, targets and variables by the Makefile; and a run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import io
 import os
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 from pages import ROOT, read
@@ -81,3 +83,19 @@ def _help(program: tuple[str, ...]) -> str:
         run(name, run_name="__main__")
     assert not ended.value.code
     return printed.getvalue()
+
+
+def output_of_three_ranks(folder: Path, seconds: float) -> str:
+    """Run ``train.py`` in ``folder`` with three ranks of torchrun. Returns what they print; they must succeed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "train.py",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

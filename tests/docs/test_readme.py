@@ -5,12 +5,10 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from pages import ROOT, read
-from programs import check_options, make_targets, program_of_target
+from programs import check_options, make_targets, output_of_three_ranks, program_of_target
 
 README = read("README.md")
 
@@ -23,18 +21,8 @@ def test_the_program_trains(tmp_path: Path) -> None:
     (program,) = blocks("python")
     assert len(program.splitlines()) <= 30
     (tmp_path / "train.py").write_text(program)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "3",
-        "train.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step")]
+    output = output_of_three_ranks(tmp_path, 800)
+    losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert len(losses) > 5
     assert losses[-1] < 0.5 * losses[0]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import doctest
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ pytest.importorskip("torch")
 
 from launchers import launch, two_free_ports
 from pages import README, blocks, commands
+from programs import output_of_three_ranks
 
 PAGE, RELIABILITY = "docs/start/hosts.md", "docs/reliability.md"
 SECONDS = 300
@@ -81,15 +80,5 @@ def test_each_attempt_of_torchrun_has_its_part_of_the_store(tmp_path: Path) -> N
     store = text_of(RELIABILITY, "PrefixStore")
     train = replaced(program(), "dist.init_process_group(", store)
     (tmp_path / "train.py").write_text(f"import os\n{train}")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "3",
-        "train.py",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
-    assert done.returncode == 0, done.stderr
-    assert losses(done.stdout)[-1] < 0.5 * losses(done.stdout)[0]
+    output = output_of_three_ranks(tmp_path, SECONDS)
+    assert losses(output)[-1] < 0.5 * losses(output)[0]

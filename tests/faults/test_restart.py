@@ -12,10 +12,9 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from torch import nn
 
 import ldt
-from ldt.testing import toy_chunks, toy_loss, toy_microbatches
+from ldt.testing import unsplit_training
 from ldt.topology import Topology
 
 TOPOLOGY = Topology([1, 1, 1])
@@ -76,19 +75,6 @@ def torchrun(script: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def undisturbed() -> list[nn.Module]:
-    """Return the unsplit model's weights after as many steps."""
-    chunks = toy_chunks(TOPOLOGY)
-    optimizer = torch.optim.AdamW(nn.ModuleList(chunks).parameters(), lr=1e-2)
-    for step in range(STEPS):
-        for inputs, target in toy_microbatches(MICROBATCHES, seed=step):
-            loss = toy_loss(nn.Sequential(*chunks)(inputs), target)
-            torch.autograd.backward(loss / MICROBATCHES)
-        optimizer.step()
-        optimizer.zero_grad()
-    return chunks
-
-
 @pytest.mark.skipif(not hasattr(ldt, "save_checkpoint"), reason="needs ldt.save_checkpoint")
 @pytest.mark.slow
 def test_torchrun_restarts_a_job_from_its_last_checkpoint(tmp_path: Path) -> None:
@@ -100,7 +86,7 @@ def test_torchrun_restarts_a_job_from_its_last_checkpoint(tmp_path: Path) -> Non
     starts = [(results / f"attempt-{attempt}").read_text() for attempt in range(2)]
     assert starts == ["0", "4"]
     assert not (results / "attempt-2").exists()
-    for index, chunk in enumerate(undisturbed()):
+    for index, chunk in enumerate(unsplit_training(TOPOLOGY, STEPS, MICROBATCHES)):
         weights = torch.load(results / f"chunk-{index}.pt")
         for name, tensor in chunk.state_dict().items():
             assert torch.equal(weights[name], tensor), f"chunk {index}, {name}"

@@ -14,9 +14,8 @@ pytest.importorskip("torch")
 
 import torch
 from launchers import both, describe, is_gone, kill_hard, launch, wait_for
-from torch import nn
 
-from ldt.testing import toy_chunks, toy_loss, toy_microbatches
+from ldt.testing import unsplit_training
 from ldt.topology import Topology
 
 STEPS, MICROBATCHES = 5, 3
@@ -99,23 +98,10 @@ def test_a_killed_rank_restarts_both_sites_from_the_last_checkpoint(tmp_path: Pa
     assert (
         "RemoteStageError: rank 1 (stage 1, replica 0) failed first" in edge.text
     )  # it had the time to say so
-    for index, chunk in enumerate(unsplit()):
+    for index, chunk in enumerate(unsplit_training(Topology([1, 1]), STEPS, MICROBATCHES)):
         weights = torch.load(tmp_path / f"chunk-{index}.pt")
         for name, tensor in chunk.state_dict().items():
             assert torch.equal(weights[name], tensor), f"chunk {index}, {name}"
-
-
-def unsplit() -> list[nn.Module]:
-    """The unsplit model after as many steps."""
-    chunks = toy_chunks(Topology([1, 1]))
-    optimizer = torch.optim.AdamW(nn.ModuleList(chunks).parameters(), lr=1e-2)
-    for step in range(STEPS):
-        for inputs, target in toy_microbatches(MICROBATCHES, seed=step):
-            loss = toy_loss(nn.Sequential(*chunks)(inputs), target)
-            torch.autograd.backward(loss / MICROBATCHES)
-        optimizer.step()
-        optimizer.zero_grad()
-    return chunks
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             group = make_group(key, ranks, backend, timeout, self._store)
         if backend == GLOO:
             self._connections[name] = connections
-            if self._outlast:
-                connections.outlast(self._outlast)
+            connections.outlast(self._outlast)
         self._groups[name] = group
         if self._broken:
             self.break_all()

@@ -41,8 +41,7 @@ def set_options(
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         set_unsent(connection, _UNSENT_BYTES)
         set_pace(connection, settings.pace)
-        if outlast_seconds:
-            outlast(connection, outlast_seconds)
+        outlast(connection, outlast_seconds)
         if settings.bbr:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, BBR.encode())
 

@@ -57,7 +57,7 @@ class Connections:
 
     def outlast(self, seconds: float) -> None:
         """See ``outlast``, for all of them."""
-        for connection in self._connected():
+        for connection in self._connected() if seconds else ():
             outlast(connection, seconds)
 
     def shutdown(self) -> None:
@@ -96,8 +96,11 @@ class Connections:
 def outlast(connection: socket.socket, seconds: float) -> None:
     """Keep the connection over an outage of up to ``seconds``; a link that is back is noticed within a second.
 
-    Before Linux 6.15, TCP doubles the time between its attempts, so it may notice after as long as the outage took.
+    0 leaves TCP its own limits. Before Linux 6.15, TCP doubles the time between its attempts, so it may notice after
+    as long as the outage took.
     """
+    if not seconds:
+        return
     milliseconds = min(int(1e3 * seconds), _MOST_MILLISECONDS)
     with suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
@@ -107,7 +110,7 @@ def outlast(connection: socket.socket, seconds: float) -> None:
 def outlast_served(store: Any, seconds: float) -> None:
     """See ``outlast``, for the connections that the server of ``store`` has if it is in this process."""
     port = _port_of(store)
-    for descriptor in _sockets() if port else ():
+    for descriptor in _sockets() if port and seconds else ():
         if _own_port(descriptor) == port:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 outlast(connection, seconds)

@@ -79,8 +79,7 @@ class Watchdog:
         with self._connection.recording(store):
             self._store = store.clone() if hasattr(store, "clone") else store
         self._connection.set_read_timeout(store_timeout)
-        if extra_wait:
-            self._connection.outlast(store_timeout)
+        self._connection.outlast(store_timeout if extra_wait else 0.0)
         atexit.unregister(_freeze)  # the process goes on after an earlier failure
         self._key = key
         self._on_failure = on_failure

@@ -345,8 +345,7 @@ class Mesh:
         if dist.is_initialized():
             self._device_meshes.part("tp")  # cannot be created while shapes are inferred
         setup.connect(self.endpoints)
-        if config.timeouts.outlast:
-            outlast_served(self._store, config.timeouts.outlast)
+        outlast_served(self._store, config.timeouts.outlast)
 
     @property
     def _is_here(self) -> bool:

@@ -130,9 +130,9 @@ TEST(what_came_before_the_other_end_closed_can_be_received) {
   const auto target = room(1000);
   wait(pair.left->receive(kLane, target));
   EXPECT(target.equal(numbers(1, 1000)));
-  EXPECT_THROW(pair.left->send(kLane, room(1)), LaneError, "left: the other end closed");
   const auto late = pair.left->receive(kLane, room(1));
   EXPECT_THROW(wait(late), LaneError, "left: the other end closed");
+  EXPECT_THROW(pair.left->send(kLane, room(1)), LaneError, "left: the other end closed");
   other.join();
 }
 

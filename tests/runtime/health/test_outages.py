@@ -134,7 +134,6 @@ def test_a_job_goes_on_after_an_outage(
 @pytest.mark.parametrize("when", ["connect", "between steps", "close"])
 def test_a_link_may_go_down_at_any_moment(tmp_path: Path, when: str, connections: Connections | None) -> None:
     answers = over_a_link(tmp_path, 8.0, when, outage=timedelta(seconds=8), connections=connections)
-    print(answers)
     assert [error for _, error, _ in answers] == ["", "", ""]
     if when == "between steps":
         assert [outages for outages, _, _ in answers] == [1, 1, 1]
