@@ -7,7 +7,6 @@ from ldt.testing.models import (
     toy_loss,
     toy_microbatches,
     unsplit_step,
-    unsplit_training,
 )
 from ldt.testing.pool import RankError, RankPool
 from ldt.testing.slowness import allowed, in_time, paced
@@ -24,5 +23,4 @@ __all__ = [
     "toy_loss",
     "toy_microbatches",
     "unsplit_step",
-    "unsplit_training",
 ]

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 import ldt
-from ldt.testing import unsplit_training
+from ldt.testing.models import unsplit_training
 from ldt.topology import Topology
 
 TOPOLOGY = Topology([1, 1, 1])

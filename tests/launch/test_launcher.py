@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 import torch
 from launchers import both, describe, is_gone, kill_hard, launch, wait_for
 
-from ldt.testing import unsplit_training
+from ldt.testing.models import unsplit_training
 from ldt.topology import Topology
 
 STEPS, MICROBATCHES = 5, 3
