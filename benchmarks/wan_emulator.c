@@ -34,8 +34,10 @@ struct direction {
   // Set by the other side at any time.
   double rate, delay, loss, queue;  // bytes/s, s, share of packets, bytes
   uint64_t cut, no_syn;             // drop everything; drop what opens a connection
+  uint64_t only_udp;                // if not 0: drop and count as refused all but UDP from or to this port
   // Counted here.
   uint64_t bytes, packets, lost, overflowed, largest_backlog;  // bytes as on the wire, without framing
+  uint64_t refused;
 };
 
 struct packet {
@@ -115,6 +117,12 @@ static struct view view_of(uint8_t *frame, int length) {
 
 static bool opens_connection(const struct view *view) { return view->tcp && (view->tcp[13] & 0x12) == 0x02; }
 
+static bool is_udp_of(const struct view *view, uint64_t port) {
+  const uint8_t *udp = view->ip + view->ip_header;
+  bool is_udp = view->ip[0] >> 4 == 4 && view->ip[9] == IPPROTO_UDP && view->payload >= 8;
+  return is_udp && ((udp[0] << 8 | udp[1]) == (int)port || (udp[2] << 8 | udp[3]) == (int)port);
+}
+
 static uint32_t add_words(const uint8_t *bytes, int length, uint32_t sum) {
   for (int i = 0; i + 1 < length; i += 2) sum += bytes[i] << 8 | bytes[i + 1];
   return sum;
@@ -185,6 +193,11 @@ static void transmit(struct pipe_end *end, uint8_t *frame, int length, double ti
   struct view view = view_of(frame, length);
   if (shared->cut || (shared->no_syn && opens_connection(&view))) {
     shared->lost += view.packets;
+    put_frame(frame);
+    return;
+  }
+  if (shared->only_udp && !is_udp_of(&view, shared->only_udp)) {
+    shared->refused += view.packets;
     put_frame(frame);
     return;
   }

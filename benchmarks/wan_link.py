@@ -28,8 +28,9 @@ __all__ = ["Counters", "Link", "Settings", "check_wan", "wide_area_link"]
 SOURCE = Path(__file__).with_name("wan_emulator.c")
 ADDRESSES = ("10.88.0.1", "10.88.0.2")
 DEVICE, MTU = "wan0", 1500
-DIRECTION = struct.Struct("4d7Q")  # as in the emulator
-FIELDS = ("rate", "delay", "loss", "queue", "cut", "no_syn")
+DIRECTION = struct.Struct("4d9Q")  # as in the emulator
+FIELDS = ("rate", "delay", "loss", "queue", "cut", "no_syn", "only_udp")
+WHOLE = FIELDS[4:]
 # What Linux has by default on a machine with enough memory; a namespace starts with the host's.
 SYSCTLS = {
     "tcp_rmem": "4096 131072 6291456",
@@ -64,6 +65,7 @@ class Counters(NamedTuple):
     lost: int
     overflowed: int
     largest_backlog: int
+    refused: int
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ class Link:
         return Counters(*values[len(FIELDS) :])
 
     def set(self, direction: int, **values: float) -> None:
-        """Change ``rate``, ``delay``, ``loss``, ``queue``, ``cut`` or ``no_syn`` at any time."""
+        """Change ``rate``, ``delay``, ``loss``, ``queue``, ``cut``, ``no_syn`` or ``only_udp`` (a port) at any time."""
         with self._mapped() as shared:
             for name, value in values.items():
                 index = FIELDS.index(name)
-                number: float = int(value) if name in ("cut", "no_syn") else float(value)
-                code = "Q" if name in ("cut", "no_syn") else "d"
-                struct.pack_into(code, shared, direction * DIRECTION.size + 8 * index, number)
+                whole = name in WHOLE
+                number = int(value) if whole else float(value)
+                place = direction * DIRECTION.size + 8 * index
+                struct.pack_into("Q" if whole else "d", shared, place, number)
 
     @contextmanager
     def _mapped(self) -> Iterator[mmap.mmap]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "plan": ("ldt.cli.plan", "compare plans for your link and costs, draw and write the best"),
     "launch": ("ldt.cli.launch", "start this site's ranks of a job on two sites"),
+    "tunnel": ("ldt.cli.tunnel", "write this site's WireGuard file for a job on two sites"),
     "merge": ("ldt.cli.merge", "write a checkpoint of all stages as one safetensors file"),
     "doctor": ("ldt.cli.doctor", "show what is installed and built, and what is broken"),
 }

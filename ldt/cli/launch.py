@@ -55,9 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the ranks and return the exit status. Returns 2 and prints the error if the description is wrong."""
     try:
         description = read(arguments.file)
-        if arguments.site not in description.sites:
-            sites = ", ".join(description.sites)
-            raise LdtError(f"{arguments.file}: --site must be one of {sites}, got {arguments.site!r}")
+        description.check_site(arguments.site)
         if arguments.print_env is not None:
             index = None if arguments.print_env == _ALL else arguments.print_env
             print(exports(description, arguments.site, index))
@@ -84,9 +82,10 @@ def _check_host(description: Description, site: str) -> None:
     table, ranks = description.sites[site], len(description.ranks_of(site))
     interfaces = [name for _, name in socket.if_nameindex()]
     if table.interface not in interfaces:
+        remedy = ": bring the tunnel up first, with wg-quick up" if description.tunnel else ""
         raise LdtError(
             f"{description.path}: [sites.{site}] interface must be one of {', '.join(interfaces)}, "
-            f"got {table.interface!r}"
+            f"got {table.interface!r}{remedy}"
         )
     if table.device != "cpu":
         found = _devices(table.device)

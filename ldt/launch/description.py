@@ -7,6 +7,7 @@ the link's those of ``ldt.connect``.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -26,11 +27,14 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["ConnectOptions", "Description", "SiteTable", "read"]
+__all__ = ["ConnectOptions", "Description", "SiteTable", "TunnelTable", "read"]
 
 _MAX_BYTES = 1 << 20
 _ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_%-]{0,252}")
 _INTERFACE = re.compile(r"[^\s/]{1,64}")
+_WIREGUARD_INTERFACE = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
+_ENDPOINT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
+_MTU = range(1280, 65456)  # IPv6 needs the least, WireGuard adds 80
 _MAX_PORT = 65534  # the launchers use the next one
 _T = TypeVar("_T")
 
@@ -64,6 +68,14 @@ class ConnectOptions:
 
 
 @dataclass(frozen=True)
+class TunnelTable:
+    """The table ``[tunnel]``: WireGuard between two sites, whose addresses are those in it. The first stage's dials."""
+
+    endpoint: str  # host:port, UDP, at which the other site is dialled
+    mtu: int = 1420  # bytes of a packet in the tunnel: 80 fewer than outside
+
+
+@dataclass(frozen=True)
 class _TopologyTable:
     tp: list[int]
     dp: int = 1
@@ -79,6 +91,7 @@ class _Tables:
     sites: dict[str, dict[str, Any]]
     arguments: list[str] = field(default_factory=list)
     connect: dict[str, Any] = field(default_factory=dict)
+    tunnel: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class Description:
     topology: Topology
     sites: dict[str, SiteTable]
     connect: dict[str, Any]
+    tunnel: TunnelTable | None
     digests: dict[str, str]  # of each table, to compare with those of other sites
 
     @property
@@ -107,6 +121,11 @@ class Description:
     def site_of(self, rank: int) -> str:
         """The name of the site of ``rank``."""
         return str(self.topology.sites[self.topology.node_of(rank).stage])
+
+    def check_site(self, site: str) -> None:
+        """Raise LdtError unless ``site`` is one of the sites."""
+        if site not in self.sites:
+            raise LdtError(f"{self.path}: --site must be one of {', '.join(self.sites)}, got {site!r}")
 
     def ranks_of(self, site: str) -> list[int]:
         """The ranks of ``site``, in order: their local ranks are the indices."""
@@ -147,6 +166,7 @@ def _describe(path: Path, found: dict[str, Any]) -> Description:
         topology=topology,
         sites={name: sites[name] for name in stages},
         connect=_in_table("connect", lambda: fit_fields(tables.connect, ConnectOptions, "it")),
+        tunnel=None if tables.tunnel is None else _tunnel(tables.tunnel, sites),
         digests={name: _digest(value) for name, value in found.items()},
     )
 
@@ -169,6 +189,40 @@ def _site(name: str, table: dict[str, Any]) -> SiteTable:
         if is_wrong:
             raise ValueError(f"[{where}] {key} must be {expected}, got {quoted(getattr(site, key))}")
     return site
+
+
+def _tunnel(table: dict[str, Any], sites: dict[str, SiteTable]) -> TunnelTable:
+    tunnel = _in_table("tunnel", lambda: TunnelTable(**fit_fields(table, TunnelTable)))
+    match = _ENDPOINT.fullmatch(tunnel.endpoint)
+    if match is None or not 1 <= int(match[2]) <= 65535:
+        raise ValueError(
+            f'[tunnel] endpoint must be a host and a port, such as "203.0.113.7:51820", got {quoted(tunnel.endpoint)}'
+        )
+    if tunnel.mtu not in _MTU:
+        raise ValueError(f"[tunnel] mtu must be from {_MTU[0]} to {_MTU[-1]}, got {tunnel.mtu}")
+    if len(sites) != 2:
+        raise ValueError(f"[tunnel] joins two sites, got {', '.join(sorted(sites))}")
+    for name, site in sites.items():
+        if not _WIREGUARD_INTERFACE.fullmatch(site.interface):
+            raise ValueError(
+                f"[sites.{name}] interface must be a name that WireGuard can have, got {quoted(site.interface)}"
+            )
+    kinds = {name: _version(name, site.address) for name, site in sites.items()}
+    if len({site.address for site in sites.values()}) == 1 or len(set(kinds.values())) == 2:
+        raise ValueError(
+            "[sites]: in a tunnel the sites have different addresses, both IPv4 or both IPv6, got "
+            + " and ".join(site.address for site in sites.values())
+        )
+    return tunnel
+
+
+def _version(name: str, address: str) -> int:
+    try:
+        return ipaddress.ip_address(address).version
+    except ValueError:
+        raise ValueError(
+            f"[sites.{name}] address must be an IP address where there is a [tunnel], got {quoted(address)}"
+        ) from None
 
 
 def _in_table(name: str, make: Callable[[], _T]) -> _T:

@@ -32,6 +32,7 @@ ELSEWHERE = [
     ("docs/start/hosts.md", "ldt.Job", "tests/docs/test_two_hosts.py"),
     ("docs/start/clusters.md", "cloud.sbatch", "tests/launch/test_print_env.py"),
     ("docs/start/clusters.md", "cloud.yaml", "tests/launch/test_print_env.py"),
+    ("docs/guides/two_sites.md", "[tunnel]", "tests/launch/test_tunnel.py"),
     ("docs/reliability.md", "PrefixStore", "tests/docs/test_two_hosts.py"),
     ("docs/security.md", "openssl", "tests/security/test_tls.py"),
     ("docs/security.md", "GLOO_DEVICE_TRANSPORT", "tests/security/test_tls.py"),

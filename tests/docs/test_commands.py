@@ -85,12 +85,19 @@ def check_torchrun(words: list[str]) -> None:
     check_script(words)
 
 
+def check_wg_quick(words: list[str]) -> None:
+    """It brings up the tunnel of a file; test_tunnel.py does."""
+    assert words[1] == "up", words
+    assert words[2].endswith(".conf"), words
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make ": check_make,
     "pip install ": check_pip,
     "python -m ldt ": check_ldt,
     "python benchmarks/": check_script,
     "torchrun ": check_torchrun,
+    "wg-quick ": check_wg_quick,
 }
 
 

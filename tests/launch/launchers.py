@@ -1,4 +1,4 @@
-"""Launchers of both sites on this host, each forked from a process that has imported torch already."""
+"""Launchers of both sites on this host or in namespaces, each forked from a process that has imported torch already."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def two_free_ports() -> int:
 class Launcher:
     """``python -m ldt launch FILE --site SITE OPTION ...`` in a process of its own."""
 
-    def __init__(self, file: Path, site: str, *options: str) -> None:
+    def __init__(self, file: Path, site: str, *options: str, place: Any = None) -> None:
         self.log = file.parent / f"{site}-{time.monotonic_ns()}.txt"
         self.process: Any = fork_context().Process(
-            target=_main, args=(["launch", str(file), "--site", site, *options], str(self.log))
+            target=_main, args=(["launch", str(file), "--site", site, *options], str(self.log), place)
         )
         self.process.start()
 
@@ -77,7 +77,9 @@ class Launcher:
         return int(self.process.exitcode)
 
 
-def _main(arguments: list[str], log: str) -> None:
+def _main(arguments: list[str], log: str, place: Any) -> None:
+    if place is not None:
+        place.enter()
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
         stream.flush()
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
@@ -85,9 +87,9 @@ def _main(arguments: list[str], log: str) -> None:
 
 
 @contextmanager
-def launch(file: Path, site: str, *options: str) -> Iterator[Launcher]:
-    """A launcher that is killed at the end, if it has not ended."""
-    launcher = Launcher(file, site, *options)
+def launch(file: Path, site: str, *options: str, place: Any = None) -> Iterator[Launcher]:
+    """A launcher that is killed at the end, if it has not ended. ``place`` has its network namespace."""
+    launcher = Launcher(file, site, *options, place=place)
     try:
         yield launcher
     finally:

@@ -12,7 +12,7 @@ import pytest
 
 import ldt
 from ldt.cli import main
-from ldt.launch.description import ConnectOptions, read
+from ldt.launch.description import ConnectOptions, TunnelTable, read
 from ldt.launch.job import _arguments
 
 JOB = """
@@ -98,6 +98,69 @@ def test_errors(tmp_path: Path, old: str, new: str, error: str, capsys: pytest.C
     assert error in str(raised.value)
     assert main(["launch", f"{tmp_path}/job.toml", "--site", "cloud"]) == 2
     assert error in capsys.readouterr().err
+
+
+TUNNEL = 'endpoint = "cloud.example.org:51820"'
+
+
+def test_a_tunnel(tmp_path: Path) -> None:
+    assert described(tmp_path, JOB).tunnel is None
+    assert described(tmp_path, f"{JOB}[tunnel]\n{TUNNEL}").tunnel == TunnelTable(
+        "cloud.example.org:51820", 1420
+    )
+    six = JOB.replace("10.0.0.", "fd00::") + '[tunnel]\nmtu = 1280\nendpoint = "[2001:db8::7]:51820"'
+    assert described(tmp_path, six).tunnel == TunnelTable("[2001:db8::7]:51820", 1280)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tunnel", "error"),
+    [
+        ("", "", "", "[tunnel] it lacks 'endpoint'"),
+        ("", "", "endpoint = 51820", "[tunnel] endpoint is another number, expected a text"),
+        ("", "", f"{TUNNEL}\nmtu = 1000", "[tunnel] mtu must be from 1280 to 65455, got 1000"),
+        ("", "", f"{TUNNEL}\nkey = 'x'", "[tunnel] it has a field 'key'"),
+        *(
+            ("", "", f"endpoint = {endpoint!r}", "[tunnel] endpoint must be a host and a port, such as ")
+            for endpoint in ("cloud", "cloud:0", "cloud:70000", "a\tb:1", "2001:db8::7:51820", "a:51820 ")
+        ),
+        (
+            '"wg0"',
+            '"a-very-long-name"',
+            TUNNEL,
+            "[sites.cloud] interface must be a name that WireGuard can have",
+        ),
+        (
+            "10.0.0.1",
+            "edge.example.org",
+            TUNNEL,
+            "[sites.office] address must be an IP address where there is",
+        ),
+        (
+            "10.0.0.1",
+            "10.0.0.2",
+            TUNNEL,
+            "[sites]: in a tunnel the sites have different addresses, both IPv4 or",
+        ),
+        (
+            "10.0.0.1",
+            "fd00::1",
+            TUNNEL,
+            "[sites]: in a tunnel the sites have different addresses, both IPv4 or",
+        ),
+        (
+            '"cloud", "cloud"]',
+            '"cloud", "west"]\n[sites.west]\naddress = "10.0.0.3"\ninterface = "wg0"',
+            TUNNEL,
+            "[tunnel] joins two sites, got cloud, office, west",
+        ),
+    ],
+)
+def test_errors_of_a_tunnel(tmp_path: Path, old: str, new: str, tunnel: str, error: str) -> None:
+    assert old in JOB
+    with pytest.raises(ldt.LdtError) as raised:
+        described(tmp_path, f"{JOB.replace(old, new, 1)}[tunnel]\n{tunnel}")
+    assert str(raised.value).startswith(f"{tmp_path}/job.toml: ")
+    assert error in str(raised.value)
 
 
 def test_a_large_file_and_a_missing_one_are_refused(tmp_path: Path) -> None:
