@@ -45,6 +45,7 @@ LONGEST = (  # files, by the time that each takes
     "train/test_checkpoint_resume.py",
     "runtime/health/test_broken_groups.py",
     "launch/test_launcher.py",
+    "launch/test_tunnel.py",
     "runtime/comm/test_sharded_hops.py",
     "cli/test_plan_command.py",
     "examples/test_finetune_hf.py",
