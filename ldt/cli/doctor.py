@@ -1,4 +1,4 @@
-"""Shows what is installed and built, and what is broken, with a remedy for each problem."""
+"""Shows what is installed and built, and what is broken, with remedies; or tests the link between two sites."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from typing import Any, NamedTuple
 
 import ldt
 from ldt import _torch_abi
+from ldt.cli.units import limit
+from ldt.errors import LdtError
+from ldt.launch.description import read
 
 BACKENDS = ("gloo", "nccl", "hccl", "mpi", "ucc")
 OPTIONAL = {
@@ -41,11 +44,28 @@ class Finding(NamedTuple):
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """This command has no arguments."""
+    """Add this command's arguments."""
+    parser.epilog = "for a link: --link job.toml --site edge, and at the same time --site cloud on the other host"
+    parser.add_argument(
+        "--link",
+        type=Path,
+        metavar="FILE",
+        help="test the link of that description, together with the other site",
+    )
+    parser.add_argument("--site", help="which of its sites this host is")
+    parser.add_argument(
+        "--timeout",
+        type=limit,
+        default=60.0,
+        metavar="SECONDS",
+        help="how long to wait for the other site (default: 60)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report. Returns 1 if something is broken, otherwise 0."""
+    """Print the report. Returns 1 if something is broken, 2 for a wrong description, otherwise 0."""
+    if arguments.link is not None:
+        return _run_link(arguments)
     findings = examine()
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -56,6 +76,33 @@ def run(arguments: argparse.Namespace) -> int:
     if not broken:
         print("\nNothing is broken.")
     return 1 if broken else 0
+
+
+def _run_link(arguments: argparse.Namespace) -> int:
+    try:
+        description = read(arguments.link)
+        description.check_site(arguments.site)
+    except LdtError as error:
+        print(f"python -m ldt doctor: {error}", file=sys.stderr)
+        return 2
+    from ldt.cli.link_check import check_link
+
+    try:
+        report = check_link(description, arguments.site, arguments.timeout)
+    except LdtError as error:
+        print(f"problem: {error}")
+        return 1
+    rows, problems = list(report.rows()), list(report.problems())
+    width = max(len(subject) for subject, _ in rows)
+    for subject, value in rows:
+        print(f"{subject:<{width}}  {value}")
+    for problem, remedy in problems:
+        print(f"\nproblem: {problem}\n remedy: {remedy}")
+    for sentence in report.advice():
+        print(f"\nfaster: {sentence}")
+    if not problems:
+        print("\nThe link has what a job needs.")
+    return 1 if problems else 0
 
 
 def examine() -> list[Finding]:

@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+from ldt.cli.units import limit
 from ldt.errors import LdtError
 from ldt.launch.description import Description, read
 from ldt.launch.environment import exports
@@ -29,14 +30,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grace",
-        type=_seconds,
+        type=limit,
         default=10.0,
         metavar="SECONDS",
         help="from a failure or signal until ranks get SIGTERM, and from that to SIGKILL (default: 10)",
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=limit,
         default=600.0,
         metavar="SECONDS",
         help="how long to wait for the launchers of other sites (default: 600)",
@@ -109,11 +110,4 @@ def _number(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text}")
-    return value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text}")
     return value

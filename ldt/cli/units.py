@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["bandwidth", "nbytes", "one_or_more", "seconds"]
+__all__ = ["bandwidth", "limit", "nbytes", "one_or_more", "seconds"]
 
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -21,6 +21,17 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)((?:e[+-]?[0-9]+)?)\s*([^
 def seconds(text: str) -> float:
     """Parse "20ms", "1.5 s" or "300us" into seconds. A number other than 0 needs a unit."""
     return _quantity(text, _SECONDS, "a time", "20ms")
+
+
+def limit(text: str) -> float:
+    """Parse a number of seconds above 0, without a unit."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"expected seconds, more than 0, got {text!r}")
+    return value
 
 
 def bandwidth(text: str) -> float:

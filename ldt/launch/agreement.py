@@ -93,13 +93,7 @@ class Agreement:
             raise LdtError(
                 f"what the launcher of {other} says of its description is wrong: {error}"
             ) from error
-        ours = self._description.digests
-        differing = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-        if differing:
-            raise LdtError(
-                f"{self._description.path}: {_line(', '.join(differing).encode())} must be the same on all sites, "
-                f"but differs at {other}: copy one file to both"
-            )
+        self._description.check_same(other, theirs)
 
     # -- attempts ----------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from ldt.errors import LdtError, TopologyError
 from ldt.schema import fit_fields
 from ldt.topology import Topology
-from ldt.untrusted import quoted, read_file
+from ldt.untrusted import plain, quoted, read_file
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -30,6 +30,7 @@ else:
 __all__ = ["ConnectOptions", "Description", "SiteTable", "TunnelTable", "read"]
 
 _MAX_BYTES = 1 << 20
+_MAX_SHOWN = 300
 _ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_%-]{0,252}")
 _INTERFACE = re.compile(r"[^\s/]{1,64}")
 _WIREGUARD_INTERFACE = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
@@ -126,6 +127,16 @@ class Description:
         """Raise LdtError unless ``site`` is one of the sites."""
         if site not in self.sites:
             raise LdtError(f"{self.path}: --site must be one of {', '.join(self.sites)}, got {site!r}")
+
+    def check_same(self, other: str, digests: dict[str, str]) -> None:
+        """Raise LdtError that names the tables that are not those of ``other``, which sent its ``digests``."""
+        names = sorted({*self.digests, *digests})
+        differing = ", ".join(name for name in names if self.digests.get(name) != digests.get(name))
+        if differing:
+            shown = " ".join(plain(differing, _MAX_SHOWN).split())
+            raise LdtError(
+                f"{self.path}: {shown} must be the same on all sites, but differs at {other}: copy one file to both"
+            )
 
     def ranks_of(self, site: str) -> list[int]:
         """The ranks of ``site``, in order: their local ranks are the indices."""

@@ -16,7 +16,17 @@ from ldt.cli import main
 from ldt.testing import allowed
 from ldt.testing.pool import fork_context
 
-__all__ = ["Launcher", "both", "describe", "is_gone", "kill_hard", "launch", "two_free_ports", "wait_for"]
+__all__ = [
+    "Command",
+    "Launcher",
+    "both",
+    "describe",
+    "is_gone",
+    "kill_hard",
+    "launch",
+    "two_free_ports",
+    "wait_for",
+]
 
 SECONDS = 60.0
 
@@ -52,14 +62,12 @@ def two_free_ports() -> int:
                 return port
 
 
-class Launcher:
-    """``python -m ldt launch FILE --site SITE OPTION ...`` in a process of its own."""
+class Command:
+    """``python -m ldt`` with some arguments in a process of its own. ``place`` has its network namespace."""
 
-    def __init__(self, file: Path, site: str, *options: str, place: Any = None) -> None:
-        self.log = file.parent / f"{site}-{time.monotonic_ns()}.txt"
-        self.process: Any = fork_context().Process(
-            target=_main, args=(["launch", str(file), "--site", site, *options], str(self.log), place)
-        )
+    def __init__(self, arguments: Sequence[str], log: Path, place: Any = None) -> None:
+        self.log = log
+        self.process: Any = fork_context().Process(target=_main, args=(list(arguments), str(log), place))
         self.process.start()
 
     @property
@@ -75,6 +83,14 @@ class Launcher:
         self.process.join(allowed(SECONDS))
         assert self.process.exitcode is not None, f"still running:\n{self.text}"
         return int(self.process.exitcode)
+
+
+class Launcher(Command):
+    """``python -m ldt launch FILE --site SITE OPTION ...``."""
+
+    def __init__(self, file: Path, site: str, *options: str, place: Any = None) -> None:
+        log = file.parent / f"{site}-{time.monotonic_ns()}.txt"
+        super().__init__(["launch", str(file), "--site", site, *options], log, place)
 
 
 def _main(arguments: list[str], log: str, place: Any) -> None:
