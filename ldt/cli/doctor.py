@@ -45,7 +45,9 @@ class Finding(NamedTuple):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
-    parser.epilog = "for a link: --link job.toml --site edge, and at the same time --site cloud on the other host"
+    parser.epilog = (
+        "for a link: --link job.toml --site edge, and at the same time --site cloud on the other host"
+    )
     parser.add_argument(
         "--link",
         type=Path,
