@@ -39,7 +39,7 @@ class Lane:
         device: torch.device = ...,
         chunk_bytes: int | None = None,
         timeout: timedelta | float = ...,
-        transport: NcclCommunicators | IpcLinks | SocketLinks | None = None,
+        transport: NcclCommunicators | CopyEngineLinks | SocketLinks | None = None,
     ) -> None: ...
     @property
     def name(self) -> str: ...
@@ -105,14 +105,20 @@ class IpcPool:
 
     def __init__(self, device: torch.device) -> None: ...
 
-class IpcReceiver:
+class ReceivingEnd:
+    """What a copy engine lane receives from."""
+
+class SendingEnd:
+    """What a copy engine lane sends to."""
+
+class IpcReceiver(ReceivingEnd):
     """The receiving end of an IPC link into ``memory``."""
 
     def __init__(self, memory: IpcPool) -> None: ...
     def offer(self) -> str:
         """Return the line of text that the IpcSender of the other process connects to."""
 
-class IpcSender:
+class IpcSender(SendingEnd):
     """The sending end of an IPC link. Raises LaneError if ``offer`` cannot be used: other host, no access.
 
     The other end may read tensors in ``memory`` directly.
@@ -120,13 +126,26 @@ class IpcSender:
 
     def __init__(self, device: torch.device, offer: str, memory: IpcPool | None = None) -> None: ...
 
+class HostReceiver(ReceivingEnd):
+    """The receiving end of a host link: pinned memory and ``link``, where ``lane`` is the lane's number.
+
+    Raises LaneError: no usable copy engine.
+    """
+
+    def __init__(self, device: torch.device, link: SocketLink, lane: int) -> None: ...
+
+class HostSender(SendingEnd):
+    """The sending end of a host link. See HostReceiver."""
+
+    def __init__(self, device: torch.device, link: SocketLink, lane: int) -> None: ...
+
 class IsolatedStream:
     """A stream for a lane that shares no hardware queue with compute. Raises LaneError if there is none."""
 
     def __init__(self, device: torch.device) -> None: ...
 
-class IpcLinks:
-    """A transport that uses the copy engine: the lane's ends of IPC links on this rank, by peer.
+class CopyEngineLinks:
+    """A transport that uses the copy engine: the lane's ends of IPC links and host links on this rank, by peer.
 
     Inside a stage, its ranks forward what was received along a chain: from ``from_stage`` to ``to_stage``.
     """
@@ -136,10 +155,10 @@ class IpcLinks:
         *,
         stream: IsolatedStream,
         memory: IpcPool | None,
-        senders: Mapping[int, IpcSender],
-        receivers: Mapping[int, IpcReceiver],
-        from_stage: IpcReceiver | None,
-        to_stage: IpcSender | None,
+        senders: Mapping[int, SendingEnd],
+        receivers: Mapping[int, ReceivingEnd],
+        from_stage: ReceivingEnd | None,
+        to_stage: SendingEnd | None,
     ) -> None: ...
 
 def is_memory_own(tensors: Sequence[torch.Tensor | None]) -> bool:

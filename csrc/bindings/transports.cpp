@@ -4,6 +4,10 @@
 #include "bindings/bindings.h"
 #include "bindings/timeout.h"
 #include "common/timeout.h"
+#include "copy_engine/receiver.h"
+#include "copy_engine/sender.h"
+#include "host_links/host_receiver.h"
+#include "host_links/host_sender.h"
 #include "transports/nccl_library.h"
 #include "transports/transport_choice.h"
 
@@ -45,22 +49,31 @@ void bind_transports(py::module_& module) {
              return std::make_shared<IpcPool>(device, require_copy_engine(device));
            }),
            py::arg("device"));
-  py::class_<IpcReceiver, std::shared_ptr<IpcReceiver>>(module, "IpcReceiver")
+  py::class_<ReceivingEnd, std::shared_ptr<ReceivingEnd>>(module, "ReceivingEnd");
+  py::class_<SendingEnd, std::shared_ptr<SendingEnd>>(module, "SendingEnd");
+  py::class_<IpcReceiver, ReceivingEnd, std::shared_ptr<IpcReceiver>>(module, "IpcReceiver")
       .def(py::init<std::shared_ptr<IpcPool>>(), py::arg("memory"))
       .def("offer", &IpcReceiver::offer);
-  py::class_<IpcSender, std::shared_ptr<IpcSender>>(module, "IpcSender")
+  py::class_<IpcSender, SendingEnd, std::shared_ptr<IpcSender>>(module, "IpcSender")
       .def(py::init<c10::Device, const std::string&, std::shared_ptr<IpcPool>>(), py::arg("device"),
            py::arg("offer"), py::arg("memory") = py::none());
+  py::class_<HostReceiver, ReceivingEnd, std::shared_ptr<HostReceiver>>(module, "HostReceiver")
+      .def(py::init<c10::Device, std::shared_ptr<SocketLink>, uint32_t>(), py::arg("device"),
+           py::arg("link"), py::arg("lane"), py::call_guard<py::gil_scoped_release>());
+  py::class_<HostSender, SendingEnd, std::shared_ptr<HostSender>>(module, "HostSender")
+      .def(py::init<c10::Device, std::shared_ptr<SocketLink>, uint32_t>(), py::arg("device"),
+           py::arg("link"), py::arg("lane"), py::call_guard<py::gil_scoped_release>());
   py::class_<IsolatedStream, std::shared_ptr<IsolatedStream>>(module, "IsolatedStream")
       .def(py::init<c10::Device>(), py::arg("device"));
-  py::class_<IpcLinks>(module, "IpcLinks")
+  py::class_<CopyEngineLinks>(module, "CopyEngineLinks")
       .def(py::init([](std::shared_ptr<IsolatedStream> stream, std::shared_ptr<IpcPool> memory,
-                       std::map<int, std::shared_ptr<IpcSender>> senders,
-                       std::map<int, std::shared_ptr<IpcReceiver>> receivers,
-                       std::shared_ptr<IpcReceiver> from_stage,
-                       std::shared_ptr<IpcSender> to_stage) {
-             return IpcLinks{std::move(stream),    std::move(memory),     std::move(senders),
-                             std::move(receivers), std::move(from_stage), std::move(to_stage)};
+                       std::map<int, std::shared_ptr<SendingEnd>> senders,
+                       std::map<int, std::shared_ptr<ReceivingEnd>> receivers,
+                       std::shared_ptr<ReceivingEnd> from_stage,
+                       std::shared_ptr<SendingEnd> to_stage) {
+             return CopyEngineLinks{std::move(stream),     std::move(memory),
+                                    std::move(senders),    std::move(receivers),
+                                    std::move(from_stage), std::move(to_stage)};
            }),
            py::kw_only(), py::arg("stream"), py::arg("memory").none(true), py::arg("senders"),
            py::arg("receivers"), py::arg("from_stage").none(true), py::arg("to_stage").none(true));

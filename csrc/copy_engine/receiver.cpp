@@ -98,7 +98,8 @@ void IpcReceiver::await_bounced(const c10::Stream& stream, int64_t wanted) {
   }
 }
 
-std::shared_ptr<const Event> IpcReceiver::arrived() const {
+std::shared_ptr<const Event> IpcReceiver::arrival() const {
+  if (protocol_ != MessageRing::Protocol::kPosted) return nullptr;
   return std::make_shared<FlagEvent>(engine_, ring_, (*ring_)->arrived, arrived_);
 }
 

@@ -3,14 +3,12 @@
 
 #include <string>
 
-#include "common/event.h"
 #include "copy_engine/ipc_memory_table.h"
+#include "copy_engine/link_end.h"
 
 namespace ldt {
 
-/// Receives messages of one tensor each, in the order of begin(). Enqueues on the stream that is
-/// passed.
-class IpcReceiver {
+class IpcReceiver final : public ReceivingEnd {
  public:
   /// `memory` provides the bounce slots and the targets that the sender may write to. Throws
   /// LaneError if the device has no usable copy engine.
@@ -19,31 +17,14 @@ class IpcReceiver {
   /// What the IpcSender of the other process connects to, in one line.
   std::string offer() const;
 
-  struct Target {
-    char* address = nullptr;
-    int64_t bytes = 0;
-    bool may_post = false;  // nothing but work on `stream` precedes a write to it
-    bool is_free = false;   // no enqueued work uses it
-  };
-  /// Starts the next message. await() can wait for each piece of `piece_bytes`.
   void begin(const c10::Stream& stream, const Target& target, int64_t piece_bytes,
-             std::chrono::milliseconds timeout);
-  /// Makes `stream` wait until the next `bytes` of the message are in the target.
-  void await(const c10::Stream& stream, int64_t bytes);
-  /// Whether the sender writes the whole message to the target, with nothing enqueued here.
-  bool is_one_sided() const { return protocol_ == MessageRing::Protocol::kPosted; }
-  /// The number of messages that took the bounce slots so far.
-  int64_t bounced() const { return bounced_.load(); }
-  /// Done when the whole message is in the target.
-  std::shared_ptr<const Event> arrived() const;
-
-  /// An upper bound of the operations enqueued so far.
-  int64_t enqueued() const { return enqueued_; }
-
-  /// After a failure: blocks all waits of the other end, as the data that follows is invalid.
-  void hold();
-  /// Then: ends all waits of this end, for good.
-  void release();
+             std::chrono::milliseconds timeout) override;
+  void await(const c10::Stream& stream, int64_t bytes) override;
+  std::shared_ptr<const Event> arrival() const override;
+  int64_t bounced() const override { return bounced_.load(); }
+  int64_t enqueued() const override { return enqueued_; }
+  void hold() override;
+  void release() override;
 
  private:
   void await_posted(const c10::Stream& stream, int64_t wanted);

@@ -4,41 +4,25 @@
 #include <optional>
 #include <string>
 
-#include "common/event.h"
 #include "copy_engine/ipc_memory_table.h"
+#include "copy_engine/link_end.h"
 
 namespace ldt {
 
-/// Sends messages of one tensor each, in the order of begin(). Enqueues on the stream that is
-/// passed.
-class IpcSender {
+class IpcSender final : public SendingEnd {
  public:
   /// `offer` is the IpcReceiver's. The other end may read sources in `memory`, if given, instead of
   /// having them copied. Throws LaneError that says why the other end's memory cannot be used.
   IpcSender(c10::Device device, const std::string& offer, std::shared_ptr<IpcPool> memory);
 
-  struct Source {
-    const char* address = nullptr;
-    int64_t bytes = 0;
-    int64_t piece_bytes = 0;  // of each push()
-    bool may_offer = false;   // nothing writes to it before taken()
-  };
-  /// Starts the next message.
-  void begin(const c10::Stream& stream, const Source& source, std::chrono::milliseconds timeout);
-  /// Sends the next `bytes` of the message, which earlier work on `stream` has written.
-  void push(const c10::Stream& stream, int64_t bytes);
-  /// Done when all pushed bytes have been copied.
-  std::shared_ptr<const Event> sent() const;
-  /// Done when the other end has read all messages that it reads from here; null if there are none.
-  std::shared_ptr<const Event> taken() const;
-
-  /// An upper bound of the operations enqueued so far.
-  int64_t enqueued() const { return enqueued_; }
-
-  /// After a failure: blocks all waits of the other end, as the data that follows is invalid.
-  void hold();
-  /// Then: ends all waits of this end, for good.
-  void release();
+  void begin(const c10::Stream& stream, const Source& source,
+             std::chrono::milliseconds timeout) override;
+  void push(const c10::Stream& stream, int64_t bytes) override;
+  std::shared_ptr<const Event> sent() const override;
+  std::shared_ptr<const Event> taken() const override;
+  int64_t enqueued() const override { return enqueued_; }
+  void hold() override;
+  void release() override;
 
  private:
   void copy(const c10::Stream& stream, int64_t bytes);

@@ -17,7 +17,7 @@ constexpr int64_t kStreamChunkBytes = int64_t{16} << 20;
 
 std::unique_ptr<Transport> make_transport(const LaneConfig& config, const LaneOptions& options,
                                           const std::shared_ptr<GroupComm>& comm) {
-  if (const auto* links = std::get_if<IpcLinks>(&config.transport)) {
+  if (const auto* links = std::get_if<CopyEngineLinks>(&config.transport)) {
     const int hops = config.stage ? config.stage->getSize() - 1 : 0;
     return std::make_unique<CopyEngineTransport>(*links, hops, options.chunk_bytes,
                                                  options.timeout);

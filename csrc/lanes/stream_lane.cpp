@@ -199,6 +199,9 @@ bool StreamLane::drain(std::chrono::milliseconds timeout) noexcept {
 
 // Retires nothing: that would free memory on this thread's current stream.
 std::string StreamLane::overdue() {
+  if (const auto failure = transport_->failure(); !failure.empty()) {
+    return c10::str("lane ", options_.name, ": ", failure);
+  }
   if (transport_->has_own_timeout()) return {};
   const auto now = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(mutex_);

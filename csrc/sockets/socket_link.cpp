@@ -81,11 +81,15 @@ SocketLink::~SocketLink() {
   ::close(events_);
 }
 
-SocketLink::Work SocketLink::issue(c10d::OpType type, uint32_t lane, const at::Tensor& bytes) {
+SocketLink::Work SocketLink::issue(c10d::OpType type, uint32_t lane, const at::Tensor& bytes,
+                                   SocketWork::Done on_done) {
   process_.check(options_.name);
-  auto work = c10::make_intrusive<SocketWork>(type, [weak = weak_from_this()] {
-    if (const auto link = weak.lock()) link->abort("a message was aborted");
-  });
+  auto work = c10::make_intrusive<SocketWork>(
+      type,
+      [weak = weak_from_this()] {
+        if (const auto link = weak.lock()) link->abort("a message was aborted");
+      },
+      std::move(on_done));
   c10::intrusive_ptr<SocketWork> done;
   bool in_vain = false;
   {
@@ -108,12 +112,13 @@ SocketLink::Work SocketLink::issue(c10d::OpType type, uint32_t lane, const at::T
   return work;
 }
 
-SocketLink::Work SocketLink::send(uint32_t lane, const at::Tensor& bytes) {
-  return issue(c10d::OpType::SEND, lane, bytes);
+SocketLink::Work SocketLink::send(uint32_t lane, const at::Tensor& bytes, SocketWork::Done done) {
+  return issue(c10d::OpType::SEND, lane, bytes, std::move(done));
 }
 
-SocketLink::Work SocketLink::receive(uint32_t lane, const at::Tensor& bytes) {
-  return issue(c10d::OpType::RECV, lane, bytes);
+SocketLink::Work SocketLink::receive(uint32_t lane, const at::Tensor& bytes,
+                                     SocketWork::Done done) {
+  return issue(c10d::OpType::RECV, lane, bytes, std::move(done));
 }
 
 void SocketLink::wake() {

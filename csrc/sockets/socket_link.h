@@ -33,9 +33,9 @@ class SocketLink : public std::enable_shared_from_this<SocketLink> {
   ~SocketLink();
   SocketLink(const SocketLink&) = delete;
 
-  /// `bytes` is contiguous host memory; it is kept until the work is done.
-  Work send(uint32_t lane, const at::Tensor& bytes);
-  Work receive(uint32_t lane, const at::Tensor& bytes);
+  /// `bytes` is contiguous host memory; it is kept until the work is done. `done`: see SocketWork.
+  Work send(uint32_t lane, const at::Tensor& bytes, SocketWork::Done done = nullptr);
+  Work receive(uint32_t lane, const at::Tensor& bytes, SocketWork::Done done = nullptr);
 
   /// Sends what is pending, tells the other end that nothing follows, and waits until it has said
   /// so, too. Fails what is left at the deadline. Idempotent.
@@ -47,7 +47,7 @@ class SocketLink : public std::enable_shared_from_this<SocketLink> {
   struct Connection;
 
   SocketLink(std::vector<int> sockets, SocketLinkOptions options);
-  Work issue(c10d::OpType type, uint32_t lane, const at::Tensor& bytes);
+  Work issue(c10d::OpType type, uint32_t lane, const at::Tensor& bytes, SocketWork::Done done);
   void wake();
   void run();
   void fail(const std::string& reason);

@@ -4,7 +4,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <functional>
-#include <string>
+#include <utility>
 
 namespace ldt {
 
@@ -12,17 +12,24 @@ namespace ldt {
 /// back.
 class SocketWork final : public c10d::Work {
  public:
-  SocketWork(c10d::OpType type, std::function<void()> abort)
-      : Work(-1, type), abort_(std::move(abort)) {}
+  using Done = std::function<void(const std::exception_ptr& error)>;
+
+  /// `done`, if there is one, is called once, on the thread that completes the work.
+  SocketWork(c10d::OpType type, std::function<void()> abort, Done done)
+      : Work(-1, type), abort_(std::move(abort)), done_(std::move(done)) {}
 
   /// Throws LaneError when the timeout expires, and the link's error.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override {}
   void abort() override { abort_(); }
-  void complete(const std::exception_ptr& error) { finish(error); }
+  void complete(const std::exception_ptr& error) {
+    finish(error);
+    if (const auto done = std::exchange(done_, nullptr)) done(error);
+  }
 
  private:
   const std::function<void()> abort_;
+  Done done_;
 };
 
 }  // namespace ldt

@@ -34,9 +34,10 @@ ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const Mess
                                            bool broadcasts) {
   auto& from = links_.from_stage ? *links_.from_stage : link_for(links_.receivers, peer, "from");
   auto* const to = broadcasts ? links_.to_stage.get() : nullptr;
+  std::shared_ptr<const Event> arrival;
   bool one_sided = to == nullptr;
   for (const auto& [data, first] : message.transfers()) {
-    const IpcReceiver::Target target{
+    const ReceivingEnd::Target target{
         static_cast<char*>(data.mutable_data_ptr()), static_cast<int64_t>(data.nbytes()),
         claims[first] != ReceivePool::Claim::kForeign, claims[first] == ReceivePool::Claim::kFree};
     if (to != nullptr) {
@@ -44,16 +45,21 @@ ReceiveEvents CopyEngineTransport::receive(const c10::Stream& stream, const Mess
       continue;
     }
     from.begin(stream, target, target.bytes, timeout_);
-    if (!from.is_one_sided()) from.await(stream, target.bytes);
-    one_sided = one_sided && from.is_one_sided();
+    const auto event = from.arrival();
+    if (event) {
+      arrival = event;  // after those of earlier tensors
+    } else {
+      from.await(stream, target.bytes);
+      one_sided = false;
+    }
   }
-  if (one_sided) return {from.arrived(), nullptr};
-  from.arrived()->block(stream);  // for the one-sided ones among several
+  if (one_sided) return {arrival, nullptr};
+  if (arrival) arrival->block(stream);
   return {nullptr, to == nullptr ? nullptr : to->taken()};
 }
 
-void CopyEngineTransport::forward(const c10::Stream& stream, const IpcReceiver::Target& target,
-                                  IpcReceiver& from, IpcSender& to) {
+void CopyEngineTransport::forward(const c10::Stream& stream, const ReceivingEnd::Target& target,
+                                  ReceivingEnd& from, SendingEnd& to) {
   const auto piece = piece_bytes(target.bytes, hops_, chunk_bytes_);
   from.begin(stream, target, piece, timeout_);
   // A block of the pool is not written to again before the events that receive() returns.
@@ -70,6 +76,14 @@ int64_t CopyEngineTransport::bounced() const {
   return count;
 }
 
+std::string CopyEngineTransport::failure() const {
+  std::string first;
+  for_each_link([&](const auto& link) {
+    if (first.empty()) first = link.failure();
+  });
+  return first;
+}
+
 int64_t CopyEngineTransport::enqueued() const {
   int64_t count = 0;
   for_each_link([&](const auto& link) { count += link.enqueued(); });
@@ -80,6 +94,11 @@ int64_t CopyEngineTransport::enqueued() const {
 void CopyEngineTransport::abort() {
   for_each_link([](auto& link) { link.hold(); });
   for_each_link([](auto& link) { link.release(); });
+}
+
+void CopyEngineTransport::release() {
+  for_each_link([](auto& link) { link.flush(); });
+  links_.stream->release();
 }
 
 template <typename Step>

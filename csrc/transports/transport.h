@@ -4,6 +4,7 @@
 #include <c10/core/Stream.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "common/event.h"
@@ -47,6 +48,8 @@ class Transport {
   virtual ReceivePool::Allocate allocator() { return nullptr; }
   /// The number of tensors received with an extra copy, as the sender's host came first.
   virtual int64_t bounced() const { return 0; }
+  /// Why nothing moves any more, where no work tells; empty if it does.
+  virtual std::string failure() const { return {}; }
   /// Whether the backend itself times transfers out.
   virtual bool has_own_timeout() const = 0;
 };

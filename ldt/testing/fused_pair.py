@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ldt._C import (
-    IpcLinks,
+    CopyEngineLinks,
     IpcPool,
     IpcReceiver,
     IpcSender,
@@ -94,7 +94,7 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
     mine = memory if me == LEADER else None
     sender = _all_or_none(exchange, lambda: IpcSender(device, offers[1 - me], mine))
 
-    def links(**ends: Any) -> IpcLinks:
+    def links(**ends: Any) -> CopyEngineLinks:
         none: dict[str, Any] = {
             "stream": IsolatedStream(device),
             "memory": None,
@@ -103,7 +103,7 @@ def _of_copy_engine(device: torch.device, p2p: dist.ProcessGroup, stage: dist.Pr
             "from_stage": None,
             "to_stage": None,
         }
-        return IpcLinks(**{**none, **ends})
+        return CopyEngineLinks(**{**none, **ends})
 
     if me == SENDER:
         return links(senders={LEADER: sender}), links(memory=memory, from_stage=receiver)

@@ -49,7 +49,7 @@ mesh.close()
 """
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", "nccl", "c10d"])
+@pytest.mark.parametrize("transport", ["copy_engine", "host", "nccl", "c10d"])
 def test_all_ranks_end(tmp_path: Path, transport: str) -> None:
     ranks = two_ranks(JOB, tmp_path, transport, seconds=60)
     for number, rank in enumerate(ranks):

@@ -54,7 +54,14 @@ def first_steps_of_attention(tp: list[int], transport: TransportChoice) -> list[
 
 @pytest.mark.parametrize(
     ("tp", "transport"),
-    [([1, 1], "nccl"), ([1, 1], "c10d"), ([1, 1], "copy_engine"), ([1, 2], "copy_engine"), ([1, 2], "nccl")],
+    [
+        ([1, 1], "nccl"),
+        ([1, 1], "c10d"),
+        ([1, 1], "copy_engine"),
+        ([1, 2], "host"),
+        ([1, 2], "copy_engine"),
+        ([1, 2], "nccl"),
+    ],
     ids=str,
 )
 def test_steps_end_while_libraries_load_kernels(tp: list[int], transport: TransportChoice) -> None:

@@ -23,7 +23,7 @@ def run(transport: TransportChoice, split: bool, held: bool) -> None:
         late_steps(mesh, 3000, 1024, split=split, held=held, steps=3, error=1e-5)
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", "nccl", "c10d"])
+@pytest.mark.parametrize("transport", ["copy_engine", "host", "nccl", "c10d"])
 @pytest.mark.parametrize(("split", "held"), [(False, True), (True, True), (False, False)])
 def test_late_sends_carry_the_computed_values(
     pool: RankPool, transport: TransportChoice, split: bool, held: bool

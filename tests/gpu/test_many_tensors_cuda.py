@@ -62,7 +62,7 @@ def _steps(transport: TransportChoice, counts: list[int], width: int, microbatch
             torch.testing.assert_close(chunks[index].scales.grad, model[index].scales.grad)
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", "nccl", "c10d"])
+@pytest.mark.parametrize("transport", ["copy_engine", "host", "nccl", "c10d"])
 @pytest.mark.parametrize(
     ("counts", "width", "microbatches"),
     [([300, 300, 1], WIDTH, 4), ([1, 1, 1], WIDTH, 64), ([60, 60, 1], 1 << 16, 8)],

@@ -60,7 +60,7 @@ def steps(laps: int, policy: LanePolicy, fit: bool, transport: TransportChoice) 
     return float(sum(losses))
 
 
-@pytest.mark.parametrize("transport", ["c10d", "nccl", "copy_engine"])
+@pytest.mark.parametrize("transport", ["c10d", "nccl", "copy_engine", "host"])
 @pytest.mark.parametrize("fit", [False, True])
 @pytest.mark.parametrize("policy", ["dedicated", "paired"])
 @pytest.mark.parametrize("laps", [1, 2])

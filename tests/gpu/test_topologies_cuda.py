@@ -22,7 +22,7 @@ from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches, unspli
 from ldt.topology import LanePolicy, Topology
 
 WORLD_SIZE = 4
-TRANSPORTS: list[TransportChoice] = ["copy_engine", "nccl"]
+TRANSPORTS: list[TransportChoice] = ["copy_engine", "host", "nccl"]
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

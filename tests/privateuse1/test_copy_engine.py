@@ -22,14 +22,14 @@ WORLD_SIZE = 3
 KIB = 1024
 
 
-def _messages(seed: int, rounds: int, tp: list[int]) -> int:
+def _messages(seed: int, rounds: int, tp: list[int], transport: str) -> int:
     """Messages of random sizes into memory of the lane and other memory, with fast and slow hosts."""
     alike, own = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
     topology = Topology(tp)
     if dist.get_rank() >= topology.world_size:
         return 0
     with npu.late(seed, 300) as device, torch.Stream(device):
-        options = {"transport": "copy_engine", "ranks": range(topology.world_size)}
+        options = {"transport": transport, "ranks": range(topology.world_size)}
         with ldt.connect(topology, "hccl", **options) as mesh:
             end = forward_end(mesh)
             checks, waiting = [], []
@@ -72,8 +72,11 @@ def _messages(seed: int, rounds: int, tp: list[int]) -> int:
 
 @pytest.mark.parametrize("tp", [[1, 1], [1, 2], [2, 1]], ids=str)
 @pytest.mark.parametrize("seed", [1, 2])
-def test_data_are_right_whichever_end_comes_first(pool: RankPool, tp: list[int], seed: int) -> None:
-    pool.run(_messages, seed, 60, tp, timeout=60)
+@pytest.mark.parametrize("transport", ["copy_engine", "host"])
+def test_data_are_right_whichever_end_comes_first(
+    pool: RankPool, tp: list[int], seed: int, transport: str
+) -> None:
+    pool.run(_messages, seed, 60, tp, transport, timeout=60)
 
 
 def _more_than_the_ring_holds() -> None:

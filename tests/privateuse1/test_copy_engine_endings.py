@@ -92,7 +92,7 @@ def _closed_early(transport: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", "c10d"])
+@pytest.mark.parametrize("transport", ["copy_engine", "host", "c10d"])
 def test_a_mesh_may_be_closed_ahead_of_the_device(pool: RankPool, transport: str) -> None:
     pool.run(_closed_early, transport, timeout=60)
 

@@ -154,7 +154,7 @@ def _step(transport: str) -> tuple[str, str, bool]:
         return (*said, ended == len(lanes) > 0)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
 def test_a_step_ends_on_all_ranks(pool: RankPool, transport: str) -> None:
     for rank, (kind, text, ended) in enumerate(pool.run(_step, transport, timeout=60)):
         assert kind == ("RuntimeError" if rank == 1 else "RemoteStageError"), text

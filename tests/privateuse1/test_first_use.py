@@ -52,7 +52,7 @@ def losses_while_kernels_load(topology: Topology, sizes: list[int], options: dic
                     assert [loss.item() for loss in result.losses or ()] == expected
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
 @pytest.mark.parametrize(
     "topology", [Topology([1, 2]), Topology([1, 1, 1]), Topology([1, 1], dp=2, edge_dp=1)], ids=repr
 )

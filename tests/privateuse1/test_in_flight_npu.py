@@ -24,7 +24,7 @@ def run(transport: TransportChoice, split: bool, held: bool) -> None:
         late_steps(mesh, 300, 4, split=split, held=held)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
 @pytest.mark.parametrize(("split", "held"), [(False, True), (True, True), (False, False)])
 def test_late_sends_carry_the_computed_values(
     pool: RankPool, transport: TransportChoice, split: bool, held: bool

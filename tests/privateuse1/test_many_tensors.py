@@ -61,7 +61,7 @@ def _step(transport: str, counts: list[int], microbatches: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
 def test_hundreds_of_tensors_on_every_hop(pool: RankPool, transport: str) -> None:
     pool.run(_step, transport, [300, 300, 1], 4, timeout=60)
 
@@ -97,7 +97,7 @@ def _messages(transport: str) -> float:
             return end.lane.stats()["pool_bytes"]
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine"])
+@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
 def test_packed_tensors_arrive_in_order(pool: RankPool, transport: str) -> None:
     _, pooled = pool.run(_messages, transport, timeout=60)
     assert pooled < 4 * 31 * (1 << 18)  # of a few messages

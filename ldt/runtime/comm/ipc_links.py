@@ -9,12 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ldt._C import IpcLinks, IpcPool, IpcReceiver, IpcSender, IsolatedStream, LaneError
+from ldt._C import (
+    CopyEngineLinks,
+    HostReceiver,
+    HostSender,
+    IpcPool,
+    IpcReceiver,
+    IpcSender,
+    IsolatedStream,
+    LaneError,
+    ReceivingEnd,
+    SendingEnd,
+    SocketLink,
+)
 from ldt.runtime.comm.group_layout import lane_name
 from ldt.runtime.comm.transfer_modes import Stripe, Transfers
 from ldt.topology import LaneKey, LanePolicy, Topology, lanes
 
-__all__ = ["AllGather", "IpcLink", "LaneId", "LaneIpcLinks", "connect_ipc_links", "ipc_links"]
+__all__ = ["AllGather", "IpcLink", "LaneEnds", "LaneId", "connect_ipc_links", "ipc_links"]
 
 LaneId = tuple[LaneKey, Stripe]
 AllGather = Callable[[str, Any], Sequence[Any]]
@@ -50,13 +62,13 @@ def ipc_links(topology: Topology, policy: LanePolicy, transfers: Transfers) -> d
 
 
 @dataclass
-class LaneIpcLinks:
-    """This rank's ends of a lane's links, by the peer's rank in the topology."""
+class LaneEnds:
+    """This rank's ends of a lane's IPC links and host links, by the peer's rank in the topology."""
 
     stream: IsolatedStream | None = None
     memory: IpcPool | None = None
-    senders: dict[int, IpcSender] = field(default_factory=dict)
-    receivers: dict[int, IpcReceiver] = field(default_factory=dict)
+    senders: dict[int, SendingEnd] = field(default_factory=dict)
+    receivers: dict[int, ReceivingEnd] = field(default_factory=dict)
     from_stage: IpcReceiver | None = None
     to_stage: IpcSender | None = None
 
@@ -74,16 +86,26 @@ class LaneIpcLinks:
     def accept(self, link: IpcLink, device: torch.device, offer: str) -> None:
         """Create the sending end of ``link`` from the receiver's ``offer``."""
         self.stream = self.stream or IsolatedStream(device)
-        sender = IpcSender(device, offer, self.memory if link.in_stage else None)
         if link.in_stage:
-            self.to_stage = sender
+            self.memory = self.memory or IpcPool(device)
+            self.to_stage = IpcSender(device, offer, self.memory)
         else:
-            self.senders[link.target] = sender
+            self.senders[link.target] = IpcSender(device, offer)
 
-    def for_lane(self, members: Sequence[int]) -> IpcLinks:
+    def add_host_end(
+        self, link: IpcLink, rank: int, device: torch.device, sockets: SocketLink, lane: int
+    ) -> None:
+        """Create the end on ``rank`` of a host link over ``sockets``, where the lane has the number ``lane``."""
+        self.stream = self.stream or IsolatedStream(device)
+        if link.source == rank:
+            self.senders[link.target] = HostSender(device, sockets, lane)
+        else:
+            self.receivers[link.source] = HostReceiver(device, sockets, lane)
+
+    def for_lane(self, members: Sequence[int]) -> CopyEngineLinks:
         """The same ends by group rank. ``members`` are the ranks of the lane's point-to-point group, in its order."""
         assert self.stream is not None, "this rank has no link of the lane"
-        return IpcLinks(
+        return CopyEngineLinks(
             stream=self.stream,
             memory=self.memory,
             senders={members.index(rank): end for rank, end in self.senders.items()},
@@ -95,13 +117,13 @@ class LaneIpcLinks:
 
 def connect_ipc_links(
     links: Mapping[LaneId, Sequence[IpcLink]], rank: int, device: torch.device, all_gather: AllGather
-) -> tuple[dict[LaneId, LaneIpcLinks], dict[str, str]]:
+) -> tuple[dict[LaneId, LaneEnds], dict[str, str]]:
     """Connect all links. Returns this rank's ends by lane, and why links failed by link name, the same on all ranks.
 
     Both ends try each link: a device may lack support, processes may be on different hosts or unable to see each other,
     and a driver may refuse to map memory.
     """
-    ends: dict[LaneId, LaneIpcLinks] = {lane: LaneIpcLinks() for lane in links}
+    ends: dict[LaneId, LaneEnds] = {lane: LaneEnds() for lane in links}
     offers: dict[str, str] = {}
     failures: dict[str, str] = {}
     for lane, link in _each(links):

@@ -55,8 +55,11 @@ class LaneSet:
         kinds = {
             "c10d" if (found := self._transports.get((key, one))) is None else found.kind for one in stripes
         }
-        if layout.topology.is_local(channel):  # it may share a lane with one that is not
-            kinds = {"c10d" if kind == "sockets" else kind for kind in kinds}
+        sites = layout.topology.sites
+        if (
+            sites[channel.source.stage] == sites[channel.target.stage]
+        ):  # it may share a lane with one that crosses
+            kinds = {{"sockets": "c10d", "host": "copy_engine"}.get(kind, kind) for kind in kinds}
         return " and ".join(sorted(kinds))
 
     def overdue(self) -> str:

@@ -9,8 +9,9 @@ import json
 import logging
 import secrets
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Literal, NamedTuple
 
@@ -25,14 +26,15 @@ from ldt.runtime.comm.socket_options import SocketSettings, set_options
 from ldt.runtime.comm.socket_probe import NUM_PROBES, LinkProbe, probe
 from ldt.runtime.health.watchdog import Watchdog
 from ldt.site import Site
+from ldt.topology import Topology
 from ldt.untrusted import read_fields
 
-__all__ = ["Connections", "SocketConnector"]
+__all__ = ["DEFAULT_CONNECTIONS", "Connections", "SocketConnector", "crosses", "socket_lanes"]
 
 logger = logging.getLogger(__name__)
 
 Connections = int | Literal["auto"]
-LaneLinks = dict[LaneId, SocketLinks | None]  # None on a rank that only joins the broadcast
+DEFAULT_CONNECTIONS: Connections = "auto" if sys.platform == "linux" else 4  # of devices
 Pair = tuple[int, int]  # the rank that dials, and the one that listens
 
 
@@ -46,7 +48,7 @@ class Door(NamedTuple):
 
 
 class SocketConnector:
-    """Connects this rank's socket links. ``layout`` and ``num_connections`` of each are the same on all ranks.
+    """Opens this rank's socket links. ``layout`` and ``num_connections`` of each are the same on all ranks.
 
     Connections outlast an outage of up to ``outlast`` seconds.
     """
@@ -67,15 +69,13 @@ class SocketConnector:
         self._watchdog = watchdog
         self._deadline = deadline
 
-    def connect(self, links: Mapping[LaneId, Sequence[IpcLink]]) -> tuple[LaneLinks, list[SocketLink]]:
-        """This rank's ends of all lanes between sites, and its links. A collective call of all ranks.
+    def connect(self, links: Iterable[IpcLink]) -> dict[int, SocketLink]:
+        """This rank's socket links, by the rank at the other end, for all ``links``. A collective call of all ranks.
 
         Raises LdtError if a rank cannot be reached before the deadline, RemoteStageError if another rank failed.
         """
         rank = self._layout.rank
-        pairs = sorted(
-            {self._pair(link) for found in links.values() for link in found if self._crosses(link)}
-        )
+        pairs = sorted({self._pair(link) for link in links})
         callers = [low for low, high in pairs if high == rank]
         listeners = [high for low, high in pairs if low == rank]
         asked = self._num_connections
@@ -98,11 +98,7 @@ class SocketConnector:
             for surplus in connections[chosen.connections :]:
                 surplus.close()
             made[peer] = _link(peer, connections[: chosen.connections], chosen, self._outlast)
-        return self._by_lane(links, made), list(made.values())
-
-    def _crosses(self, link: IpcLink) -> bool:
-        sites = {self._site_of(link.source), self._site_of(link.target)}
-        return not link.in_stage and len(sites) > 1
+        return made
 
     def _pair(self, link: IpcLink) -> Pair:
         """The rank that dials, which is on the lower stage, and the rank that listens."""
@@ -110,28 +106,10 @@ class SocketConnector:
         return low, high
 
     def _site_of(self, rank: int) -> Site:
-        return self._layout.topology.sites[self._stage_of(rank)]
+        return _site_of(self._layout.topology, rank)
 
     def _stage_of(self, rank: int) -> int:
         return self._layout.topology.node_of(rank).stage
-
-    def _by_lane(
-        self, links: Mapping[LaneId, Sequence[IpcLink]], made: Mapping[int, SocketLink]
-    ) -> LaneLinks:
-        layout = self._layout
-        specs = group_specs(layout.topology, layout.policy, layout.transfers)
-        members = {spec.name: spec.ranks for spec in specs}
-        ends: LaneLinks = {}
-        for number, (lane, found) in enumerate(links.items()):
-            crossing = [link for link in found if self._crosses(link)]
-            own = [link for link in crossing if layout.rank in link[1:3]]
-            if crossing:
-                ends[lane] = None
-            if own:
-                group = members[lane_name(*lane)]
-                peers = {link.source + link.target - layout.rank for link in own}
-                ends[lane] = SocketLinks(links={group.index(peer): made[peer] for peer in peers}, lane=number)
-        return ends
 
     # -- connecting --------------------------------------------------------------------------------------------
 
@@ -184,6 +162,34 @@ class SocketConnector:
                 f"connect: {problem} in time: check that the hosts reach each other there, and that "
                 "GLOO_SOCKET_IFNAME names the interface between them, or pass a longer timeout"
             )
+
+
+def crosses(link: IpcLink, topology: Topology) -> bool:
+    """Whether the ends of ``link`` are on different sites."""
+    return _site_of(topology, link.source) != _site_of(topology, link.target)
+
+
+def socket_lanes(
+    links: Mapping[LaneId, Sequence[IpcLink]], layout: LaneLayout, made: Mapping[int, SocketLink]
+) -> dict[LaneId, SocketLinks | None]:
+    """The ends of all lanes between sites, None on a rank that only joins the broadcast. ``made`` is by peer."""
+    specs = group_specs(layout.topology, layout.policy, layout.transfers)
+    members = {spec.name: spec.ranks for spec in specs}
+    ends: dict[LaneId, SocketLinks | None] = {}
+    for number, (lane, found) in enumerate(links.items()):
+        crossing = [link for link in found if crosses(link, layout.topology)]
+        own = [link for link in crossing if layout.rank in link[1:3]]
+        if crossing:
+            ends[lane] = None
+        if own:
+            group = members[lane_name(*lane)]
+            peers = {link.source + link.target - layout.rank for link in own}
+            ends[lane] = SocketLinks(links={group.index(peer): made[peer] for peer in peers}, lane=number)
+    return ends
+
+
+def _site_of(topology: Topology, rank: int) -> Site:
+    return topology.sites[topology.node_of(rank).stage]
 
 
 def _link(

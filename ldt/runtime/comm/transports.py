@@ -1,36 +1,45 @@
-"""Selects the transport of each lane: the copy engine between GPUs of one host, NCCL, or c10d."""
+"""Selects the transport of each lane: the copy engine between GPUs of one host, host memory, NCCL, or c10d."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 
-from ldt._C import IpcLinks, NcclCommunicators, SocketLink, SocketLinks, has_nccl
+from ldt._C import (
+    CopyEngineLinks,
+    IpcPool,
+    LaneError,
+    NcclCommunicators,
+    SocketLink,
+    SocketLinks,
+    has_nccl,
+)
 from ldt._cuda import MAX_QUEUES, QUEUES_VARIABLE, loads_lazily, queues
 from ldt._torch_private import nccl_communicator
 from ldt.errors import LdtError
 from ldt.runtime.comm.group_layout import group_specs, lane_name, stage_name
-from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId, LaneIpcLinks, connect_ipc_links, ipc_links
+from ldt.runtime.comm.host_links import connect_host_links
+from ldt.runtime.comm.ipc_links import AllGather, IpcLink, LaneId, connect_ipc_links, ipc_links
 from ldt.runtime.comm.lane_layout import LaneLayout
-from ldt.runtime.comm.socket_links import SocketConnector
+from ldt.runtime.comm.socket_links import SocketConnector, crosses, socket_lanes
 
 __all__ = ["LaneTransport", "TransportChoice", "TransportSelector", "check_transport"]
 
 logger = logging.getLogger(__name__)
 
-TransportChoice = Literal["auto", "copy_engine", "nccl", "c10d"]
+TransportChoice = Literal["auto", "copy_engine", "host", "nccl", "c10d"]
 
 
 class LaneTransport(NamedTuple):
     """A lane's transport, its handle (None if this rank only joins broadcasts), and what to close after all lanes."""
 
     kind: str
-    handle: IpcLinks | NcclCommunicators | SocketLinks | None
+    handle: CopyEngineLinks | NcclCommunicators | SocketLinks | None
     links: Sequence[SocketLink] = ()
 
 
@@ -39,7 +48,7 @@ def check_transport(transport: str, device: torch.device) -> None:
     if transport not in get_args(TransportChoice):
         known = ", ".join(map(repr, get_args(TransportChoice)))
         raise ValueError(f"transport must be one of {known}, got {transport!r}")
-    if device.type == "cpu" and transport in ("copy_engine", "nccl"):
+    if device.type == "cpu" and transport not in ("auto", "c10d"):
         found = dist.get_backend_config() if dist.is_initialized() else "none"
         raise ValueError(
             f"transport={transport!r} needs GPUs, but this mesh is on the CPU, the default where the process group has "
@@ -57,14 +66,14 @@ class TransportSelector:
     transport: TransportChoice
     layout: LaneLayout
     all_gather: AllGather
-    sockets: SocketConnector | None = None
+    sockets: SocketConnector | None = None  # always given on devices
 
     def select(self) -> dict[LaneId, LaneTransport]:
         """The transport of each lane of this rank. Lanes that are left out use their process groups.
 
         A collective call of all ranks of the topology. "auto" prefers the copy engine where all links of a lane
-        connect, then NCCL, then the groups. Raises LdtError on all ranks if the copy engine or NCCL was requested and
-        is not available on every lane, or if any rank has too few hardware queues.
+        connect, then host memory between sites, then NCCL, then the groups. Raises LdtError on all ranks if what was
+        requested is not available on every lane that it is for, or if any rank has too few hardware queues.
         """
         warn_about_settings(self.layout.device)
         links = ipc_links(self.layout.topology, self.layout.policy, self.layout.transfers)
@@ -73,26 +82,88 @@ class TransportSelector:
         ]
         if self.layout.device.type == "cuda":
             self._check_queues(sum(_num_streams(found, self.layout.rank) for found in links.values()))
-        if self.layout.device.type == "cpu" and self.sockets is not None:
-            handles, connected = self.sockets.connect(links)
-            return {lane: LaneTransport("sockets", handle, connected) for lane, handle in handles.items()}
-        if self.layout.device.type == "cpu" or self.transport == "c10d":
+        if self.layout.device.type == "cpu":
+            return {} if self.sockets is None else self._over_sockets(links, self.sockets)
+        if self.transport == "c10d":
             return {}
         failed = set(links)
         transports: dict[LaneId, LaneTransport] = {}
         if self.transport != "nccl":
-            ends, failed = self._connect_ipc_links(links)
-            layout = self.layout
-            specs = {
-                spec.name: spec for spec in group_specs(layout.topology, layout.policy, layout.transfers)
-            }
-            for lane in own_lanes:
-                if lane not in failed:
-                    members = specs[lane_name(*lane)].ranks
-                    transports[lane] = LaneTransport("copy_engine", ends[lane].for_lane(members))
+            transports, failed = self._over_copy_engine(links)
         if failed and self.layout.device.type == "cuda" and self._can_call_nccl():
             transports |= {lane: self._nccl_transport(lane) for lane in own_lanes if lane in failed}
         return transports
+
+    def _over_sockets(
+        self, links: Mapping[LaneId, Sequence[IpcLink]], sockets: SocketConnector
+    ) -> dict[LaneId, LaneTransport]:
+        crossing = [link for found in links.values() for link in found if crosses(link, self.layout.topology)]
+        made = sockets.connect(crossing)
+        ends = socket_lanes(links, self.layout, made)
+        return {lane: LaneTransport("sockets", end, list(made.values())) for lane, end in ends.items()}
+
+    def _over_copy_engine(
+        self, links: Mapping[LaneId, Sequence[IpcLink]]
+    ) -> tuple[dict[LaneId, LaneTransport], set[LaneId]]:
+        """This rank's lanes with IPC links and host links, and all lanes that cannot use these."""
+        layout = self.layout
+        between = {link for found in links.values() for link in found if crosses(link, layout.topology)}
+        by_host = between if self.transport == "host" else set()
+        ends, failures = connect_ipc_links(
+            _only(links, lambda link: link not in by_host), layout.rank, layout.device, self.all_gather
+        )
+        if self.transport == "auto":
+            by_host = self._after_failures(links, between, failures)
+        sockets: list[SocketLink] = []
+        if by_host:
+            assert self.sockets is not None
+            sockets, refused = connect_host_links(
+                _only(links, lambda link: link in by_host), ends, layout, self.sockets
+            )
+            failures = {
+                name: text for name, text in failures.items() if name not in {link.name for link in by_host}
+            }
+            for found in self.all_gather("host links", refused):
+                failures |= found
+        failed = {lane for lane, found in links.items() if any(link.name in failures for link in found)}
+        asked_for = {
+            "copy_engine": failed,
+            "host": {lane for lane in failed if between.intersection(links[lane])},
+        }
+        if failures:
+            self._report(failures, raises=bool(asked_for.get(self.transport)))
+        specs = group_specs(layout.topology, layout.policy, layout.transfers)
+        members = {spec.name: spec.ranks for spec in specs}
+        made = {}
+        for lane in links.keys() - failed:
+            if any(layout.rank in link[1:3] for link in links[lane]):
+                kind = "host" if by_host.intersection(links[lane]) else "copy_engine"
+                made[lane] = LaneTransport(kind, ends[lane].for_lane(members[lane_name(*lane)]), sockets)
+        return made, failed
+
+    def _after_failures(
+        self, links: Mapping[LaneId, Sequence[IpcLink]], between: set[IpcLink], failures: Mapping[str, str]
+    ) -> set[IpcLink]:
+        """The links between sites that host memory replaces: those that failed where all others of the lane work."""
+        found = {
+            link
+            for lane in links.values()
+            for link in between.intersection(lane)
+            if link.name in failures and not any(one.name in failures for one in set(lane) - between)
+        }
+        return (
+            found
+            if found and all(self.all_gather("copy engine", _has_copy_engine(self.layout.device)))
+            else set()
+        )
+
+    def _report(self, failures: Mapping[str, str], *, raises: bool) -> None:
+        text = _summary(failures)
+        if raises:
+            raise LdtError(
+                f"connect: not every lane can use transport={self.transport!r}; use transport='auto'. {text}"
+            )
+        logger.warning("some lanes cannot use the copy engine and fall back to the backend: %s", text)
 
     def _check_queues(self, streams: int) -> None:
         """Raise LdtError if any rank has too few hardware queues: streams that share a queue can deadlock."""
@@ -114,21 +185,6 @@ class TransportSelector:
                 f"connect: {shortages[0]}. If it is unset, importing ldt before CUDA starts sets it to {MAX_QUEUES}. "
                 "Megatron-LM asks for 1 to fix the order of its own kernels; ldt does not need that"
             )
-
-    def _connect_ipc_links(
-        self, links: Mapping[LaneId, Sequence[IpcLink]]
-    ) -> tuple[Mapping[LaneId, LaneIpcLinks], set[LaneId]]:
-        """This rank's ends by lane, and the lanes that cannot use the copy engine, the same on all ranks."""
-        ends, failures = connect_ipc_links(links, self.layout.rank, self.layout.device, self.all_gather)
-        if failures:
-            text = _summary(failures)
-            if self.transport == "copy_engine":
-                raise LdtError(
-                    f"connect: not every lane can use the copy engine; use transport='auto'. {text}"
-                )
-            logger.warning("some lanes cannot use the copy engine and fall back to the backend: %s", text)
-        failed = {lane for lane, found in links.items() if any(link.name in failures for link in found)}
-        return ends, failed
 
     def _can_call_nccl(self) -> bool:
         """Whether all ranks can call NCCL: both ends of a lane must use the same communicator."""
@@ -157,6 +213,21 @@ class TransportSelector:
             for name in names
         )
         return LaneTransport("nccl", NcclCommunicators(p2p=p2p, stage=stage))
+
+
+def _only(
+    links: Mapping[LaneId, Sequence[IpcLink]], keeps: Callable[[IpcLink], bool]
+) -> dict[LaneId, list[IpcLink]]:
+    """Every lane, with the links that ``keeps`` says."""
+    return {lane: list(filter(keeps, found)) for lane, found in links.items()}
+
+
+def _has_copy_engine(device: torch.device) -> bool:
+    try:
+        IpcPool(device)
+    except LaneError:
+        return False
+    return True
 
 
 def _num_streams(links: Sequence[IpcLink], rank: int) -> int:

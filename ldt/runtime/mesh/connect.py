@@ -69,8 +69,9 @@ def connect(
             if the number of stages is odd.
         transfer: How a message reaches the ranks of a stage: ``"leader"``, ``"scatter"``, ``"direct"`` or ``"auto"``,
             or a dict of these by link, as ``{(0, 1): "leader", (1, 2): "direct"}``; other links use ``"leader"``.
-        transport: What moves bytes between GPUs: ``"copy_engine"``, ``"nccl"``, ``"c10d"``, or ``"auto"`` for the
-            first of these that a lane can use. On the CPU always c10d.
+        transport: What moves bytes between GPUs: ``"copy_engine"``, ``"host"``, ``"nccl"``, ``"c10d"``, or ``"auto"``
+            for the first of these that a lane can use. ``"host"`` is for lanes between sites, over ``connections``
+            between their hosts; others are chosen as by ``"auto"``. On the CPU always c10d.
         compression: How tensors that require a gradient, and their gradients, are packed on links between sites:
             ``"none"``, ``"bf16"`` or ``"8bit"``, or a dict by link, as ``{(0, 1): ldt.Compression(activations="8bit",
             gradients="bf16")}``; other links pack nothing. Results then differ from the unsplit model's by rounding.
@@ -84,8 +85,8 @@ def connect(
             that a link is back, all other limits for silence and for closing grow by twice as much. Default: 0.
         share_edge_errors: Publish text and traceback of all errors of the edge, which may quote a sample.
         connections: Number of TCP connections, 1 to 64, between two ranks on different sites, over which all their
-            lanes send in the plan's order; see the guide "Slow links". ``"auto"`` measures the link and chooses. On
-            the CPU only. Default: each lane has a connection of its process group.
+            lanes send in the plan's order; see the guide "Slow links". ``"auto"`` measures the link and chooses.
+            Default: on the CPU each lane has a connection of its process group; on GPUs ``"auto"``, for transport host.
 
     Returns:
         This rank's mesh. Close it, or use it as a context manager.
@@ -117,7 +118,7 @@ def connect(
             device=device,
             timeouts=timeouts,
             share_edge_errors=share_edge_errors,
-            connections=_check_connections(connections, device),
+            connections=_check_connections(connections, device, transport),
         )
     )
 
@@ -169,7 +170,9 @@ def _store_and_key(global_rank: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
     return HashStore(), "ldt/alone"
 
 
-def _check_connections(connections: Connections | None, device: torch.device) -> Connections | None:
+def _check_connections(
+    connections: Connections | None, device: torch.device, transport: TransportChoice
+) -> Connections | None:
     if connections is None:
         return None
     if connections != "auto":
@@ -179,8 +182,11 @@ def _check_connections(connections: Connections | None, device: torch.device) ->
             raise ValueError(f"connections must be 1 to {MAX_CONNECTIONS}, got {connections}")
     elif sys.platform != "linux":
         raise ValueError('connections="auto" reads the counters of Linux\'s TCP: give a number')
-    if device.type != "cpu":
-        raise ValueError(f"connections={connections!r} needs a mesh on the CPU, got {device}: leave it out")
+    if device.type != "cpu" and transport not in ("auto", "host"):
+        raise ValueError(
+            f"connections={connections!r} are those of transport 'host' on {device}, got transport={transport!r}: use "
+            "'host' or 'auto', or leave connections out"
+        )
     return connections
 
 

@@ -14,7 +14,7 @@ from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.comm.ipc_links import LaneId
 from ldt.runtime.comm.lane_layout import LaneLayout
 from ldt.runtime.comm.preconnect import check_warm_up, connect_all, connect_alone, limit_transfers
-from ldt.runtime.comm.socket_links import SocketConnector
+from ldt.runtime.comm.socket_links import DEFAULT_CONNECTIONS, SocketConnector
 from ldt.runtime.comm.transports import LaneTransport, TransportSelector
 from ldt.runtime.common.device import choose_backend, warm_up_libraries
 from ldt.runtime.common.rank_info import RankInfo
@@ -87,11 +87,12 @@ class MeshSetup:
 
     def make_lanes(self) -> tuple[LaneLayout, Mapping[LaneId, LaneTransport], Mapping[Channel, Endpoint]]:
         """Choose the transport of each lane and create the endpoints of this rank."""
+        connections, on_device = self._config.connections, self._config.device.type != "cpu"
         sockets = None
-        if self._config.connections is not None:
+        if connections is not None or on_device:
             sockets = SocketConnector(
                 self._layout,
-                self._config.connections,
+                connections or DEFAULT_CONNECTIONS,
                 self._share,
                 self._watchdog,
                 self._deadline,

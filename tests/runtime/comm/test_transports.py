@@ -30,7 +30,7 @@ def refused(transport: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", "nccl"])
+@pytest.mark.parametrize("transport", ["copy_engine", "host", "nccl"])
 def test_transports_of_gpus_need_gpus(pool: RankPool, transport: str) -> None:
     for text in pool.run(refused, transport):
         assert f"transport='{transport}' needs GPUs" in text
@@ -38,7 +38,7 @@ def test_transports_of_gpus_need_gpus(pool: RankPool, transport: str) -> None:
 
 def test_an_unknown_transport_is_refused_with_the_known_ones(pool: RankPool) -> None:
     for text in pool.run(refused, "pigeon"):
-        assert "'auto', 'copy_engine', 'nccl', 'c10d', got 'pigeon'" in text
+        assert "'auto', 'copy_engine', 'host', 'nccl', 'c10d', got 'pigeon'" in text
 
 
 def on_the_cpu() -> set[str]:

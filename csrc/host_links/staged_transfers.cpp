@@ -1,0 +1,166 @@
+// Waits for the device by polling its flag, for the link by callbacks.
+#include "host_links/staged_transfers.h"
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <set>
+
+#include "common/error.h"
+
+namespace ldt {
+namespace {
+
+using std::chrono::steady_clock;
+
+constexpr std::chrono::microseconds kPollInterval{50};
+constexpr std::chrono::seconds kFailureIsKnown{4};
+
+}  // namespace
+
+struct StagedTransfers::State : std::enable_shared_from_this<State> {
+  State(std::shared_ptr<StagingRing> ring, std::shared_ptr<SocketLink> link, uint32_t lane,
+        Direction direction)
+      : ring(std::move(ring)), link(std::move(link)), lane(lane), direction(direction) {}
+
+  void run();
+  bool wait_for_piece(int64_t& bytes);
+  bool wait_for_slot(uint64_t piece);
+  void start(uint64_t piece, int64_t bytes);
+  void finish(uint64_t piece, const std::exception_ptr& error);
+  void fail(const std::string& text);
+
+  const std::shared_ptr<StagingRing> ring;
+  const std::shared_ptr<SocketLink> link;
+  const uint32_t lane;
+  const Direction direction;
+  std::atomic<bool> stopped{false};
+
+  std::mutex mutex;  // guards what follows
+  std::condition_variable changed;
+  std::deque<int64_t> pieces;  // bytes of those that the thread has not taken
+  uint64_t added = 0;
+  uint64_t started = 0;
+  uint64_t in_order = 0;            // all pieces before this one are done
+  std::set<uint64_t> out_of_order;  // done, but not one before: connections overtake each other
+  std::string failure;
+  steady_clock::time_point failed_at;
+};
+
+StagedTransfers::StagedTransfers(std::shared_ptr<StagingRing> ring,
+                                 std::shared_ptr<SocketLink> link, uint32_t lane,
+                                 Direction direction)
+    : state_(std::make_shared<State>(std::move(ring), std::move(link), lane, direction)),
+      thread_([state = state_] { state->run(); }) {}
+
+StagedTransfers::~StagedTransfers() {
+  if (!process_.is_current()) {
+    thread_.detach();  // a forked child has no such thread
+    return;
+  }
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stopped = true;
+  }
+  state_->changed.notify_all();
+  thread_.join();
+}
+
+void StagedTransfers::add(int64_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->pieces.push_back(bytes);
+    ++state_->added;
+  }
+  state_->changed.notify_all();
+}
+
+void StagedTransfers::flush() {
+  std::unique_lock<std::mutex> lock(state_->mutex);
+  state_->changed.wait(lock,
+                       [this] { return state_->stopped || state_->started == state_->added; });
+}
+
+void StagedTransfers::abort() {
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stopped = true;
+  }
+  state_->changed.notify_all();
+  state_->link->abort("a lane was aborted");
+}
+
+std::string StagedTransfers::failure() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  const bool is_known =
+      !state_->failure.empty() && steady_clock::now() - state_->failed_at >= kFailureIsKnown;
+  return is_known ? state_->failure : std::string();
+}
+
+void StagedTransfers::State::run() {
+  int64_t bytes = 0;
+  for (uint64_t piece = 0; wait_for_piece(bytes) && wait_for_slot(piece); ++piece) {
+    start(piece, bytes);
+    const std::lock_guard<std::mutex> lock(mutex);
+    started = piece + 1;
+    changed.notify_all();
+  }
+}
+
+bool StagedTransfers::State::wait_for_piece(int64_t& bytes) {
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait(lock, [this] { return stopped || !pieces.empty(); });
+  if (stopped) return false;
+  bytes = pieces.front();
+  pieces.pop_front();
+  return true;
+}
+
+// A sender's slot is full once the device has filled it, a receiver's free once the device has
+// emptied it of the piece before.
+bool StagedTransfers::State::wait_for_slot(uint64_t piece) {
+  const uint64_t needed = direction == Direction::kSend ? piece + 1
+                          : piece < StagingRing::kSlots ? 0
+                                                        : piece + 1 - StagingRing::kSlots;
+  while (!stopped) {
+    if (ring->by_device().has_counted(needed)) return true;
+    std::this_thread::sleep_for(kPollInterval);
+  }
+  return false;
+}
+
+void StagedTransfers::State::start(uint64_t piece, int64_t bytes) {
+  const auto memory = ring->bytes_of(piece, bytes);
+  auto done = [self = shared_from_this(), piece](const std::exception_ptr& error) {
+    self->finish(piece, error);
+  };
+  try {
+    if (direction == Direction::kSend) {
+      link->send(lane, memory, std::move(done));
+    } else {
+      link->receive(lane, memory, std::move(done));
+    }
+  } catch (const std::exception&) {
+    fail(text_of(std::current_exception()));
+  }
+}
+
+// Runs on the link's thread, or in start().
+void StagedTransfers::State::finish(uint64_t piece, const std::exception_ptr& error) {
+  if (error) return fail(text_of(error));
+  const std::lock_guard<std::mutex> lock(mutex);
+  out_of_order.insert(piece);
+  while (out_of_order.erase(in_order) > 0) ++in_order;
+  ring->by_link().count.store(static_cast<uint32_t>(in_order));
+}
+
+void StagedTransfers::State::fail(const std::string& text) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  stopped = true;
+  changed.notify_all();
+  if (!failure.empty()) return;
+  failure = text;
+  failed_at = steady_clock::now();
+}
+
+}  // namespace ldt
