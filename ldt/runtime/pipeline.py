@@ -109,7 +109,9 @@ class Pipeline:
             index: make_runner(mesh, index, module, free_outputs, parts.loss_module, aliasing)
             for index, module in parts.modules.items()
         }
-        self._shapes = ShapeCache(mesh, parts.modules, summary.reads, number, parts.loss_module is not None)
+        self._shapes = ShapeCache(
+            mesh, parts.modules, summary.reads, number, parts.loss_module is not None, parts.audit
+        )
         announcer: Announcer | None = None
         if mesh.is_edge:
             announcer = Announcer(mesh, self._shapes, parts.plans, summary.metadata, parts.audit)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import ldt
 from ldt.runtime.control.control_plane import ControlPlane
-from ldt.runtime.control.edge_broadcast import EdgeMessage, Outbox
+from ldt.runtime.control.edge_messages import EdgeMessage, Outbox
 
 __all__ = ["CORRUPTIONS"]
 

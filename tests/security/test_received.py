@@ -19,7 +19,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.peer_messages import parse, plain
 from ldt.runtime.common.redact import TEXT_LIMIT
 from ldt.runtime.control.control_plane import ControlPlane
-from ldt.runtime.control.edge_broadcast import EdgeMessage, Subject
+from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.loss import TokenScale
 from ldt.runtime.health.desync import DesyncDetector

@@ -27,12 +27,9 @@ class LruCache(Generic[Value]):
         self._values.move_to_end(key)
         return self._values[key]
 
-    def find(self, key: Hashable) -> Value | None:
-        """The value for ``key``, or None if it is not cached."""
-        if key not in self._values:
-            return None
-        self._values.move_to_end(key)
-        return self._values[key]
+    def peek(self, key: Hashable) -> Value | None:
+        """The value for ``key``, or None if it is not cached. Does not count as a use."""
+        return self._values.get(key)
 
     def clear(self) -> None:
         self._values.clear()

@@ -13,7 +13,8 @@ import torch
 from ldt._torch_private import tree_leaves
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
-from ldt.runtime.control.edge_broadcast import EdgeBroadcast, EdgeMessage, Subject
+from ldt.runtime.control.edge_broadcast import EdgeBroadcast
+from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.runtime.model.loss_module import check_trained_leaves
 from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import Call
@@ -202,7 +203,7 @@ class TokenScale:
 
     def finish(self, replicas: int) -> None:
         """Turn sums (averaged over ``replicas`` of the edge) into the mean over the tokens of all replicas."""
-        edge_messages = self._edge_broadcast.receive(tokens=True)
+        edge_messages = self._edge_broadcast.receive(Subject.TOKENS)
         count = sum(self._count_in(edge_message) for edge_message in edge_messages)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:

@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.error_text import type_name
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import as_bytes
-from ldt.runtime.control.edge_broadcast import MAX_CONTENT_BYTES, EdgeMessage, Subject
+from ldt.runtime.control.edge_messages import MAX_CONTENT_BYTES, EdgeMessage, Subject
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.keywords import check_accepted
 from ldt.runtime.step.audit import Audit, Guard

@@ -12,7 +12,7 @@ from ldt.errors import LdtError, RemoteStageError
 from ldt.plan import Plan
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.control.collectives import as_tensor
-from ldt.runtime.control.edge_broadcast import EdgeMessage, Subject
+from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.step.announce import Announcement, Announcer
 from ldt.runtime.step.call import Call, Mode, StepRejected
@@ -77,10 +77,7 @@ class Handshake:
         ]
         plan = self._agreed_plan(call, messages)
         keywords = self._keywords(call)
-        hops = [
-            self._shapes.hops(message, replica, call.training, keywords)
-            for replica, message in enumerate(messages)
-        ]
+        hops = self._shapes.hops(messages, call, keywords)
         own = hops[mesh.rank_info.edge_replica]
         for specs in own:
             self._advice.check(specs, self._shapes.autocast())

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,34 +15,28 @@ from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.dry_run.forward_hooks import ForwardHooks
-from ldt.runtime.dry_run.grad_flow import InferredOutputs, Reach, used
+from ldt.runtime.dry_run.grad_flow import InferredOutputs
 from ldt.runtime.dry_run.shape_inference import infer, infer_reach, warm_up
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.keywords import declares, keywords_of
+from ldt.runtime.step.audit import Audit
+from ldt.runtime.step.call import Call
 from ldt.runtime.step.metadata import METADATA_NAMES, StepMessage
 from ldt.runtime.step.microbatch import Microbatch
+from ldt.runtime.step.shape_exchange import Place, ShapeExchange
+from ldt.runtime.step.shape_walk import Query, ShapeWalk
 
 __all__ = ["ShapeCache"]
 
 CACHE_SIZE = 4096  # entries for the head, and as many for the other chunks
 
 
-class _Query(NamedTuple):
-    """Asks what ``chunk`` returns for ``inputs``. Equal queries have equal results on every rank."""
-
-    chunk: int
-    inputs: HopSpecs
-    metadata: Hashable  # shapes and values of its keyword arguments, with the number of its signature
-    training: bool
-    setting: str
-
-
 class ShapeCache:
     """The specs of hops c -> c+1 for every microbatch of a step, equal on all ranks.
 
-    The step message has the specs of hop 0 and the edge's setting. For a query that is not cached, a chunk's leader
-    infers the outputs, and which inputs get a gradient, and broadcasts them for all microbatches at once. Results are
-    kept until ``forget``: the most recent 4096 of the head, and of the other chunks. Hops within a node have no specs.
+    The step message has the specs of hop 0 and the edge's setting. For queries that are not cached, the chunks' ranks
+    infer the outputs, and which inputs get a gradient, in one exchange. Results are kept until ``forget``: the most
+    recent 4096 of the head, and of the other chunks. Hops within a node have no specs.
 
     Args:
         mesh: The mesh of the pipeline.
@@ -51,6 +44,7 @@ class ShapeCache:
         reads: By chunk, for chunks of all nodes, the metadata whose values its output specs may depend on.
         number: The number of the pipeline in the mesh.
         loss_trains: Whether the loss has trained weights.
+        audit: Gets a line about what the edge sends.
     """
 
     def __init__(
@@ -60,9 +54,11 @@ class ShapeCache:
         reads: Mapping[str, Sequence[str]] | None = None,
         number: int = 0,
         loss_trains: bool = False,
+        audit: Audit | None = None,
     ) -> None:
         self.chunks = chunks
         self._loss_trains = loss_trains
+        self._audit = audit
         self.hooks = ForwardHooks(mesh.watchdog.store, f"{mesh.watchdog.key}/pipeline-{number}")
         self._reads = {int(chunk): names for chunk, names in (reads or {}).items()}
         self._mesh = mesh
@@ -110,71 +106,32 @@ class ShapeCache:
         )
 
     def hops(
-        self, message: StepMessage, replica: int, training: bool, samples: Sequence[Mapping[str, Any]]
-    ) -> list[list[HopSpecs]]:
-        """Return the specs of each hop for each microbatch in the ``message`` of edge ``replica``.
+        self, messages: Sequence[StepMessage], call: Call, samples: Sequence[Mapping[str, Any]]
+    ) -> list[list[list[HopSpecs]]]:
+        """Return the specs of each hop for each microbatch in each of the ``messages`` of the edge's replicas.
 
-        ``samples`` are the keyword inputs of the microbatches, on that replica. A collective call of all ranks.
+        ``samples`` are the keyword inputs of this rank's microbatches, on the edge. A collective call of all ranks.
         """
         if not self._topology.channels:
-            return [[()] * self._topology.tail for _ in message.microbatches]
-        hops = [list(microbatch.hops[:1]) for microbatch in message.microbatches]
-        answers: list[list[InferredOutputs]] = [[] for _ in hops]
-        for chunk in range(1, self._topology.num_chunks if training else self._topology.tail):
-            # The edge may have inputs that are no metadata: the number of their signature stands for them.
-            local = self._topology.stage_of(chunk) == 0
-            numbered = local and chunk < self._topology.tail
-            given = [
-                (self._metadata_key(chunk, m.tensors), m.id if numbered else None)
-                for m in message.microbatches
-            ]
-            queries = [
-                _Query(chunk, carried[-1], names, training, message.setting)
-                for carried, names in zip(hops, given, strict=True)
-            ]
-            offered = samples if local else [microbatch.tensors for microbatch in message.microbatches]
-            found = self._query_ranks(queries, replica, offered)
-            for carried, known, query in zip(hops, answers, queries, strict=True):
-                known.append(found[query])
-                if chunk < self._topology.tail:
-                    carried.append(found[query].specs)
-        for hop in range(self._topology.tail):
-            for specs in {carried[hop] for carried in hops}:
-                self._check_sharded_hop(hop, specs, replica)
-        return [_with_usage(*pair) for pair in zip(hops, answers, strict=True)] if training else hops
+            return [[[()] * self._topology.tail for _ in message.microbatches] for message in messages]
 
-    def _query_ranks(
-        self, queries: Sequence[_Query], replica: int, offered: Sequence[Mapping[str, Any]]
-    ) -> dict[_Query, InferredOutputs]:
-        """Answer the queries. For new ones the chunk's ranks infer the outputs, and one leader broadcasts its result.
+        def infer(query: Query, place: Place) -> InferredOutputs:
+            replica, index = place
+            offered = samples[index] if self._mesh.is_edge else messages[replica].microbatches[index].tensors
+            return self._infer(query.chunk, query.inputs, offered, query.training)
 
-        All replicas of a cloud stage compare it with their own; on the edge only the replica with these microbatches.
-        """
-        known = {query: self._outputs.find(query) for query in queries}
-        new = {query: queries.index(query) for query, answer in known.items() if answer is None}
-        if new:
-            node = self._topology.node_at(queries[0].chunk, replica)
-            local = None
-            if node == self._mesh.node or (node.stage == self._mesh.stage and not self._mesh.is_edge):
-                local = [self._infer(q.chunk, q.inputs, offered[at], q.training) for q, at in new.items()]
-            message = None if local is None else [answer.to_json() for answer in local]
-            agreed = self._mesh.control.broadcast(message, node, partial(_parse_outputs, list(new)))
-            self._compare(queries[0].chunk, agreed, local)
-            for query, answer in zip(new, agreed, strict=True):
-                known[query] = self._outputs.get(query, lambda answer=answer: answer)  # type: ignore[misc]
-        return known  # type: ignore[return-value]
-
-    def _compare(
-        self, chunk: int, agreed: Sequence[InferredOutputs], local: Sequence[InferredOutputs] | None
-    ) -> None:
-        for (leaders, *_), (own, *_) in zip(agreed, local or agreed, strict=True):
-            if own != leaders:
-                layouts = ", in another memory layout" if describe(own) == describe(leaders) else ""
-                raise LdtError(
-                    f"the ranks of stage {self._mesh.stage} disagree on what chunk {chunk} returns: its leader says "
-                    f"{describe(leaders)}, rank {self._mesh.ranks[self._mesh.rank]} says {describe(own)}{layouts}; "
-                    "they must hold equal modules, and what random numbers or a state decide needs an output_spec"
-                )
+        walks = [
+            ShapeWalk(self._topology, message, call.training, self._metadata_key) for message in messages
+        ]
+        found = ShapeExchange(self._mesh, call, self._audit, walks, self._outputs.peek, infer).run()
+        for query, answer in found.items():  # in one order on all ranks, so that all keep the same
+            self._outputs.get(query, lambda answer=answer: answer)  # type: ignore[misc]
+        by_edge = [walk.hops() for walk in walks]
+        for replica, hops in enumerate(by_edge):
+            for hop in range(self._topology.tail):
+                for specs in {carried[hop] for carried in hops}:
+                    self._check_sharded_hop(hop, specs, replica)
+        return by_edge
 
     def _check_sharded_hop(self, hop: int, specs: HopSpecs, replica: int) -> None:
         """Raise LdtError if tensors are sharded over ranks and their link cannot carry shards."""
@@ -221,40 +178,6 @@ class ShapeCache:
             return kwargs
         # Metadata are on the CPU here, but will be on the device.
         return {name: TensorSpec.of(tensor) for name, tensor in kwargs.items()}
-
-
-def _with_usage(hops: Sequence[HopSpecs], answers: Sequence[InferredOutputs]) -> list[HopSpecs]:
-    """Return the hops of a microbatch with the use of their tensors, propagated from the loss to the first chunk."""
-    found: list[HopSpecs] = []
-    outputs: list[bool | None] = [True]  # the loss
-    decisive: list[int] = []
-    for inputs, answer in zip(reversed(hops[: len(answers)]), reversed(answers), strict=True):
-        found.append(used(inputs, outputs, answer, decisive))
-        outputs = [spec.used if spec.requires_grad else False for spec in found[-1]]
-        decisive = [i for i, spec in enumerate(found[-1]) if spec.decisive]
-    return [*reversed(found), *hops[len(answers) :]]
-
-
-def _parse_outputs(queries: Sequence[_Query], value: Any) -> list[InferredOutputs]:
-    """Parse the results of another rank. Raises ValueError if they do not answer the queries."""
-    answers = [
-        InferredOutputs(tuple(map(TensorSpec.from_json, specs)), _reaches(value), tuple(map(int, reentrant)))
-        for specs, value, reentrant in value
-    ]
-    if len(answers) != len(queries):
-        raise ValueError(f"expected the specs of {len(queries)} microbatches, got {len(answers)}")
-    for query, answer in zip(queries, answers, strict=True):
-        numbers = {*answer.reentrant, *(i for reach in answer.reaches for numbers in reach for i in numbers)}
-        outputs = len(answer.specs) or len(answer.reaches)  # the last chunk has no specs
-        if not numbers <= set(range(len(query.inputs))) or len(answer.reaches) != query.training * outputs:
-            raise ValueError(
-                "expected the numbers of the inputs that each output reaches, got invalid numbers"
-            )
-    return answers
-
-
-def _reaches(value: Any) -> tuple[Reach, ...]:
-    return tuple(Reach(*(tuple(map(int, numbers)) for numbers in reach)) for reach in value)
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

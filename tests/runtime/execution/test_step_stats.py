@@ -13,6 +13,7 @@ from pipeline_jobs import build
 import ldt
 import ldt.plan
 from ldt.runtime import StepStats, merge_timelines
+from ldt.runtime.control.edge_messages import Subject
 from ldt.runtime.execution.recorder import Entry
 from ldt.testing import RankPool, ToyChunk, toy_chunks, toy_microbatches
 from ldt.topology import Node, Topology
@@ -109,8 +110,8 @@ def test_entries_round_trip() -> None:
     assert Entry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
 
 
-def control_messages() -> list[tuple[int, int, float]]:
-    """Return, per step, edge messages received, shape broadcasts, and the bytes that the edge sent for both."""
+def control_messages() -> list[tuple[int, int, int, float]]:
+    """Return, per step, edge messages received, sent about shapes, broadcasts of others, and bytes of the rest."""
     topology = Topology([1, 1, 1])
     chunks = toy_chunks(topology)
     batches = (
@@ -122,35 +123,47 @@ def control_messages() -> list[tuple[int, int, float]]:
     ragged = [toy_microbatches(1, batch=n)[0] for n in (3, 5, 7)]
     with ldt.connect(topology, ranks=range(3)) as mesh, pytest.MonkeyPatch.context() as patch:
         pipeline = build(mesh, chunks)
-        calls: list[str] = []
-        for owner, name in ((mesh.edge_broadcast, "receive"), (mesh.control, "broadcast")):
+        calls: list[tuple[str, Any]] = []
+        messages = mesh.edge_broadcast
+        for owner, name in ((messages, "receive"), (messages, "send"), (mesh.control, "broadcast")):
             count(owner, name, calls, patch)
         numbers = []
         for batch in (*batches, ragged):
-            before, sent = len(calls), mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"]
+            before, sent = len(calls), messages.lanes()[0].stats()["sent_bytes"]
             pipeline.step(batch if mesh.is_edge else None)
             new = calls[before:]
             mesh.control.all_gather(None)
-            sent = mesh.edge_broadcast.lanes()[0].stats()["sent_bytes"] - sent
-            numbers.append((new.count("receive"), new.count("broadcast"), sent))
+            sent = messages.lanes()[0].stats()["sent_bytes"] - sent if mesh.is_edge else 0
+            shapes = [
+                message for name, message in new if name == "send" and message.subject is Subject.SHAPES
+            ]
+            sent -= sum(2 * message.nbytes for message in shapes)
+            names = [name for name, _ in new]
+            numbers.append((names.count("receive"), len(shapes), names.count("broadcast"), sent))
         return numbers
 
 
-def count(owner: object, name: str, calls: list[str], patch: pytest.MonkeyPatch) -> None:
+def count(owner: object, name: str, calls: list[tuple[str, Any]], patch: pytest.MonkeyPatch) -> None:
+    """Note the calls of a method, with their first argument."""
     original = getattr(owner, name)
-    patch.setattr(owner, name, lambda *args, **options: (calls.append(name), original(*args, **options))[1])
+
+    def counted(*args: Any) -> Any:
+        calls.append((name, args[0] if args else None))
+        return original(*args)
+
+    patch.setattr(owner, name, counted)
 
 
 def test_one_message_of_the_edge_per_step(pool: RankPool) -> None:
-    """New shapes cost one more broadcast per chunk after the first, here three; otherwise a few bytes."""
+    """New shapes cost one more, whatever the number of chunks; otherwise it is a few bytes."""
     by_rank = pool.run(control_messages, ranks=range(3))
-    assert [[numbers[:2] for numbers in steps] for steps in by_rank] == [
-        [(1, 3), (1, 0), (1, 3), (1, 0), (1, 3)]
-    ] * 3
-    sent = [numbers[2] for numbers in by_rank[0]]
+    new = [1, 0, 1, 0, 1]
+    assert [[numbers[:3] for numbers in steps] for steps in by_rank] == [
+        [(1 + one, one * (rank == 0), 0) for one in new] for rank in range(3)
+    ]
+    sent = [numbers[3] for numbers in by_rank[0]]
     assert max(sent) < 600, "to both other nodes"
     assert sent[3] == 2 * 24, "the same once more"
-    assert sum(numbers[2] for numbers in by_rank[1] + by_rank[2]) == 0
 
 
 def receive_memory(numbers: list[int]) -> list[int]:
