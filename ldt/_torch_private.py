@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import HashStore, TCPStore
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.distributed import distributed_c10d as c10d
@@ -32,6 +32,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "HashStore",
+    "Store",
     "TCPStore",
     "UnsupportedFakeTensorException",
     "abort_group",
@@ -68,7 +69,7 @@ __all__ = [
 # FakeTensor, FakeTensorMode: infer shapes of outputs without computing them.
 # pytree: nested inputs and outputs; torch.utils.pytree has no tree_map_only.
 # AsyncCollectiveTensor: output of a chunk of DTensors that nothing has waited for.
-# HashStore, TCPStore: public as torch.distributed.TCPStore, which type checkers do not see.
+# HashStore, Store, TCPStore: public as torch.distributed.TCPStore, which type checkers do not see.
 # is_traceable_wrapper_subclass: detects tensors that wrap other tensors.
 
 

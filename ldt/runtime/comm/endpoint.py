@@ -97,7 +97,7 @@ class Endpoint:
         return CompositeWork([end.lane.recv(part, end.peer, label=label) for end, part in ends])
 
     def connect(self, device: torch.device) -> Iterator[dist.Work]:
-        """Send or receive one byte on each of this rank's stripes. Finish each work before taking the next."""
+        """Send or receive one byte on each of this rank's stripes. See ``connect_all``."""
         for stripe in self.stripes.values():
             byte = [torch.zeros(1, dtype=torch.uint8, device=device)]
             if self.sends:

@@ -1,4 +1,4 @@
-"""The process groups of a mesh: created one by one, broken all at once, destroyed in the end."""
+"""The process groups of a mesh: created, broken all at once, destroyed in the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ldt._torch_private import abort_group, is_registered
+from ldt._torch_private import HashStore, Store, abort_group, is_registered
+from ldt.runtime.comm.group_exchange import GroupRequest, Swap, make_together
 from ldt.runtime.comm.group_layout import GLOO, make_group
 from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.health.connections import Connections
@@ -53,10 +54,13 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def use_store(self, store: Any) -> None:
-        """Create groups over a new connection to ``store``: shutting it down unblocks waits for other ranks there."""
+    def use_store(self, store: Any, *, own_connection: bool = True) -> None:
+        """Create groups over ``store``. A connection of their own is shut down to unblock waits for other ranks there.
+
+        Only ``make`` needs it.
+        """
         with self._to_store.recording(store):
-            self._store = store.clone() if hasattr(store, "clone") else store
+            self._store = store.clone() if own_connection and hasattr(store, "clone") else store
 
     def make(
         self, name: str, key: str, ranks: Sequence[int], backend: str, timeout: timedelta
@@ -64,7 +68,8 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         """Create and keep the group ``name``, under ``key`` in the store. See ``make_group``."""
         connections = Connections()
         with connections.recording(self._store):
-            group = make_group(key, ranks, backend, timeout, self._store)
+            store = HashStore() if len(ranks) == 1 else self._store
+            group = make_group(key, ranks, backend, timeout, store)
         if backend == GLOO:
             self._connections[name] = connections
             connections.outlast(self._outlast)
@@ -72,6 +77,22 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         if self._broken:
             self.break_all()
         return group
+
+    def make_gloo(self, requests: Sequence[GroupRequest], timeout: timedelta, swap: Swap) -> None:
+        """Create and keep groups of gloo at once, which takes as long as one. See ``make_together``."""
+        connections = Connections()
+        self._connections.update((request.name, connections) for request in requests)
+
+        def make(request: GroupRequest, store: Store) -> None:
+            self._groups[request.name] = make_group(request.key, request.ranks, GLOO, timeout, store)
+
+        try:
+            with connections.recording(self._store):
+                make_together(requests, make, swap)
+        finally:
+            connections.outlast(self._outlast)
+            if self._broken:
+                self.break_all()
 
     def abort(self) -> None:
         """After a failure: abort the groups that can be, and any wait for ranks that do not join a new group."""

@@ -1,4 +1,4 @@
-"""Connects the groups and stripes of a mesh ahead of the first step, one after the other, under a deadline."""
+"""Connects the groups and stripes of a mesh ahead of the first step, under a deadline."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ _POLL_SECONDS = 0.001
 def connect_all(
     layout: LaneLayout, endpoints: Mapping[Channel, Endpoint], watchdog: Watchdog, deadline: float
 ) -> None:
-    """Connect the model's groups and all stripes, one after the other, so that no step has to."""
-    for what, work in _start_connecting(layout, endpoints):
+    """Connect the model's groups and all stripes, so that no step has to: on a device one after the other."""
+    connecting = _start_connecting(layout, endpoints)
+    for what, work in list(connecting) if layout.device.type == "cpu" else connecting:
         await_connected(work, what, watchdog, deadline)
 
 
@@ -53,7 +54,7 @@ def _start_connecting(
 ) -> Iterator[tuple[str, dist.Work]]:
     """Reduce one element in each group of the model, then send one byte over each stripe, in one order on all ranks.
 
-    Yields a description and a work, which must be done before the next one is taken.
+    Yields a description and a work, which on a device must be done before the next one is taken.
     """
     topology, groups, device = layout.topology, layout.groups, layout.device
     for spec in model_groups(topology):

@@ -27,8 +27,8 @@ class Connections:
 
     gloo collectives cannot be aborted: a rank in one waits until its peers' sockets close. After a failure each rank
     therefore shuts down its own connections, which unblocks its peers. ``GroupSet`` unblocks this rank's own waits.
-    Connections that other threads open during the recording are shut down, too. A recording lasts only while one group
-    is created, and ``connect`` creates one mesh at a time.
+    Connections that other threads open during the recording are shut down, too. A recording lasts only while groups
+    are created, and ``connect`` creates one mesh at a time.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,16 @@ class Connections:
     def recording(self, store: Any) -> Iterator[None]:
         """Record what is opened in this block, except for connections to the server of ``store`` in this process."""
         before = _sockets()
-        yield
-        opened = dict(_sockets().items() - before.items())
-        port = _port_of(store)
-        self._opened = {
-            descriptor: identity for descriptor, identity in opened.items() if _own_port(descriptor) != port
-        }
+        try:
+            yield
+        finally:
+            opened = dict(_sockets().items() - before.items())
+            port = _port_of(store)
+            self._opened = {
+                descriptor: identity
+                for descriptor, identity in opened.items()
+                if _own_port(descriptor) != port
+            }
 
     def __len__(self) -> int:
         return len(self._opened)

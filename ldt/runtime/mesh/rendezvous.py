@@ -7,14 +7,14 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ldt.errors import LdtError
 from ldt.runtime.common.peer_messages import as_str_dict, parse, plain, quoted, read_or_raise
 from ldt.runtime.health.watchdog import Watchdog
 
-__all__ = ["check_in", "mesh_key", "refuse", "share"]
+__all__ = ["check_in", "mesh_key", "refuse", "share", "share_all"]
 
 _POLL_SECONDS = 0.02
 _COMPLETE = "complete"
@@ -44,7 +44,8 @@ def check_in(
         f"{key}/here/{rank}", json.dumps({**settings, "host": socket.gethostname(), "pid": os.getpid()})
     )
     _wait_for_all(store, key, ranks, seconds)
-    cards = {other: _read(store, f"{key}/here/{other}", other, _card) for other in ranks}
+    texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
+    cards = {other: _read(text, other, _card) for other, text in zip(ranks, texts, strict=True)}
     for name, local in settings.items():
         differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != local}
         if differing:
@@ -69,42 +70,65 @@ def share(
     watchdog: Watchdog,
     deadline: float,
 ) -> list[Any]:
-    """All-gather ``value``, a bool or a dict of texts, over the global ``ranks`` under ``key``.
+    """All-gather ``value``, a bool or a dict of texts, over the global ``ranks`` under ``key``. See ``share_all``."""
+    return share_all(store, {key: ranks}, {key: value}, rank, watchdog, deadline)[key]
 
-    Raises LdtError naming the ranks that sent nothing by ``deadline`` (``time.monotonic()``), or one that sent
-    another type than this rank; RemoteStageError if another rank failed.
+
+def share_all(
+    store: Any,
+    ranks: Mapping[str, Sequence[int]],
+    values: Mapping[str, Any],
+    rank: int,
+    watchdog: Watchdog,
+    deadline: float,
+) -> dict[str, list[Any]]:
+    """All-gather the value of each key, a bool or a dict of texts, over the global ``ranks`` of that key.
+
+    Takes three round trips to the store. Raises LdtError naming the ranks that sent nothing by ``deadline``
+    (``time.monotonic()``), or one that sent another type than this rank; RemoteStageError if another rank failed.
     """
-    store.set(f"{key}/{rank}", json.dumps(value))
-    while not store.check([f"{key}/{other}" for other in ranks]):
+    store.multi_set([f"{key}/{rank}" for key in values], [json.dumps(value) for value in values.values()])
+    senders = [(f"{key}/{other}", other) for key in values for other in ranks[key]]
+    while not store.check([name for name, _ in senders]):
         watchdog.check()
         if time.monotonic() > deadline:
-            missing = [other for other in ranks if not store.check([f"{key}/{other}"])]
+            late = [(other, name.rpartition("/")[0]) for name, other in senders if not store.check([name])]
+            missing = sorted({other for other, _ in late})
+            key = late[0][1] if late else "values"
             raise LdtError(f"connect: ranks {missing} did not send their {key} in time; look at their output")
         time.sleep(_POLL_SECONDS)
-    read = _flag if isinstance(value, bool) else as_str_dict
-    return [_read(store, f"{key}/{other}", other, read) for other in ranks]
+    texts = iter(store.multi_get([name for name, _ in senders]))
+    return {
+        key: [
+            _read(next(texts), other, _flag if isinstance(value, bool) else as_str_dict)
+            for other in ranks[key]
+        ]
+        for key, value in values.items()
+    }
 
 
 def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) -> None:
     """Wait until a rank has written the verdict, which holds for all ranks. Raises LdtError unless it is to go on."""
     deadline = time.monotonic() + seconds
     verdict = f"{key}/verdict"
-    while not store.check([verdict]):
+    proposal = ""
+    while not proposal and not store.check([verdict]):
         if store.check([f"{key}/here/{rank}" for rank in ranks]):
-            store.compare_set(verdict, "", _COMPLETE)
+            proposal = _COMPLETE
         elif time.monotonic() > deadline:
             missing = [rank for rank in ranks if not store.check([f"{key}/here/{rank}"])]
-            store.compare_set(verdict, "", _missing_text(missing, ranks, seconds) if missing else _COMPLETE)
+            proposal = _missing_text(missing, ranks, seconds) if missing else _COMPLETE
         else:
             time.sleep(_POLL_SECONDS)
-    text = store.get(verdict).decode(errors="replace")
+    written = store.compare_set(verdict, "", proposal) if proposal else store.get(verdict)
+    text = written.decode(errors="replace")
     if text != _COMPLETE:
         raise LdtError(f"connect: {plain(text)}")
 
 
-def _read(store: Any, key: str, rank: int, read: Callable[[Any], Any]) -> Any:
-    """Read what ``rank`` wrote to ``key``. Raises LdtError naming it if that is not JSON, or ``read`` rejects it."""
-    return read_or_raise(store.get(key), lambda data: read(parse(data)), f"connect: rank {rank}")
+def _read(text: Any, rank: int, read: Callable[[Any], Any]) -> Any:
+    """Read what ``rank`` wrote. Raises LdtError naming it if that is not JSON, or ``read`` rejects it."""
+    return read_or_raise(text, lambda data: read(parse(data)), f"connect: rank {rank}")
 
 
 def _card(value: Any) -> dict[str, str]:

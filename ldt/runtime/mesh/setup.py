@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from ldt.runtime.comm.endpoint import Endpoint, make_endpoints
+from ldt.runtime.comm.group_exchange import GroupExchange, GroupRequest
 from ldt.runtime.comm.group_layout import GLOO, LEADERS_CONTROL, control_name, group_specs, is_control
 from ldt.runtime.comm.group_set import GroupSet
 from ldt.runtime.comm.ipc_links import LaneId
@@ -24,7 +25,7 @@ from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
 from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.runtime.mesh.config import ConnectConfig
-from ldt.runtime.mesh.rendezvous import share
+from ldt.runtime.mesh.rendezvous import share, share_all
 from ldt.topology import Channel
 
 __all__ = ["MeshSetup"]
@@ -60,17 +61,45 @@ class MeshSetup:
         )
 
     def make_groups(self) -> None:
-        """Create this rank's process groups, in the same order on all ranks."""
+        """Create this rank's process groups: those of gloo at once, then the others in one order on all ranks."""
         config, device = self._config, self._config.device
         warm_up_libraries(device, partial(check_warm_up, device, self._watchdog, self._deadline))
-        self._groups.use_store(self._store)
-        for spec in group_specs(config.topology, config.lanes, config.transfers):
-            if config.rank in spec.ranks:
-                self._watchdog.check()
-                backend = GLOO if is_control(spec.name) else choose_backend(device, config.backend)
-                members = [config.ranks[rank] for rank in spec.ranks]
-                key = f"{self._key}/{spec.name}"
-                self._groups.make(spec.name, key, members, backend, time_left(self._deadline, at_least=1.0))
+        requests = [
+            GroupRequest(
+                spec.name,
+                f"{self._key}/{spec.name}",
+                [config.ranks[rank] for rank in spec.ranks],
+                GLOO if is_control(spec.name) else choose_backend(device, config.backend),
+            )
+            for spec in group_specs(config.topology, config.lanes, config.transfers)
+            if config.rank in spec.ranks
+        ]
+        of_gloo = [request for request in requests if request.backend == GLOO]
+        others = [request for request in requests if request.backend != GLOO]
+        self._groups.use_store(self._store, own_connection=bool(others))
+        self._groups.make_gloo(of_gloo, time_left(self._deadline, at_least=1.0), self._swap)
+        for request in others:
+            self._watchdog.check()
+            self._groups.make(*request, time_left(self._deadline, at_least=1.0))
+
+    def _swap(self, exchanges: Sequence[GroupExchange]) -> None:
+        """Send what gloo announces to its peers, and receive what they announce, for all ``exchanges`` together."""
+        by_key = {f"{one.key}/{one.rounds}": one for one in exchanges}
+        received = share_all(
+            self._store,
+            {key: one.ranks for key, one in by_key.items()},
+            {
+                key: {name: value.hex() for name, value in one.announced.items()}
+                for key, one in by_key.items()
+            },
+            self._rank_info.global_rank,
+            self._watchdog,
+            self._deadline,
+        )
+        for key, one in by_key.items():
+            one.receive(
+                {name: bytes.fromhex(text) for announced in received[key] for name, text in announced.items()}
+            )
 
     def make_control(self) -> tuple[ControlPlane, EdgeBroadcast]:
         """Create the control plane and the edge broadcast over the control groups."""

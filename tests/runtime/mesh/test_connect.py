@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -345,3 +346,39 @@ def test_groups(tp: list[int], dp: int, policy: Any) -> None:
     assert {spec.name for spec in points} == {f"lane/{key}" for key in lanes(topology, policy).values()}
     if policy == "dedicated":
         assert all(len(spec.ranks) == 2 for spec in points)
+
+
+def seconds_to_connect(
+    rank: int, folder: str, places: list[Any], address: str, tp: list[int], transfer: Any
+) -> None:
+    places[rank].enter()
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{address}:29500", rank=rank, world_size=len(places), timeout=paced(60)
+    )
+    dist.barrier()
+    start = time.monotonic()
+    with ldt.connect(Topology(tp), transfer=transfer):
+        (Path(folder) / str(rank)).write_text(str(time.monotonic() - start))
+        dist.barrier()
+
+
+@pytest.mark.usefixtures("wide_area")
+@pytest.mark.parametrize(
+    ("tp", "transfer", "round_trips"),
+    [([1, 1, 1], "leader", 30), pytest.param([4, 4], "auto", 100, marks=pytest.mark.slow)],
+)
+def test_connecting_takes_few_round_trips(
+    tmp_path: Path, tp: list[int], transfer: str, round_trips: int
+) -> None:
+    """About 16, whatever the number of groups; "auto" sends some 4 MiB to measure."""
+    from wan_link import ADDRESSES, Settings, wide_area_link
+
+    with wide_area_link(Settings(12.5e6, 0.05)) as link:
+        places = [link.places[0]] * tp[0] + [link.places[1]] * sum(tp[1:])
+        inputs = (str(tmp_path), places, ADDRESSES[0], tp, transfer)
+        torch.multiprocessing.start_processes(
+            seconds_to_connect, inputs, nprocs=len(places), start_method="spawn"
+        )
+    for rank in range(len(places)):
+        assert in_time(float((tmp_path / str(rank)).read_text()), round_trips * 0.1)

@@ -1,0 +1,100 @@
+"""Creates many gloo groups at once: what they tell each other goes to the store and back together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from ldt._torch_private import Store
+from ldt.errors import LdtError
+
+__all__ = ["GroupExchange", "GroupRequest", "Swap", "make_together"]
+
+
+class GroupRequest(NamedTuple):
+    """A group to create: its name in the mesh, its key in the store, its global ranks and its backend."""
+
+    name: str
+    key: str
+    ranks: Sequence[int]
+    backend: str
+
+
+class GroupExchange(Store):
+    """The store of one group while a thread creates it: gloo sets its addresses and waits for those of other ranks.
+
+    The thread then waits until another one calls ``receive`` or ``end``.
+    """
+
+    def __init__(self, request: GroupRequest, asking: SimpleQueue[Any]) -> None:
+        super().__init__()
+        self.ranks = request.ranks
+        self.key = request.key
+        self.rounds = 0  # one is enough unless torch checks its collectives (TORCH_DISTRIBUTED_DEBUG)
+        self.announced: dict[str, bytes] = {}
+        self._known: dict[str, bytes] = {}
+        self._asking = asking
+        self._answers: SimpleQueue[Mapping[str, bytes] | None] = SimpleQueue()
+
+    def set(self, key: str, value: Any) -> None:
+        self.announced[key] = value
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def get(self, key: str) -> bytes:
+        if key not in self._known:
+            self._asking.put(self)
+            answer = self._answers.get()
+            if answer is None:
+                raise LdtError("another group was not created")
+            self._known.update(answer)
+        return self._known[key]
+
+    def receive(self, values: Mapping[str, bytes]) -> None:
+        """Give the waiting thread what all ranks of the group announced."""
+        self.announced = {}
+        self.rounds += 1
+        self._answers.put(values)
+
+    def end(self) -> None:
+        """Make the thread raise when it waits."""
+        self._answers.put(None)
+
+
+Swap = Callable[[Sequence[GroupExchange]], None]
+"""Sends the other ranks what the exchanges have ``announced`` and lets each ``receive`` what its ranks announced."""
+
+
+def make_together(
+    requests: Sequence[GroupRequest], make: Callable[[GroupRequest, Store], None], swap: Swap
+) -> None:
+    """Call ``make`` for all requests at once, each with a store, and ``swap`` when all that still run wait for it.
+
+    Raises the first error, of a call or of ``swap``, once all calls have ended.
+    """
+    events: SimpleQueue[Any] = SimpleQueue()  # an exchange that waits, or the future of a call that has ended
+    exchanges = [GroupExchange(request, events) for request in requests]
+    with ThreadPoolExecutor(max(1, len(requests))) as threads:
+        try:
+            for request, exchange in zip(requests, exchanges, strict=True):
+                threads.submit(make, request, exchange).add_done_callback(events.put)
+            waiting: list[GroupExchange] = []
+            running = len(requests)
+            while running:
+                event = events.get()
+                if isinstance(event, GroupExchange):
+                    waiting.append(event)
+                else:
+                    event.result()
+                    running -= 1
+                if waiting and len(waiting) == running:
+                    swap(waiting)
+                    waiting = []
+        finally:
+            for exchange in exchanges:
+                exchange.end()
