@@ -44,11 +44,16 @@ class Job:
         return self.description.topology
 
     @property
+    def site(self) -> str:
+        """The name of this rank's site."""
+        return self.description.site_of(_number("RANK"))
+
+    @property
     def device(self) -> torch.device:
         """This rank's device: the CPU, or the accelerator of its site whose index is ``LOCAL_RANK``."""
         import torch
 
-        kind = self.description.sites[self.description.site_of(_number("RANK"))].device
+        kind = self.description.sites[self.site].device
         return torch.device("cpu") if kind == "cpu" else torch.device(kind, _number("LOCAL_RANK"))
 
     def connect(self, **options: Any) -> Mesh:

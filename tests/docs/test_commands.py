@@ -85,6 +85,28 @@ def check_torchrun(words: list[str]) -> None:
     check_script(words)
 
 
+def check_copy(words: list[str]) -> None:
+    """What is copied is in the repository."""
+    assert (ROOT / words[-2]).exists(), words
+
+
+def check_folder(words: list[str]) -> None:
+    """A command of the same page makes it."""
+    (folder,) = words[1:]
+    assert any(command.endswith(f" {folder}") for command in _all_commands() if command != " ".join(words)), (
+        words
+    )
+
+
+def check_copied_script(words: list[str]) -> None:
+    """The script is a copy of one of the examples."""
+    check_options((words[1].replace("build/", "examples/", 1),), words[2:])
+
+
+def _all_commands() -> list[str]:
+    return [command for page in pages() for block in blocks(page) for command in commands(block)]
+
+
 def check_wg_quick(words: list[str]) -> None:
     """It brings up the tunnel of a file; test_tunnel.py does."""
     assert words[1] == "up", words
@@ -98,6 +120,10 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "python benchmarks/": check_script,
     "torchrun ": check_torchrun,
     "wg-quick ": check_wg_quick,
+    "cp -r ": check_copy,
+    "cp ": check_copy,
+    "cd ": check_folder,
+    "python build/two_sites/": check_copied_script,
 }
 
 

@@ -56,7 +56,8 @@ def run_commands(page: str, folder: Path, capsys: pytest.CaptureFixture[str]) ->
     """Return the output of each block that is an ldt command, except `doctor`, which has its own tests."""
     printed = {}
     for block in blocks(page):
-        if block.language == "sh" and block.text.startswith(("python -m ldt plan", "python -m ldt merge")):
+        runs = block.text.startswith(("python -m ldt plan", "python -m ldt merge"))
+        if block.language == "sh" and runs and not is_run_elsewhere(block):
             (command,) = commands(block)
             with pytest.MonkeyPatch.context() as patch:
                 patch.chdir(folder)

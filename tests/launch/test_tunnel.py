@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import stat
 import subprocess
 import sys
@@ -22,7 +22,10 @@ from ldt.testing.models import unsplit_training
 from ldt.topology import Topology
 
 STEPS, MICROBATCHES = 4, 3
-PAGE = Path(__file__).parents[2] / "docs/guides/two_sites.md"
+INTERFACES = {
+    site: f"wg{site[0]}{os.getpid()}" for site in ("edge", "cloud")
+}  # wg-quick knows them by their names
+EXAMPLE = Path(__file__).parents[2] / "examples" / "two_sites" / "job.toml"
 TRAIN = f"""
 from pathlib import Path
 import torch, torch.distributed as dist
@@ -51,11 +54,10 @@ dist.destroy_process_group()
 def job(tmp_path: Path) -> Path:
     (tmp_path / "train.py").write_text(TRAIN)
     file = tmp_path / "job.toml"
-    (described,) = re.findall(r"^```toml title.*\n((?:.*\n)*?)```", PAGE.read_text(), re.MULTILINE)
-    described = described.replace("203.0.113.7", "10.88.0.2")
-    for site in ("edge", "cloud"):  # wg-quick tells those of one host by their names
-        described = described.replace('"wg0"', f'"ldt-{site}"', 1)
-    file.write_text(f'script = "train.py"\n[topology]\ntp = [1, 1]\n{described}')
+    text = EXAMPLE.read_text().replace("finetune.py", "train.py")
+    for site, name in INTERFACES.items():
+        text = text.replace(f"wg-{site}", name)
+    file.write_text(text)
     return file
 
 
@@ -67,7 +69,7 @@ def test_each_private_key_stays_in_its_file(job: Path, capfd: pytest.CaptureFixt
     check_wireguard()
     edge_key, cloud_key = write_files(job)
     assert not capfd.readouterr().err, "the commands have their own output"
-    edge, cloud = ((job.parent / f"ldt-{site}.conf") for site in ("edge", "cloud"))
+    edge, cloud = ((job.parent / f"{name}.conf") for name in INTERFACES.values())
     for file in (edge, cloud):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     lines = {file: file.read_text().splitlines() for file in (edge, cloud)}
@@ -99,7 +101,7 @@ def test_wrong_keys_and_files(job: Path, capsys: pytest.CaptureFixture[str]) -> 
     own = capsys.readouterr().out.strip()
     assert run(job, "--site", "edge", "--peer", own) == 2
     assert "is the key of edge itself" in capsys.readouterr().err
-    other = job.parent / "ldt-cloud.conf"
+    other = job.parent / f"{INTERFACES['cloud']}.conf"
     other.write_text("[Interface]\nPrivateKey = mine\n")
     assert run(job, "--site", "cloud") == 2
     assert f"{other} was not written by this command" in capsys.readouterr().err
@@ -125,7 +127,7 @@ def test_a_job_trains_through_it_and_nothing_else_crosses(job: Path) -> None:
     with wide_area_link(Settings(125e6, 2e-3)) as link:
         for direction in (0, 1):
             link.set(direction, only_udp=PORT)
-        with tunnel(job, link.places, ("ldt-edge", "ldt-cloud")):
+        with tunnel(job, link.places, (INTERFACES["edge"], INTERFACES["cloud"])):
             with (
                 launch(job, "edge", place=link.places[0]) as edge,
                 launch(job, "cloud", place=link.places[1]) as cloud,
