@@ -25,6 +25,7 @@ from wan_link import ADDRESSES, DEVICE, Link, Settings, wide_area_link
 from ldt.cli.units import bandwidth, limit, seconds
 
 SITES = ("edge", "cloud")
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STATE = Path("/run/ldt-two-sites.json")  # of the link that is held
 
 
@@ -49,8 +50,6 @@ def run(options: argparse.Namespace) -> None:
 
 def hold(settings: Settings) -> None:
     """Keep the sites until a signal comes."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
     found = _state()
     if found is not None:
         raise ValueError(f"process {found['pid']} holds a link already: end it, or use its sites")
@@ -58,6 +57,8 @@ def hold(settings: Settings) -> None:
         namespaces = [place.namespace for place in link.places]
         state = {"pid": os.getpid(), "namespaces": namespaces, "control": link.control}
         STATE.write_text(json.dumps(state))
+        # Not before: pyroute2 ends processes by SIGTERM that it forks from this one.
+        before = {number: signal.signal(number, signal.default_int_handler) for number in _ENDS}
         try:
             for site, address in zip(SITES, ADDRESSES, strict=True):
                 print(f"{site}: {address}", flush=True)
@@ -65,6 +66,8 @@ def hold(settings: Settings) -> None:
         except KeyboardInterrupt:
             pass
         finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
             STATE.unlink()
 
 

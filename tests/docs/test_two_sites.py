@@ -117,7 +117,9 @@ def test_a_reader_trains_over_the_guides_link(tmp_path: Path) -> None:
     with ExitStack() as stack:
         sites = stack.enter_context(reader.start(SITES))
         assert sites.stdout is not None
-        assert [sites.stdout.readline() for _ in range(2)] == ["edge: 10.88.0.1\n", "cloud: 10.88.0.2\n"]
+        for line in ("edge: 10.88.0.1\n", "cloud: 10.88.0.2\n"):
+            printed = sites.stdout.readline()
+            assert printed == line, printed + sites.communicate()[0]
         stack.callback(sites.send_signal, signal.SIGINT)
         connect(reader, stack)
         train(reader)
