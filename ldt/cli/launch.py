@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=limit,
         default=600.0,
         metavar="SECONDS",
-        help="how long to wait for the launchers of other sites (default: 600)",
+        help="how long to wait for launchers of other sites that are silent (default: 600)",
     )
     parser.add_argument(
         "--print-env",

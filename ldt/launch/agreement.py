@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from ldt.errors import LdtError
@@ -33,6 +34,19 @@ _MAX_REASON = 300
 
 class JobOver(Exception):  # noqa: N818 (the end may be a success elsewhere)
     """No attempt follows. The text says why."""
+
+
+class Silence:
+    """For how long a counter has not changed."""
+
+    def __init__(self) -> None:
+        self._count: int | None = None
+        self._since = 0.0
+
+    def seconds(self, count: int) -> float:
+        if count != self._count:
+            self._count, self._since = count, time.monotonic()
+        return time.monotonic() - self._since
 
 
 class Agreement:
@@ -137,9 +151,25 @@ class Agreement:
         self._store.submit(lambda store: store.set("attempt", why))
 
     def finish(self, attempt: int) -> bool:
-        """Wait until the ranks of all sites have succeeded. False if another attempt was announced."""
+        """Wait until the ranks of all sites have succeeded. False if another attempt was announced.
+
+        Their ranks may take as long as they like, but raises LdtError if a launcher is silent for ``timeout``.
+        """
         self._set(f"done/{attempt}/{self._site}")
-        return self._wait(self._keys(f"done/{attempt}"), attempt)
+        silences: dict[str, Silence] = {}
+        while not self._wait(self._keys(f"done/{attempt}"), attempt, time.monotonic() + _SILENCE_SECONDS):
+            if self._attempt != attempt:
+                return False
+            if not silences:
+                self._say("all ranks here have succeeded; waiting for those of other sites")
+            for site in self._description.sites:
+                silence = silences.setdefault(site, Silence()).seconds(self._ask(partial(_beats, site)))
+                if silence > self._timeout and not self._has([f"done/{attempt}/{site}"]):
+                    raise LdtError(
+                        f"all ranks here have succeeded, but the launcher of {site} was silent for {self._timeout:g} s "
+                        "and has not said the same: look at it"
+                    )
+        return True
 
     def leave(self) -> None:
         """Let others know that this launcher ends; the one that keeps the store waits a moment for the others."""
@@ -177,6 +207,7 @@ class Agreement:
         return bool(self._ask(lambda store: store.check(keys)))
 
     def _read(self, store: Any) -> list[bytes]:
+        store.add(f"alive/{self._site}", 1)
         return list(store.multi_get(["attempt", f"launcher/{self._site}"]))
 
     def _refresh(self) -> None:
@@ -226,6 +257,11 @@ class Agreement:
             late = " and ".join(missing)
             raise LdtError(f"{late} {problem} within {self._timeout:g} s: look at the launcher there")
         return True
+
+
+def _beats(site: str, store: Any) -> int:
+    """How often the site's launcher has looked into the store."""
+    return int(store.add(f"alive/{site}", 0))
 
 
 def _line(data: bytes) -> str:

@@ -147,7 +147,7 @@ def read(path: str | os.PathLike[str]) -> Description:
     """Read and check a description. Raises LdtError that names the file, the table and the key."""
     file = Path(path)
     try:
-        return _describe(file.absolute(), tomllib.loads(read_file(file, _MAX_BYTES).decode()))
+        return _describe(file.absolute(), tomllib.loads(read_file(file, _MAX_BYTES).decode("utf-8-sig")))
     except OSError as error:
         raise LdtError(f"{file} cannot be read: {error.strerror}") from error
     except RecursionError:
@@ -176,7 +176,7 @@ def _describe(path: Path, found: dict[str, Any]) -> Description:
         arguments=tuple(tables.arguments),
         topology=topology,
         sites={name: sites[name] for name in stages},
-        connect=_in_table("connect", lambda: fit_fields(tables.connect, ConnectOptions, "it")),
+        connect=_in_table("connect", lambda: _options(tables.connect)),
         tunnel=None if tables.tunnel is None else _tunnel(tables.tunnel, sites),
         digests={name: _digest(value) for name, value in found.items()},
     )
@@ -234,6 +234,15 @@ def _version(name: str, address: str) -> int:
         raise ValueError(
             f"[sites.{name}] address must be an IP address where there is a [tunnel], got {quoted(address)}"
         ) from None
+
+
+def _options(table: dict[str, Any]) -> dict[str, Any]:
+    """Those that the file gives; ``connect`` checks more than their types and signs."""
+    found = fit_fields(table, ConnectOptions, "it")
+    for name, value in found.items():
+        if isinstance(value, int | float) and value < 0:
+            raise ValueError(f"{name} must be in seconds, at least 0, got {value:g}")
+    return found
 
 
 def _in_table(name: str, make: Callable[[], _T]) -> _T:

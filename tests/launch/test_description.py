@@ -45,6 +45,10 @@ def test_what_it_says(tmp_path: Path) -> None:
     assert {site: job.ranks_of(site) for site in job.sites} == {"office": [0], "cloud": [1, 2, 3, 4]}
 
 
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    assert described(tmp_path, f"\N{BYTE ORDER MARK}{JOB}").host == "office"
+
+
 def test_stages_are_at_the_edge_and_the_cloud_by_default(tmp_path: Path) -> None:
     text = JOB.replace('sites = ["office", "cloud", "cloud"]', "").replace("sites.office", "sites.edge")
     assert described(tmp_path, text).topology.sites == ("edge", "cloud", "cloud")
@@ -85,6 +89,11 @@ def test_stages_are_at_the_edge_and_the_cloud_by_default(tmp_path: Path) -> None
             "[topology]",
             "[connect]\ntimeout = '60'\n[topology]",
             "[connect] timeout is a text, expected a finite number",
+        ),
+        (
+            "[topology]",
+            "[connect]\noutage = -1\n[topology]",
+            "[connect] outage must be in seconds, at least 0, got -1",
         ),
         ("[topology]", "[connect]\nconections = 4\n[topology]", "[connect] it has a field 'conections'"),
         ("[topology]", "[topology", "line 4"),

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,17 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", port)), launch(file, "edge") as edge:
         assert edge.status() == 1
     assert f"there can be no store at 127.0.0.1 port {port}: " in edge.text
+
+
+@pytest.mark.slow
+def test_a_site_that_has_succeeded_does_not_wait_for_a_lost_launcher(tmp_path: Path) -> None:
+    file = describe(tmp_path, STUB + "while rank == '1':\n    time.sleep(0.05)\n")
+    with both(file, "--timeout", "3") as (edge, cloud):
+        waits = "[edge] all ranks here have succeeded; waiting for those of other sites"
+        wait_for(lambda: waits in edge.text, lambda: edge.text + cloud.text)
+        time.sleep(4.0)
+        assert edge.process.is_alive(), "ranks of the cloud may take longer"
+        kill_hard(cloud)
+        assert edge.status() == 1
+    assert "but the launcher of cloud was silent for 3 s and has not said the same: look at it" in edge.text
+    os.kill(int((tmp_path / "pids-0-1").read_text().split()[1]), signal.SIGKILL)
