@@ -16,7 +16,9 @@ Each cell is a fresh launch: link, processes and connections; its first steps ar
 control of the same rate without latency or loss, on which the same plan runs: what it takes there beyond its own
 simulation is this machine's doing. ``over`` is measured / (simulated + that). Compute is a sleep. ``up`` and ``down``
 are the bytes of a step as counted on the link. ``load`` is that of the machine when the cell began. Gradients of the
-last step are compared with the unsplit model's. Without root, /dev/net/tun, pyroute2 or a C compiler it says so, and
+last step are compared with the unsplit model's. With ``--device cuda`` chunks compute on GPUs, which ranks share if there
+are too few (sleeping kernels of two processes run at once only under CUDA's MPS), and messages go over transport host;
+PyTorch's runtime stays on the CPU. Without root, /dev/net/tun, pyroute2 or a C compiler it says so, and
 measures nothing.
 """
 
@@ -164,6 +166,7 @@ def jobs_of(given: argparse.Namespace, side: Settings) -> Iterator[tuple[str, Jo
                     given.warm_up,
                     connections,
                     compression,
+                    device=given.device if runtime == "ldt" else "cpu",
                 ),
             )
 
@@ -237,7 +240,7 @@ if __name__ == "__main__":
         options.error(
             f"--forward: expected a time for each of {given.stages + 1} chunks, got {len(given.forward)}"
         )
-    given.device, given.link, given.ranks = "cpu", None, given.stages
+    given.device, given.link, given.ranks = given.device or "cpu", None, given.stages
     try:
         check_wan()
     except ValueError as error:

@@ -24,6 +24,7 @@ from wan_link import ADDRESSES, Link
 
 import ldt
 from ldt.plan import Plan
+from ldt.runtime.common.device import synchronize_current_stream
 from ldt.testing.models import on_backward
 
 __all__ = ["Job", "Measured", "ldt_steps", "raw_tcp", "torch_steps"]
@@ -49,6 +50,7 @@ class Job:
     connections: Any  # between the sites, an int or "auto"; 0: one for each process group
     compression: Any = "none"  # of ldt
     outage: float = 0.0  # seconds
+    device: str = "cpu"  # of all ranks; those of "cuda" share the GPUs there are
 
     @property
     def num_microbatches(self) -> int:
@@ -76,33 +78,57 @@ class Measured:
 class PacedChunk(nn.Module):
     """Scales its input, and sleeps as long as a chunk computes: ranks compute side by side on any number of cores."""
 
-    def __init__(self, forward: float) -> None:
+    def __init__(self, forward: float, sleep: Callable[[float], None]) -> None:
         super().__init__()
         self.scale = nn.Parameter(1 + 0.1 * torch.randn(WIDTH))
         self.seconds = forward
+        self.sleep = sleep
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is not torch.Tensor:  # shape inference
             return x * self.scale
-        time.sleep(self.seconds)
-        return on_backward(x * self.scale, lambda: time.sleep(2 * self.seconds))
+        self.sleep(self.seconds)
+        return on_backward(x * self.scale, lambda: self.sleep(2 * self.seconds))
+
+
+def _sleep_on(device: torch.device) -> Callable[[float], None]:
+    """What takes so many seconds there: of the host, or of the current stream."""
+    if device.type == "cpu":
+        return time.sleep
+    cycles = 200_000_000
+    for _ in range(2):  # the first is on a GPU whose clock rises
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    rate = cycles / (begin.elapsed_time(end) * 1e-3)
+    return lambda seconds: torch.cuda._sleep(int(seconds * rate))
 
 
 def _squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def _model(job: Job) -> tuple[list[PacedChunk], list[tuple[torch.Tensor, torch.Tensor]]]:
+def _model(
+    job: Job, device: torch.device
+) -> tuple[list[PacedChunk], list[tuple[torch.Tensor, torch.Tensor]]]:
     torch.manual_seed(0)
-    chunks = [PacedChunk(seconds) for seconds in job.forward]
+    sleep = _sleep_on(device)
+    chunks = [PacedChunk(seconds, sleep).to(device) for seconds in job.forward]
     rows = job.message_bytes // (4 * WIDTH)
-    batch = [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for _ in range(job.num_microbatches)]
-    return chunks, batch
+    drawn = [(torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)) for _ in range(job.num_microbatches)]
+    return chunks, [(inputs.to(device), target.to(device)) for inputs, target in drawn]
 
 
 def ldt_steps(job: Job, link: Link) -> Measured:
-    chunks, batch = _model(job)
-    settings = {"connections": job.connections or None, "compression": job.compression}
+    device = torch.device(job.device)
+    settings: dict[str, Any] = {"connections": job.connections or None, "compression": job.compression}
+    if device.type == "cuda":
+        device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        settings |= {"device": device, "backend": "nccl", "transport": "host"}
+    chunks, batch = _model(job, device)
     with ldt.connect(job.topology, **settings) as mesh:
         mine = [chunks[index] for index in job.topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, job.plan, _squares)
@@ -111,7 +137,7 @@ def ldt_steps(job: Job, link: Link) -> Measured:
 
 def torch_steps(job: Job, link: Link) -> Measured:
     """The same compute order in torch's own runtime."""
-    chunks, batch = _model(job)
+    chunks, batch = _model(job, torch.device("cpu"))
     mine = {index: chunks[index] for index in job.topology.chunks_of(dist.get_rank())}
     return _measure(job, link, chunks, batch, step_of_plan(job.plan, mine, batch, _squares))
 
@@ -146,6 +172,7 @@ def _timed(
         with _outage(link, job.outage if turn >= job.warm_up and dist.get_rank() == 0 else 0.0):
             start = time.perf_counter()
             step()
+            synchronize_current_stream(torch.device(job.device))
             seconds.append(time.perf_counter() - start)
     meet()
     up, down = (
