@@ -2,9 +2,9 @@
 
 Each lower rank sends a message to the upper rank of its pair while both run GEMMs. Three measurements alternate, each
 from idle devices: the transfer alone, the GEMMs alone, and both. As in a pipeline, the receive is posted first; then
-the ranks synchronize on the host, the transfer and the GEMMs are launched, and the transfer is waited for. (Without
-alternating, the later measurement is slower: GEMMs run at the power limit; and each comes after the same GEMMs, which
-are not timed.) Times are those of the current stream,
+the ranks synchronize on the host, the transfer and the GEMMs are launched, and the transfer is waited for. The longer
+GEMMs run, the slower they are, as they reach the power limit: so some that are not timed come first, and those alone
+are measured before and after both. Times are those of the current stream,
 from before the launch to after the wait; on the CPU those of the host.
 
 - ``hidden``    (gemms + alone - both) / min(gemms, alone): 100 % if all of the transfer or all of the GEMMs is hidden
@@ -76,10 +76,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def overlap(path: BothWays, size: int, load: Gemms, count: int, device: torch.device) -> OverlapRow:
     courier = Courier(path.up, size, device)
-    samples = [
-        tuple(timed(device, load, *work) for work in ((courier, None), (None, load), (courier, load)))
-        for _ in range(WARM_UP + count)
-    ][WARM_UP:]
+    samples = [turn(courier, load, device) for _ in range(WARM_UP + count)][WARM_UP:]
     by_rank = tuple(figures(*times) for times in gather(median_of(samples)))
     alone, compute, both, hidden, slowdown = median_of([tuple(rank.values()) for rank in by_rank])
     return OverlapRow(
@@ -98,14 +95,21 @@ def overlap(path: BothWays, size: int, load: Gemms, count: int, device: torch.de
     )
 
 
-def timed(device: torch.device, before: Gemms, courier: Courier | None, load: Gemms | None) -> float:
-    """Return the seconds of the given work, from devices that have just done ``before``.
+def turn(courier: Courier, load: Gemms, device: torch.device) -> tuple[float, float, float]:
+    """Return the seconds of the transfer alone, of the GEMMs alone, and of both."""
+    alone = timed(device, courier)
+    load()
+    before, both, after = timed(device, load=load), timed(device, courier, load), timed(device, load=load)
+    return alone, (before + after) / 2, both
+
+
+def timed(device: torch.device, courier: Courier | None = None, load: Gemms | None = None) -> float:
+    """Return the seconds of the given work, from idle devices.
 
     The start is recorded before the launch: a lane's stream waits for earlier work on the current stream, or begins
     later, since that stream is idle.
     """
     watch = Stopwatch(device)
-    before()
     if courier is None:
         settle(device)
     else:

@@ -16,10 +16,9 @@ Each cell is a fresh launch: link, processes and connections; its first steps ar
 control of the same rate without latency or loss, on which the same plan runs: what it takes there beyond its own
 simulation is this machine's doing. ``over`` is measured / (simulated + that). Compute is a sleep. ``up`` and ``down``
 are the bytes of a step as counted on the link. ``load`` is that of the machine when the cell began. Gradients of the
-last step are compared with the unsplit model's. With ``--device cuda`` chunks compute on GPUs, which ranks share if there
-are too few (sleeping kernels of two processes run at once only under CUDA's MPS), and messages go over transport host;
-PyTorch's runtime stays on the CPU. Without root, /dev/net/tun, pyroute2 or a C compiler it says so, and
-measures nothing.
+last step are compared with the unsplit model's. With ``--device cuda`` chunks of ldt compute on GPUs, which ranks share
+if there are too few (two processes compute at once only under CUDA's MPS), over transport host. Without root,
+/dev/net/tun, pyroute2 or a C compiler it says so, and measures nothing.
 """
 
 from __future__ import annotations

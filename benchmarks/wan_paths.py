@@ -97,13 +97,13 @@ def _sleep_on(device: torch.device) -> Callable[[float], None]:
         return time.sleep
     cycles = 200_000_000
     for _ in range(2):  # the first is on a GPU whose clock rises
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         begin.record()
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         end.record()
         end.synchronize()
     rate = cycles / (begin.elapsed_time(end) * 1e-3)
-    return lambda seconds: torch.cuda._sleep(int(seconds * rate))
+    return lambda seconds: torch.cuda._sleep(int(seconds * rate))  # type: ignore[no-untyped-call]
 
 
 def _squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ struct NcclCommunicators {
 };
 
 /// The default: the process groups. Socket links are for the CPU only.
-using TransportChoice = std::variant<std::monostate, NcclCommunicators, CopyEngineLinks, SocketLinks>;
+using TransportChoice =
+    std::variant<std::monostate, NcclCommunicators, CopyEngineLinks, SocketLinks>;
 
 }  // namespace ldt
