@@ -13,11 +13,13 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from typing import Any
 
 from ldt.errors import LdtError
 from ldt.launch.description import Description
+from ldt.launch.reach import Outcome, dialling_site, listen, outcome_of
 from ldt.launch.signals import Signals
 from ldt.launch.store_thread import StoreThread
 from ldt.launch.stores import reach, serve
@@ -30,6 +32,7 @@ _POLL_SECONDS = 0.2
 _LEAVE_SECONDS = 5.0  # for others to read that the job is over
 _SILENCE_SECONDS = 2.0  # of a wait that nobody needs to know of
 _MAX_REASON = 300
+_DIALS = 4
 
 
 class JobOver(Exception):  # noqa: N818 (the end may be a success elsewhere)
@@ -120,7 +123,7 @@ class Agreement:
             self._refresh()
             attempt, is_open = self._attempt, f"open/{self._attempt}"
             self._set(f"ready/{attempt}/{self._site}")
-            if not self._wait_for(f"ready/{attempt}", "is not ready", attempt):
+            if not (self._wait_for(f"ready/{attempt}", "is not ready", attempt) and self._reach(attempt)):
                 continue
             if self._is_host:
                 self._ranks_store = None  # its port is free again
@@ -128,6 +131,47 @@ class Agreement:
                 self._set(is_open)
             if self._wait([is_open], attempt):
                 return attempt
+
+    def _reach(self, attempt: int) -> bool:
+        """Try the connections that gloo will need. False if another attempt was announced.
+
+        Raises JobOver, at all sites, if they cannot be opened: gloo itself would wait for half an hour.
+        """
+        description, own = self._description, self._site
+        with closing(listen(description.sites[own].address, 0)) as server:
+            self._set(f"door/{attempt}/{own}", str(server.getsockname()[1]))
+            if not self._wait_for(f"door/{attempt}", "is not ready", attempt):
+                return False
+            blocked = ""
+            for other in description.sites:
+                if other != own and dialling_site(description, own, other) == own:
+                    outcome = self._try(other, _line(self._ask(partial(_get, f"door/{attempt}/{other}"))))
+                    if outcome != "connects":
+                        blocked = f"{own} cannot connect to {other} at ports that are free there ({outcome})"
+            self._set(f"reach/{attempt}/{own}", blocked)
+            if not self._wait_for(f"reach/{attempt}", "does not say whether it reaches the others", attempt):
+                return False
+        for found in map(_line, self._ask(lambda store: store.multi_get(self._keys(f"reach/{attempt}")))):
+            if found:
+                why = (
+                    f"{found}, which gloo needs: python -m ldt doctor --link says what to change, and a tunnel "
+                    "(python -m ldt tunnel) needs one UDP port of one site"
+                )
+                self.stop(why)  # another site may not have read what this one has
+                raise JobOver(why)
+        return True
+
+    def _try(self, other: str, port: str) -> Outcome:
+        """Several times, as the link may be down for a moment."""
+        if not (port.isdecimal() and 0 < int(port[:6]) < 65536):
+            raise LdtError(f"expected a port of {other}, got {port!r}")
+        outcome: Outcome = "no answer"
+        for _ in range(_DIALS):
+            self._signals.check()
+            outcome = outcome_of(self._description.sites[other].address, int(port[:6]))
+            if outcome == "connects":
+                break
+        return outcome
 
     def moved(self, attempt: int) -> bool:
         """Whether another attempt was announced, or the end of the job. Does not wait for the network."""
@@ -257,6 +301,10 @@ class Agreement:
             late = " and ".join(missing)
             raise LdtError(f"{late} {problem} within {self._timeout:g} s: look at the launcher there")
         return True
+
+
+def _get(key: str, store: Any) -> bytes:
+    return bytes(store.get(key))
 
 
 def _beats(site: str, store: Any) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import secrets
 import socket
 import time
@@ -18,7 +17,6 @@ from ldt.cli.link_check.facts import (
     Arrived,
     Block,
     Door,
-    Outcome,
     Outcomes,
     Ping,
     Pong,
@@ -27,10 +25,11 @@ from ldt.cli.link_check.facts import (
     Sent,
 )
 from ldt.cli.link_check.host import facts_of, path_mtu
-from ldt.cli.link_check.meeting import dial, listen, meet
+from ldt.cli.link_check.meeting import meet
 from ldt.cli.link_check.report import Findings, Report
 from ldt.errors import LdtError
 from ldt.launch.description import Description
+from ldt.launch.reach import listen, outcome_of
 from ldt.runtime.comm import socket_dial
 from ldt.runtime.comm.socket_choice import TcpLimits, TcpPath
 from ldt.runtime.comm.socket_probe import NUM_PROBES, probe
@@ -120,7 +119,7 @@ class _Check:
         ports = {name: door.port if name == OTHER_PORTS else int(name) for name in self._needed(self._site)}
         address = self._description.sites[self._talk.other].address
         with ThreadPoolExecutor(len(ports)) as threads:
-            outcomes = threads.map(lambda port: _outcome(address, port), ports.values())
+            outcomes = threads.map(lambda port: outcome_of(address, port), ports.values())
             return Reached(dict(zip(ports, outcomes, strict=True)))
 
     def _needed(self, dials: str) -> list[str]:
@@ -201,18 +200,6 @@ class _Check:
             for connection in connections:
                 stack.enter_context(closing(connection))
             return Sent(probe({1: connections}, check)[1], path_mtu(connections[0]))
-
-
-def _outcome(address: str, port: int) -> Outcome:
-    try:
-        dial(address, port).close()
-    except ConnectionRefusedError:
-        return "refused"
-    except TimeoutError:
-        return "no answer"
-    except OSError as error:
-        return "no answer" if error.errno == errno.ETIMEDOUT else "no route"
-    return "connects"
 
 
 def _limit(deadline: float) -> Callable[[str], None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from ldt.launch.reach import Outcome
 from ldt.runtime.comm.socket_probe import LinkProbe
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Chosen",
     "Door",
     "HostFacts",
-    "Outcome",
     "Outcomes",
     "Ping",
     "Pong",
@@ -24,7 +23,6 @@ __all__ = [
     "Sent",
 ]
 
-Outcome = Literal["connects", "refused", "no answer", "no route"]
 Outcomes = dict[str, Outcome]  # by port of the other site, as text; OTHER_PORTS for one that was free there
 OTHER_PORTS = "other ports"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import queue
 import socket
 import threading
@@ -14,11 +13,11 @@ from ldt.cli.link_check.conversation import Conversation
 from ldt.cli.link_check.facts import Chosen, HostFacts
 from ldt.errors import LdtError
 from ldt.launch.description import Description
+from ldt.launch.reach import dial
 from ldt.untrusted import quoted
 
-__all__ = ["Met", "dial", "listen", "meet"]
+__all__ = ["Met", "meet"]
 
-_DIAL_SECONDS = 3.0
 _POLL_SECONDS = 0.2
 _HELLO_SECONDS = 5.0
 
@@ -28,30 +27,6 @@ class Met(NamedTuple):
 
     talk: Conversation
     theirs: HostFacts
-
-
-def listen(address: str, port: int) -> socket.socket:
-    """Listen at that port of the address; of all, if the host has it not, as behind NAT.
-
-    Raises LdtError if the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        try:
-            return socket.create_server((address, port), family=family, backlog=64)
-        except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
-                raise
-        return socket.create_server(("", port), family=family, backlog=64)
-    except OSError as error:
-        raise LdtError(
-            f"cannot listen at port {port} ({error.strerror}): end the job or the launcher that uses it"
-        ) from error
-
-
-def dial(address: str, port: int) -> socket.socket:
-    """Connect. Raises OSError after some seconds without an answer."""
-    return socket.create_connection((address, port), timeout=_DIAL_SECONDS)
 
 
 def meet(description: Description, own: HostFacts, server: socket.socket, seconds: float) -> Met:

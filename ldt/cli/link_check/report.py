@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ldt.cli.link_check.facts import OTHER_PORTS, HostFacts, Outcomes, RoundTrip
 from ldt.launch.description import Description
+from ldt.launch.reach import dialling_site
 from ldt.runtime.comm.socket_choice import TcpPath, choose
 from ldt.untrusted import plain
 
@@ -139,13 +139,13 @@ class Report:
                 f"({outcomes[closed[0]]}), where the store and the launchers meet.",
                 f"let the firewall of {host} admit {other} to ports {port} and {port + 1}{better}, or {_TUNNEL}.",
             )
-        dials = max(self._sites, key=self._address)
+        dials = dialling_site(description, *self._sites)
         listens = next(site for site in self._sites if site != dials)
-        outcome = self.found.reached[dials][OTHER_PORTS]
+        outcome = self.found.reached[dials][OTHER_PORTS] if dials else "connects"
         if outcome != "connects":
             yield Problem(
-                f"{dials} cannot connect to {listens} at the ports that are free there ({outcome}). Process "
-                "groups listen on such ports, and gloo dials from the numerically larger address.",
+                f"{dials} cannot connect to {listens} at the ports that are free there ({outcome}). Process groups "
+                "listen on such ports, and gloo dials from the numerically larger address.",
                 f"let the firewall of {listens} admit {dials} to the ports of net.ipv4.ip_local_port_range, "
                 f"or {_TUNNEL}.",
             )
@@ -157,14 +157,6 @@ class Report:
                 "connections in [connect] needs.",
                 f"let the firewall of {second} admit {first} to them, leave connections out, or {_TUNNEL}.",
             )
-
-    def _address(self, site: str) -> tuple[int, str]:
-        """To compare; a name, which only the resolver knows, comes first."""
-        address = self.description.sites[site].address
-        try:
-            return int(ipaddress.ip_address(address)), ""
-        except ValueError:
-            return -1, address
 
 
 def _port(name: str) -> str:
