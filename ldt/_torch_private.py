@@ -6,6 +6,7 @@ A PyTorch release may change these names without notice. Run the tests with a ne
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -37,6 +38,7 @@ __all__ = [
     "UnsupportedFakeTensorException",
     "abort_group",
     "backward_optimizers",
+    "connected_gloo",
     "default_store",
     "fake_tensor",
     "foreach_norm",
@@ -104,6 +106,17 @@ def make_process_group(
         )
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     return group
+
+
+@contextmanager
+def connected_gloo() -> Iterator[None]:
+    """Connect gloo groups when they are made, also if users have torch connect their own at first use."""
+    lazy = os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    try:
+        yield
+    finally:
+        if lazy is not None:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
 
 
 @contextmanager

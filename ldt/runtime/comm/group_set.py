@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ldt._torch_private import HashStore, Store, abort_group, is_registered
+from ldt._torch_private import HashStore, Store, abort_group, connected_gloo, is_registered
 from ldt.runtime.comm.group_exchange import GroupRequest, Swap, make_together
 from ldt.runtime.comm.group_layout import GLOO, make_group
 from ldt.runtime.common.teardown import run_teardown
@@ -87,7 +87,7 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             self._groups[request.name] = make_group(request.key, request.ranks, GLOO, timeout, store)
 
         try:
-            with connections.recording(self._store):
+            with connected_gloo(), connections.recording(self._store):
                 make_together(requests, make, swap)
         finally:
             connections.outlast(self._outlast)

@@ -18,7 +18,7 @@ _POLL_SECONDS = 0.05
 _HELLO = struct.Struct("!32sII")  # the listener's token, the rank that connects, the number of the connection
 _WELCOME = b"\1"
 _HELLO_SECONDS = 5.0
-_BACKLOG = 64
+_BACKLOG = 1024
 _DIALS = 32  # at once
 _SIOCGIFADDR = 0x8915
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ldt.site import Site
 from ldt.topology import Node, Topology
 
 __all__ = ["RankInfo"]
 
 
 class RankInfo:
-    """Position of one rank: ``rank`` is its index in the topology, ``ranks[rank]`` its global rank."""
+    """Position of one rank: ``rank`` is its index in the topology, ``ranks[rank]`` its global rank.
 
-    def __init__(self, topology: Topology, ranks: tuple[int, ...], rank: int) -> None:
+    The global rank ``store_rank`` is on the site of the store.
+    """
+
+    def __init__(self, topology: Topology, ranks: tuple[int, ...], rank: int, store_rank: int = 0) -> None:
         self.topology = topology
         self.ranks = ranks
         self.rank = rank
+        self.store_rank = store_rank
         self.node: Node = topology.node_of(rank)
         self.tp_rank: int = topology.tp_rank_of(rank)
 
@@ -47,6 +52,10 @@ class RankInfo:
     def node_of(self, global_rank: int) -> Node:
         """The node of a global rank of this mesh."""
         return self.topology.node_of(self.ranks.index(global_rank))
+
+    def site_of(self, global_rank: int) -> Site:
+        """The site of a global rank of this mesh."""
+        return self.topology.sites[self.stage_of(global_rank)]
 
     def describe(self, global_rank: int) -> str:
         """How logs and errors name a rank: "rank 2 (stage 1, replica 0)"."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Connections", "outlast", "outlast_served"]
+__all__ = ["Connections", "host_of", "outlast", "outlast_served"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _USER_TIMEOUT = 18  # TCP_USER_TIMEOUT of Linux
@@ -149,11 +149,19 @@ def _own_port(descriptor: int) -> int | None:
     return -1
 
 
+def host_of(store: Any) -> str | None:
+    """The host of the TCPStore that ``store`` is or wraps, as its clients name it."""
+    return getattr(_unwrapped(store), "host", None)
+
+
 def _port_of(store: Any) -> int | None:
-    """The port of the TCPStore that ``store`` is or wraps."""
+    return getattr(_unwrapped(store), "port", None)
+
+
+def _unwrapped(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "port", None)
+    return store
 
 
 def _sockets() -> dict[int, int]:

@@ -24,7 +24,7 @@ from ldt.runtime.common.redact import redacted, unredacted
 from ldt.runtime.health.desync import CLOSED, EXITED, Desync, DesyncDetector
 from ldt.runtime.health.hang_detector import HangDetector, lost_ranks_report, status_report
 from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
-from ldt.runtime.health.outages import STORE_RANK, Outages
+from ldt.runtime.health.outages import Outages
 from ldt.runtime.health.progress import Progress, RankStatus
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 
@@ -136,7 +136,7 @@ class FailureDetector:
             force_abort,
             self._store_timeout,
             extra_wait=timeouts.recovery.total_seconds(),
-            on_answer=partial(self.outages.answered, STORE_RANK),
+            on_answer=partial(self.outages.answered, rank_info.store_rank),
             lost_text=self._store_lost_text,
         )
         self.watchdog.on_exit = self._exit
@@ -292,7 +292,7 @@ class FailureDetector:
         return here or missing
 
     def _store_lost_text(self, silent: float) -> str:
-        site = self.outages.site_of(STORE_RANK)
+        site = self.outages.site_of(self._rank_info.store_rank)
         if silent < self._store_timeout:  # its host has closed the connection
             return ""
         return "" if site is None else self.outages.text(site, silent, self._silence)

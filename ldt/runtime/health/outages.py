@@ -8,18 +8,17 @@ import time
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.site import Site
 
-__all__ = ["LEAST_SECONDS", "STORE_RANK", "Outages"]
+__all__ = ["LEAST_SECONDS", "Outages"]
 
 logger = logging.getLogger(__name__)
 
-STORE_RANK = 0  # global: it hosts the store, or the launcher on its host does
 LEAST_SECONDS = 3.0  # shorter silence is no outage: busy machines answer late
 
 
 class Outages:
     """The outages that this rank has seen: silence of a rank of another site, or of the store if that is there.
 
-    The store is where rank 0 of the world is. Unless outages are ``expected``, all silence is that of ranks.
+    Unless outages are ``expected``, all silence is that of ranks.
     """
 
     def __init__(self, rank_info: RankInfo, expected: bool) -> None:
@@ -39,13 +38,12 @@ class Outages:
         """The site of a global rank if it is another one than this rank's, and the link to it may be down."""
         if not self._expected or rank not in self._rank_info.ranks:
             return None
-        site = self._rank_info.topology.sites[self._rank_info.node_of(rank).stage]
+        site = self._rank_info.site_of(rank)
         return None if site == self._own else site
 
     def ranks_of(self, site: Site) -> set[int]:
         """The global ranks of a site."""
-        sites = self._rank_info.topology.sites
-        return {rank for rank in self._rank_info.ranks if sites[self._rank_info.node_of(rank).stage] == site}
+        return {rank for rank in self._rank_info.ranks if self._rank_info.site_of(rank) == site}
 
     def answered(self, rank: int, silent: float) -> None:
         """Count an outage if ``rank``, of another site, was silent for long. Called by one thread."""
@@ -60,11 +58,11 @@ class Outages:
 
     @property
     def _own(self) -> Site:
-        return self._rank_info.topology.sites[self._rank_info.stage]
+        return self._rank_info.site_of(self._rank_info.global_rank)
 
     def text(self, site: Site, silent: float, limit: float) -> str:
         """For a link to ``site`` that does not come back."""
-        store = self.site_of(STORE_RANK)  # heartbeats come from there
+        store = self.site_of(self._rank_info.store_rank)  # heartbeats come from there
         end = self._own if store in (None, site) else store
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent))
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 
 import torch
@@ -12,6 +12,7 @@ from ldt.runtime.comm.socket_links import Connections
 from ldt.runtime.comm.transfer_modes import Transfers
 from ldt.runtime.comm.transports import TransportChoice
 from ldt.runtime.health.failure_detector import MIN_HEARTBEAT_TIMEOUT, HealthTimeouts
+from ldt.runtime.mesh.reachability import Hosts
 from ldt.topology import LanePolicy, Topology
 
 __all__ = ["ConnectConfig", "Timeouts"]
@@ -40,7 +41,7 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         minimums = {"heartbeat_timeout": MIN_HEARTBEAT_TIMEOUT, "outage": timedelta(0)}
-        for name in (field.name for field in fields(self)):
+        for name in (limit.name for limit in fields(self)):
             limit = getattr(self, name)
             if not isinstance(limit, timedelta):
                 raise TypeError(
@@ -73,7 +74,10 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class ConnectConfig:
-    """See ``connect``. ``ranks`` has the global ranks in topology order; ``rank`` is this rank's index in it."""
+    """See ``connect``. ``ranks`` has the global ranks in topology order; ``rank`` is this rank's index in it.
+
+    ``hosts`` is known once all ranks have checked in.
+    """
 
     topology: Topology
     backend: str | None
@@ -87,6 +91,7 @@ class ConnectConfig:
     timeouts: Timeouts
     share_edge_errors: bool
     connections: Connections | None = None
+    hosts: Hosts = field(default_factory=Hosts)
 
     @property
     def settings(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -22,11 +23,13 @@ from ldt.runtime.comm.socket_options import MAX_CONNECTIONS
 from ldt.runtime.comm.transfer_modes import TransferChoice, Transfers
 from ldt.runtime.comm.transports import TransportChoice, check_transport
 from ldt.runtime.common.device import choose_device
+from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health.failure_detector import HealthTimeouts
 from ldt.runtime.health.fork_guard import check_world
 from ldt.runtime.mesh.autotune import tune_transfers
 from ldt.runtime.mesh.config import ConnectConfig, Timeouts
 from ldt.runtime.mesh.mesh import Mesh
+from ldt.runtime.mesh.reachability import Hosts, facts_of
 from ldt.runtime.mesh.rendezvous import check_in, mesh_key, refuse
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
@@ -144,13 +147,16 @@ def _connect(config: ConnectConfig) -> Mesh:
 def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank: int) -> Mesh:
     seconds = config.timeouts.connecting.total_seconds()
     deadline = time.monotonic() + seconds
-    check_in(store, key, global_rank, config.ranks, config.settings, seconds)
-    mesh = Mesh(config, store, key, partial(_connect, config))
-    try:
-        mesh.open(config, deadline)
-        mesh.endpoints.update(tune_transfers(mesh, deadline))
-    except BaseException as error:
-        _fail(mesh, error)
+    rank_info = RankInfo(config.topology, config.ranks, config.rank)
+    with facts_of(rank_info, store) as facts:
+        found = check_in(store, key, global_rank, config.ranks, config.settings, seconds, facts)
+        config = replace(config, hosts=Hosts.of(found, rank_info))
+        mesh = Mesh(config, store, key, partial(_connect, config))
+        try:
+            mesh.open(config, deadline)
+            mesh.endpoints.update(tune_transfers(mesh, deadline))
+        except BaseException as error:
+            _fail(mesh, error)
     logger.info("connected as %s", mesh)
     return mesh
 

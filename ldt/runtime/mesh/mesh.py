@@ -60,7 +60,7 @@ class Mesh:
     def __init__(
         self, config: ConnectConfig, store: Any, key: str, connect_again: Callable[[], Mesh]
     ) -> None:
-        self.rank_info = RankInfo(config.topology, config.ranks, config.rank)
+        self.rank_info = RankInfo(config.topology, config.ranks, config.rank, config.hosts.store_rank)
         self.lanes: LanePolicy = config.lanes
         self.transfers = config.transfers
         self.compressions = config.compressions

@@ -33,16 +33,21 @@ def mesh_key(store: Any, rank: int, ranks: Sequence[int]) -> str:
 
 
 def check_in(
-    store: Any, key: str, rank: int, ranks: Sequence[int], settings: dict[str, str], seconds: float
-) -> None:
-    """Wait until all global ``ranks`` have checked in with equal ``settings``.
+    store: Any,
+    key: str,
+    rank: int,
+    ranks: Sequence[int],
+    settings: Mapping[str, str],
+    seconds: float,
+    facts: Mapping[str, str] | None = None,
+) -> dict[int, dict[str, str]]:
+    """Wait until all global ``ranks`` have checked in with equal ``settings``. Returns the ``facts`` of each, and more.
 
     Raises LdtError on every rank that checked in: after ``seconds``, naming the missing ranks, or naming the ranks
     whose settings differ and both values. A rank that comes later raises what the others raised.
     """
-    store.set(
-        f"{key}/here/{rank}", json.dumps({**settings, "host": socket.gethostname(), "pid": os.getpid()})
-    )
+    card = {**settings, **(facts or {}), "host": socket.gethostname(), "pid": os.getpid()}
+    store.set(f"{key}/here/{rank}", json.dumps(card))
     _wait_for_all(store, key, ranks, seconds)
     texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
     cards = {other: _read(text, other, _card) for other, text in zip(ranks, texts, strict=True)}
@@ -53,6 +58,7 @@ def check_in(
             raise LdtError(
                 f"connect: {name} must be the same on all ranks: rank {rank} has {local!r}, {remote}"
             )
+    return cards
 
 
 def refuse(store: Any, key: str, why: str) -> NoReturn:

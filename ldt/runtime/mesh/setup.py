@@ -25,10 +25,13 @@ from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
 from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.runtime.mesh.config import ConnectConfig
+from ldt.runtime.mesh.reachability import check_dials
 from ldt.runtime.mesh.rendezvous import share, share_all
 from ldt.topology import Channel
 
 __all__ = ["MeshSetup"]
+
+_DIAL_SECONDS = 10.0  # TCP tries three times by then
 
 
 class MeshSetup:
@@ -77,10 +80,17 @@ class MeshSetup:
         of_gloo = [request for request in requests if request.backend == GLOO]
         others = [request for request in requests if request.backend != GLOO]
         self._groups.use_store(self._store, own_connection=bool(others))
+        self._check_dials({rank for request in of_gloo for rank in request.ranks})
         self._groups.make_gloo(of_gloo, time_left(self._deadline, at_least=1.0), self._swap)
         for request in others:
             self._watchdog.check()
             self._groups.make(*request, time_left(self._deadline, at_least=1.0))
+
+    def _check_dials(self, peers: set[int]) -> None:
+        """Raise LdtError if gloo would wait in vain for a connection to another site: its own error names no rank."""
+        limit = _DIAL_SECONDS + self._config.timeouts.health.recovery.total_seconds()
+        seconds = min(limit, time_left(self._deadline).total_seconds() / 2)
+        check_dials(self._rank_info, self._config.hosts.addresses, peers, self._watchdog, seconds)
 
     def _swap(self, exchanges: Sequence[GroupExchange]) -> None:
         """Send what gloo announces to its peers, and receive what they announce, for all ``exchanges`` together."""

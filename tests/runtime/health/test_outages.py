@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from pipeline_jobs import build
 
 import ldt
+from ldt._torch_private import TCPStore
 from ldt.runtime.comm.socket_links import Connections
 from ldt.testing import toy_chunks, toy_loss, toy_microbatches, unsplit_step
 from ldt.topology import Topology
@@ -71,20 +72,23 @@ def apply(gradients: Any, chunks: Any) -> None:
                 parameter.grad = other.grad = None
 
 
-def run_rank(rank: int, folder: str, places: list[Any], when: str, options: dict[str, Any]) -> None:
-    """A rank in its place, with the store on the edge's host."""
+def run_rank(
+    rank: int, folder: str, places: list[Any], when: str, store_rank: int, options: dict[str, Any]
+) -> None:
+    """A rank in its place, with the store in the process of ``store_rank``."""
     from wan_link import ADDRESSES
 
     places[rank].enter()
     torch.set_num_threads(1)
-    store = f"tcp://{ADDRESSES[0]}:29500"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=TOPOLOGY.world_size)
+    address, size = ADDRESSES[min(store_rank, 1)], TOPOLOGY.world_size
+    store = TCPStore(address, 29500, size, rank == store_rank, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     answer = train(folder, when, options)
     (Path(folder) / f"answer-{rank}").write_text(json.dumps([*answer, time.time()]))
 
 
 def over_a_link(
-    folder: Path, seconds: float, when: str = "step", **options: Any
+    folder: Path, seconds: float, when: str = "step", store_rank: int = 0, **options: Any
 ) -> list[tuple[int, str, float]]:
     """Train over a link that is down for ``seconds``. Of each rank: outages, error, and when it ended after that."""
     from wan_link import Settings, wide_area_link
@@ -92,7 +96,11 @@ def over_a_link(
     with wide_area_link(Settings(12.5e6, 0.01)) as link:
         places = [link.places[0], *[link.places[1]] * 2]
         ranks = mp.start_processes(
-            run_rank, (str(folder), places, when, options), nprocs=3, join=False, start_method="spawn"
+            run_rank,
+            (str(folder), places, when, store_rank, options),
+            nprocs=3,
+            join=False,
+            start_method="spawn",
         )
         deadline = time.monotonic() + 60
         while not (folder / "down").exists() and time.monotonic() < deadline:
@@ -139,8 +147,10 @@ def test_a_link_may_go_down_at_any_moment(tmp_path: Path, when: str, connections
         assert [outages for outages, _, _ in answers] == [1, 1, 1]
 
 
-def test_a_link_that_stays_down_is_what_every_rank_names(tmp_path: Path) -> None:
-    answers = over_a_link(tmp_path, 16.0, outage=timedelta(seconds=1))
+@pytest.mark.parametrize("store_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_link_that_stays_down_is_what_every_rank_names(tmp_path: Path, store_rank: int) -> None:
+    """Wherever the store is."""
+    answers = over_a_link(tmp_path, 16.0, store_rank=store_rank, outage=timedelta(seconds=1))
     for (outages, error, _), sites in zip(
         answers, ("0 and site 1", "1 and site 0", "1 and site 0"), strict=True
     ):
