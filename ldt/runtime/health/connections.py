@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Connections", "host_of", "outlast", "outlast_served"]
+__all__ = ["Connections", "host_of", "outlast", "outlast_served", "port_of"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _USER_TIMEOUT = 18  # TCP_USER_TIMEOUT of Linux
@@ -43,12 +43,16 @@ class Connections:
             yield
         finally:
             opened = dict(_sockets().items() - before.items())
-            port = _port_of(store)
+            port = port_of(store)
             self._opened = {
                 descriptor: identity
                 for descriptor, identity in opened.items()
                 if _own_port(descriptor) != port
             }
+
+    def keep_only_to(self, port: int) -> None:
+        """Forget those to other ports, which other threads opened meanwhile."""
+        self._opened = {fd: identity for fd, identity in self._opened.items() if _peer_port(fd) == port}
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -113,7 +117,7 @@ def outlast(connection: socket.socket, seconds: float) -> None:
 
 def outlast_served(store: Any, seconds: float) -> None:
     """See ``outlast``, for the connections that the server of ``store`` has if it is in this process."""
-    port = _port_of(store)
+    port = port_of(store)
     for descriptor in _sockets() if port and seconds else ():
         if _own_port(descriptor) == port:
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
@@ -154,7 +158,14 @@ def host_of(store: Any) -> str | None:
     return getattr(_unwrapped(store), "host", None)
 
 
-def _port_of(store: Any) -> int | None:
+def _peer_port(descriptor: int) -> int | None:
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        return int(one.getpeername()[1]) if one.family in (socket.AF_INET, socket.AF_INET6) else -1
+    return -1
+
+
+def port_of(store: Any) -> int | None:
+    """The port of the TCPStore that ``store`` is or wraps."""
     return getattr(_unwrapped(store), "port", None)
 
 

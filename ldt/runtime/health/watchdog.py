@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ldt.runtime.health.connections import Connections
 from ldt.runtime.health.failure_report import FailureReport
+from ldt.runtime.health.store_connection import StoreConnection
 
 __all__ = ["FailureReport", "HealthCheck", "Watchdog"]
 
@@ -55,11 +55,11 @@ class Watchdog:
     """Knows the first failure of the mesh, whichever rank it happened on.
 
     A thread polls the store every 0.1 s over a connection of its own, so that it can unblock a rank that waits in a
-    transfer. ``on_failure`` is called once, from that thread or from the one that publishes. A second later the thread
-    calls ``force_abort``, unless the watchdog is closed by then. The thread also runs ``health_checks`` in turn and
-    publishes what they find. A store request that takes longer than ``store_timeout`` seconds is a failure, too, which
-    ``lost_text`` may describe. ``on_answer`` gets the seconds that requests took. ``close`` waits ``extra_wait``
-    seconds longer for a request, but ``publish`` does not wait for them.
+    transfer. A connection that breaks is made again. ``on_failure`` is called once, from that thread or from the one
+    that publishes. A second later the thread calls ``force_abort``, unless the watchdog is closed by then. The thread
+    also runs ``health_checks`` in turn and publishes what they find. A store request that takes longer than
+    ``store_timeout`` seconds is a failure, too, which ``lost_text`` may describe. ``on_answer`` gets the seconds that
+    requests took. ``close`` waits ``extra_wait`` seconds longer for a request, but ``publish`` does not wait for them.
     """
 
     def __init__(
@@ -75,11 +75,7 @@ class Watchdog:
         on_answer: Callable[[float], None] = lambda seconds: None,
         lost_text: Callable[[float], str] = lambda seconds: "",
     ) -> None:
-        self._connection = Connections()
-        with self._connection.recording(store):
-            self._store = store.clone() if hasattr(store, "clone") else store
-        self._connection.set_read_timeout(store_timeout)
-        self._connection.outlast(store_timeout if extra_wait else 0.0)
+        self._store = StoreConnection(store, store_timeout, store_timeout if extra_wait else 0.0)
         atexit.unregister(_freeze)  # the process goes on after an earlier failure
         self._key = key
         self._on_failure = on_failure
@@ -118,17 +114,26 @@ class Watchdog:
         """Publish a failure. Returns the first one, which may be another rank's."""
         self._own = self._own or report
         seconds = max(self._store_timeout - self._extra_wait, _PUBLISH_SECONDS)
-        limit = threading.Timer(seconds, self._connection.shutdown)
+        limit = threading.Timer(seconds, self._store.shutdown)
         if self._extra_wait:
             with suppress(RuntimeError):  # at interpreter exit no thread starts
                 limit.start()
         try:
-            report = FailureReport.from_text(self._store.compare_set(self._key, "", report.to_text()))
+            report = FailureReport.from_text(self._offer(report))
         except Exception as error:  # the store itself may have failed
             logger.warning("could not publish a failure to the store: %s", error)
         finally:
             limit.cancel()
         return self._set_first(report)
+
+    def _offer(self, report: FailureReport) -> Any:
+        """Publish unless there is a report. Returns the text of the one in the store."""
+        try:
+            return self._store.compare_set(self._key, "", report.to_text())
+        except _STORE_ERRORS:  # it may be what has failed
+            if not self._store.renew():
+                raise
+            return self._store.compare_set(self._key, "", report.to_text())
 
     def wait(self, seconds: float) -> FailureReport | None:
         """Wait up to ``seconds`` for a failure. Returns the first one, or None."""
@@ -148,7 +153,7 @@ class Watchdog:
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_SECONDS + (self._extra_wait if self._first is None else 0.0))
             if self._thread.is_alive():
-                self._connection.shutdown()
+                self._store.shutdown()
                 self._thread.join(_JOIN_SECONDS)
 
     def stop(self, last_check: HealthCheck) -> None:
@@ -162,7 +167,7 @@ class Watchdog:
                 self._store.compare_set(self._key, "", report.to_text())
         except Exception as error:  # the store's host may have exited: then no rank waits
             logger.debug("could not announce to the store that this rank has closed: %s", error)
-        self._store = None  # closes the connection even if the mesh is still referenced
+        self._store.close()  # even if the mesh is still referenced
 
     def _set_first(self, report: FailureReport) -> FailureReport:
         with self._lock:
@@ -217,6 +222,8 @@ class Watchdog:
                 if seconds > _STORE_ERROR_SECONDS:
                     text = self._lost_text(seconds) or _lost_text(seconds, error)
                     self._set_first(self._own or FailureReport.of_unknown(text))
+                elif self._store.renew():
+                    logger.warning("the connection to the store was lost and made again: %s", error)
                 continue
             lost_since = None
             self._on_answer(time.monotonic() - asked)

@@ -44,12 +44,19 @@ def check_in(
     """Wait until all global ``ranks`` have checked in with equal ``settings``. Returns the ``facts`` of each, and more.
 
     Raises LdtError on every rank that checked in: after ``seconds``, naming the missing ranks, or naming the ranks
-    whose settings differ and both values. A rank that comes later raises what the others raised.
+    whose settings differ and both values. A rank that comes later raises what the others raised. Where the store does
+    not answer, LdtError says so.
     """
     card = {**settings, **(facts or {}), "host": socket.gethostname(), "pid": os.getpid()}
-    store.set(f"{key}/here/{rank}", json.dumps(card))
-    _wait_for_all(store, key, ranks, seconds)
-    texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
+    try:
+        store.set(f"{key}/here/{rank}", json.dumps(card))
+        _wait_for_all(store, key, ranks, seconds)
+        texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
+    except (RuntimeError, OSError) as error:
+        raise LdtError(
+            f"connect: the store of the process group does not answer: {error}. The process that hosts it, rank 0 of "
+            "the world or the launcher, has exited, or the link to it is down: look at its output"
+        ) from error
     cards = {other: _read(text, other, _card) for other, text in zip(ranks, texts, strict=True)}
     for name, local in settings.items():
         differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != local}
@@ -151,5 +158,6 @@ def _flag(value: Any) -> bool:
 def _missing_text(missing: Sequence[int], ranks: Sequence[int], seconds: float) -> str:
     return (
         f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {list(ranks)} did not come to connect "
-        f"within {seconds:g} s, so the others gave up: look at the output of those processes, or give a longer timeout"
+        f"within {seconds:g} s, so the others gave up: look at the output of those processes and whether the link to "
+        "them is up, or give a longer timeout"
     )

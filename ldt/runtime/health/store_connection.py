@@ -1,0 +1,62 @@
+"""A connection to the store that is made again if it breaks while the store is there."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from typing import Any
+
+from ldt.runtime.health.connections import Connections, host_of, port_of
+
+__all__ = ["StoreConnection"]
+
+_REACH_SECONDS = 0.5
+
+
+class StoreConnection:
+    """A connection of its own to ``store``. It has the requests of a store; those in flight fail if it breaks.
+
+    Args:
+        store: Any store. Only a TCPStore, perhaps with prefixes, has connections.
+        read_timeout: How long a request may take, in seconds.
+        outlast: How long the link may be down; 0 leaves TCP its limits.
+    """
+
+    def __init__(self, store: Any, read_timeout: float, outlast: float) -> None:
+        self._origin = store
+        self._read_timeout = read_timeout
+        self._outlast = outlast
+        self._connect()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._current, name)
+
+    def renew(self) -> bool:
+        """Connect again if the store's host answers within half a second. Returns whether it did."""
+        host, port = host_of(self._origin), port_of(self._origin)
+        if host is None or port is None:
+            return False
+        with suppress(Exception):
+            # A store that is gone is asked for again until its timeout: look first.
+            with socket.create_connection((host, port), _REACH_SECONDS):
+                pass
+            self._connect()
+            self._connections.keep_only_to(port)
+            return True
+        return False
+
+    def shutdown(self) -> None:
+        """Shut the connection down: what waits for an answer fails."""
+        self._connections.shutdown()
+
+    def close(self) -> None:
+        """Close the connection once no thread uses it."""
+        self._current = self._origin = None
+
+    def _connect(self) -> None:
+        connections = Connections()
+        with connections.recording(self._origin):
+            self._current = self._origin.clone() if hasattr(self._origin, "clone") else self._origin
+        connections.set_read_timeout(self._read_timeout)
+        connections.outlast(self._outlast)
+        self._connections = connections

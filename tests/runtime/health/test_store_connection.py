@@ -1,0 +1,77 @@
+"""The watchdog's connection to the store is made again if it breaks, and the job goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from pipeline_jobs import build, step_and_compare
+from torch.distributed import PrefixStore, TCPStore
+
+import ldt
+from ldt.runtime.health.store_connection import StoreConnection
+from ldt.runtime.mesh.rendezvous import check_in
+from ldt.testing import RankPool, toy_chunks, toy_microbatches
+from ldt.topology import Topology
+
+WORLD_SIZE = 3
+
+
+def broken_connection(when: str) -> list[str]:
+    """Break rank 1's connection to the store; "failing": it then fails. Returns this rank's error."""
+    topology = Topology([1, 1, 1])
+    chunks = toy_chunks(topology)
+    with ldt.connect(topology) as mesh:
+        pipeline = build(mesh, chunks)
+        step_and_compare(mesh, pipeline, chunks, toy_microbatches(2))
+        if mesh.rank == 1:
+            mesh.watchdog.store.shutdown()
+        if when == "failing":
+            with pytest.raises((ldt.LdtError, ValueError)) as caught:
+                fail(mesh)
+            return [type(caught.value).__name__, str(caught.value)]
+        time.sleep(2.5)  # a rank that sends no heartbeat for so long would be lost
+        step_and_compare(mesh, pipeline, chunks, toy_microbatches(3))
+    return []
+
+
+def fail(mesh: ldt.Mesh) -> None:
+    with mesh.collective("a call"):
+        if mesh.rank == 1:
+            raise ValueError("something else")
+        mesh.control.all_gather(None)
+
+
+def test_a_job_goes_on_with_a_new_connection(pool: RankPool) -> None:
+    assert pool.run(broken_connection, "running") == [[]] * WORLD_SIZE
+
+
+def test_a_failure_is_published_over_a_new_connection(pool: RankPool) -> None:
+    answers = pool.run(broken_connection, "failing")
+    assert answers[1] == ["ValueError", "something else"]
+    for kind, text in (answers[0], answers[2]):
+        assert kind == "RemoteStageError"
+        assert "ValueError: something else" in text
+
+
+def test_a_store_that_is_gone_is_not_waited_for() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, None, False)
+    connection = StoreConnection(PrefixStore("some", client), 5.0, 0.0)
+    connection.set("key", "value")
+    connection.shutdown()
+    assert connection.renew()
+    assert connection.get("key") == b"value"
+    del server
+    start = time.monotonic()
+    assert not connection.renew()
+    assert time.monotonic() - start < 2.0
+
+
+def test_a_store_that_ends_while_ranks_check_in_is_named() -> None:
+    server = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    client = TCPStore("127.0.0.1", server[0].port, None, False)
+    threading.Timer(0.3, server.clear).start()
+    with pytest.raises(ldt.LdtError, match="connect: the store of the process group does not answer"):
+        check_in(client, "mesh", 0, [0, 1], {}, 20.0)
