@@ -6,7 +6,8 @@
 #   make slow                       tests that take long and rarely break, property tests with many examples
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
-#   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39")
+#   make faults                     200 seeded faults in a small job; table in build/faults.md (ARGS="--seeds 17,30-39");
+#                                   ARGS="--link --seeds 0-34": of the link between two sites, in network namespaces
 #   make differential               200 random jobs against the unsplit model; table in build/differential.md, findings as
 #                                   scripts beside it (ARGS="--jobs 5000", "--seeds 17,30-39")
 #   make sanitize                   runs the C++ tests under the address, undefined behaviour and thread sanitizers of the
@@ -100,7 +101,7 @@ fuzz: $(READY)
 
 faults: $(READY)
 	$(INSTALL)
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m faults --table build/faults.md $(ARGS)
+	PYTHONPATH=tests:benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m faults --table build/faults.md $(ARGS)
 
 differential: $(READY)
 	$(INSTALL)

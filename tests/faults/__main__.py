@@ -8,11 +8,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from faults.fault import KINDS, FaultKind
+from faults.fault import KINDS
 from faults.harness import Harness, Outcome
+from faults.link_fault import LINK_KINDS
+from faults.link_harness import LinkHarness
 
 _HEAD = ("fault", "runs", "time until all ranks raised (max)", "lost (max)", "not as expected")
-_LOST = {"disk_full": "that save", "pause": "nothing", "slow": "nothing"}
+_LOST = {"disk_full": "that save", "pause": "nothing", "slow": "nothing", "outage": "nothing"}
+_KINDS = (*KINDS, *dict.fromkeys(kind for kind, *_ in LINK_KINDS))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -21,10 +24,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seeds", default="0-199", help='such as "17", "0-24" or "3,5,8-9" (default: %(default)s)'
     )
+    parser.add_argument(
+        "--link",
+        action="store_true",
+        help="faults of the link between two sites, in network namespaces (root)",
+    )
     parser.add_argument("--table", type=Path, help="write a table in Markdown to this file")
     options = parser.parse_args(arguments)
     outcomes = []
-    with Harness() as harness:
+    with LinkHarness() if options.link else Harness() as harness:
         for seed in _numbers(options.seeds):
             start = time.monotonic()
             outcomes.append(harness.run(seed))
@@ -48,12 +56,12 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """Return a Markdown table with a row for each kind of fault."""
     rows = [_HEAD, ("---", *["---:"] * (len(_HEAD) - 1))]
     rows += [
-        _row(kind, of_kind) for kind in KINDS if (of_kind := [o for o in outcomes if o.fault.kind == kind])
+        _row(kind, of_kind) for kind in _KINDS if (of_kind := [o for o in outcomes if o.fault.kind == kind])
     ]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _row(kind: FaultKind, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+def _row(kind: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
     return (
         kind,

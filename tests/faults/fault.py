@@ -18,14 +18,17 @@ __all__ = [
     "STEPS",
     "Fault",
     "FaultKind",
+    "LinkFaultKind",
     "Point",
+    "counts_of",
     "draw",
 ]
 
 FaultKind = Literal[
     "exception", "kill", "exit", "drop", "corrupt", "memory", "disk_full", "pause", "slow", "stop"
 ]
-Point = Literal["action", "forward", "backward", "loss", "data", "optimizer", "save"]
+LinkFaultKind = Literal["outage", "long_outage", "reset"]
+Point = Literal["connect", "action", "forward", "backward", "loss", "data", "optimizer", "save", "close"]
 
 KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
 QUIET: tuple[FaultKind, ...] = ("pause", "slow")  # that no rank may notice
@@ -58,11 +61,11 @@ _DETAILS: dict[FaultKind, tuple[str, ...]] = {
 class Fault:
     """A ``kind`` of fault on ``rank`` of ``topology`` in step ``step``, at ``point`` for the ``index``-th time.
 
-    The begin and the end of an action are points. While saving, the fault comes ``delay`` seconds later.
+    The begin and the end of an action are points. While connecting and saving, it comes ``delay`` seconds later.
     """
 
     seed: int
-    kind: FaultKind
+    kind: FaultKind | LinkFaultKind
     topology: Topology
     rank: int
     step: int
@@ -70,10 +73,14 @@ class Fault:
     index: int
     detail: str
     delay: float
+    seconds: float = 0.0  # for which the link between the sites is down
+    outage: float = 0.0  # of connect
 
     def __str__(self) -> str:
         what = f"{self.kind} ({self.detail})" if self.detail else self.kind
-        later = f" after {self.delay * 1e3:.1f} ms" if self.point == "save" else ""
+        later = f" after {self.delay * 1e3:.1f} ms" if self.point in ("connect", "save") else ""
+        if self.seconds:
+            what += f" of {self.seconds:g} s (connect: {self.outage:g} s)"
         return (
             f"seed {self.seed}: {what} on rank {self.rank} of {self.topology.to_text()} in step {self.step}, "
             f"{self.point} {self.index}{later}"
@@ -91,7 +98,7 @@ def draw(seed: int) -> Fault:
     if detail in ("message_head", "step_message"):  # only leaders of the edge send those
         ranks = [rank for rank in leaders if topology.node_of(rank).stage == 0]
     rank = dice.choice(ranks)
-    counts = _counts(topology, rank)
+    counts = counts_of(topology, rank)
     point = dice.choice([point for point in _POINTS.get(kind, _ANYWHERE) if counts[point]])
     # Neither the first step, which has no step before it, nor the last, after which no rank waits for another.
     steps = range(SAVE_EVERY - 1, STEPS - 1, SAVE_EVERY) if point == "save" else range(1, STEPS - 1)
@@ -108,7 +115,7 @@ def draw(seed: int) -> Fault:
     )
 
 
-def _counts(topology: Topology, rank: int) -> dict[Point, int]:
+def counts_of(topology: Topology, rank: int) -> dict[Point, int]:
     """Return how often a step reaches each point on the rank."""
     node = topology.node_of(rank)
     row = ushape(topology, num_microbatches=MICROBATCHES).rows[node]
@@ -121,4 +128,6 @@ def _counts(topology: Topology, rank: int) -> dict[Point, int]:
         "data": 1,
         "optimizer": 1,
         "save": 1,
+        "connect": 1,
+        "close": 1,
     }

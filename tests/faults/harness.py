@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,7 +44,7 @@ class Harness:
     """Runs many seeds on one pool of workers. A context manager."""
 
     def __init__(self) -> None:
-        self._pool = WorkerPool(max(shape.world_size for shape in SHAPES))
+        self._pool = self._make_pool()
         self._worlds = 0
         self._undisturbed: dict[Topology, list[Report]] = {}
 
@@ -53,17 +54,26 @@ class Harness:
     def __exit__(self, *unused: object) -> None:
         self._pool.__exit__()
 
+    def _make_pool(self) -> WorkerPool:
+        return WorkerPool(max(shape.world_size for shape in SHAPES))
+
+    def draw(self, seed: int) -> Fault:
+        return draw(seed)
+
+    def complaints(self, fault: Fault, endings: list[Ending], reference: list[Report]) -> Iterable[str]:
+        """Return what is wrong with a disturbed run, in words."""
+        return complaints(fault, self._pool.injected, endings, reference)
+
     def run(self, seed: int) -> Outcome:
         """Run the fault of a seed."""
-        fault = draw(seed)
+        fault = self.draw(seed)
         reference = self._reference(fault.topology)
         shared_before = set(SHARED_MEMORY.iterdir())
         outcome = Outcome(fault)
         with tempfile.TemporaryDirectory(prefix="ldt-faults-") as folder:
             endings = self._job(fault.topology, Path(folder), fault)
-            injected = self._pool.injected
-            outcome.complaints += complaints(fault, injected, endings, reference)
-            outcome.seconds = seconds_until_raised(fault, injected, endings)
+            outcome.complaints += self.complaints(fault, endings, reference)
+            outcome.seconds = seconds_until_raised(fault, self._pool.injected, endings)
             again = self._job(fault.topology, Path(folder))
             outcome.complaints += resumption_complaints(endings, again, reference)
             outcome.repeated = repeated_steps(endings, again)

@@ -18,8 +18,8 @@ import torch
 
 import ldt
 from faults.corruption import CORRUPTIONS
-from faults.fault import Fault, FaultKind, Point
-from faults.leak_check import Connection, borrowed_socket, tcp_connections
+from faults.fault import Fault, FaultKind, LinkFaultKind, Point
+from faults.leak_check import Connection, borrowed_socket, reset, tcp_connections
 from faults.worker_pool import Injected, Worker
 from ldt.runtime.execution import executor
 from ldt.testing import paced
@@ -33,6 +33,7 @@ EXIT_CODE = 3
 _SLOW_SECONDS = 0.3
 _SLOW_EVERY = 5  # actions
 _DISK_BYTES = 64
+_CUT_SECONDS = 0.1
 
 
 class InjectedError(Exception):
@@ -68,8 +69,9 @@ class Trap:
     def begin(self, step: int) -> None:
         """Begin a step."""
         self._step, self._count = step, 0
-        if self._fault is not None and self._fault.kind == "drop":
-            self._traffic.append({found.fd: found.sent + found.received for found in self._connections()})
+        if self._fault is not None and self._fault.kind in ("drop", "reset"):
+            found = self._connections() if self._fault.kind == "drop" else _to_other_site()
+            self._traffic.append({one.fd: one.sent + one.received for one in found})
 
     def reach(self, point: Point) -> None:
         """Reach a point of the job."""
@@ -81,7 +83,7 @@ class Trap:
             if self._count % _SLOW_EVERY == 1:
                 self._strike(fault)
         elif self._count - 1 == fault.index:
-            delayed = point == "save" and fault.kind != "disk_full"
+            delayed = point in ("connect", "save") and fault.kind != "disk_full"
             if delayed and fault.detail != "sys.exit":  # which ends only the thread that calls it
                 threading.Timer(fault.delay, self._strike, [fault]).start()
             else:
@@ -115,10 +117,25 @@ class Trap:
 
     def _drop(self, fault: Fault) -> None:
         """Shut down a connection that was used in the step before, so the job needs it."""
-        before, after = self._traffic[-2:]
-        used = sorted(fd for fd in after.keys() & before.keys() if after[fd] > before[fd])
-        with borrowed_socket(random.Random(fault.seed).choice(used)) as sock:
+        with borrowed_socket(random.Random(fault.seed).choice(self._used())) as sock:
             sock.shutdown(socket.SHUT_RDWR)
+
+    def _used(self) -> list[int]:
+        """Return the connections that were used in the step before."""
+        before, after = self._traffic[-2:]
+        return sorted(fd for fd in after.keys() & before.keys() if after[fd] > before[fd])
+
+    def _cut(self, fault: Fault) -> None:
+        """Wait until the harness has cut the link."""
+        time.sleep(_CUT_SECONDS)
+
+    def _reset(self, fault: Fault) -> None:
+        """Reset a connection to the other site, after the first steps one that was used in the step before."""
+        among = sorted(found.fd for found in _to_other_site())
+        if len(self._traffic) > 1:
+            among = self._used()
+        with borrowed_socket(random.Random(fault.seed).choice(among)) as sock:
+            reset(sock)
 
     def _corrupt(self, fault: Fault) -> None:
         mesh = self._mesh()
@@ -138,7 +155,7 @@ class Trap:
         ]
 
 
-_STRIKES: dict[FaultKind, Callable[[Trap, Fault], None]] = {
+_STRIKES: dict[FaultKind | LinkFaultKind, Callable[[Trap, Fault], None]] = {
     "exception": Trap._raise,
     "memory": Trap._raise,
     "kill": Trap._kill,
@@ -149,7 +166,14 @@ _STRIKES: dict[FaultKind, Callable[[Trap, Fault], None]] = {
     "drop": Trap._drop,
     "corrupt": Trap._corrupt,
     "disk_full": Trap._fill_disk,
+    "outage": Trap._cut,
+    "long_outage": Trap._cut,
+    "reset": Trap._reset,
 }
+
+
+def _to_other_site() -> list[Connection]:
+    return [found for found in tcp_connections() if found.crosses]
 
 
 def _watched(plain: Callable[..., None], trap: Trap) -> Callable[..., None]:

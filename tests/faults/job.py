@@ -25,21 +25,25 @@ from ldt.testing import ToyChunk, paced, toy_loss, toy_microbatches
 from ldt.testing.models import on_backward
 from ldt.topology import Topology
 
-__all__ = ["Order", "Raised", "Report", "train"]
+__all__ = ["CONNECT_SECONDS", "Order", "Raised", "Report", "train"]
 
 _WIDTH = 16
-_CONNECT_SECONDS = 20
+CONNECT_SECONDS = 20
 Microbatches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a rank runs: a job in its own ``world``, from the last checkpoint in ``folder`` if any."""
+    """What a rank runs: a job in its own ``world``, from the last checkpoint in ``folder`` if any.
+
+    Its links may be down for ``outage`` seconds.
+    """
 
     world: str
     topology: Topology
     folder: Path
     fault: Fault | None = None
+    outage: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,12 @@ def train(worker: Worker, order: Order) -> Report:
 
 def _connect_and_train(order: Order, trap: Trap, report: Report) -> None:
     trap.before_connect()
-    with _reporting(report), _connect(order.topology) as mesh:
+    trap.reach("connect")
+    with _reporting(report), _connect(order) as mesh:
         trap.connected(mesh)
         with _reporting(report):  # inner context: closing does not count
             _train(mesh, order, trap, report)
+        trap.reach("close")
 
 
 def _train(mesh: ldt.Mesh, order: Order, trap: Trap, report: Report) -> None:
@@ -156,11 +162,12 @@ def _microbatches(step: int, mesh: ldt.Mesh, trap: Trap) -> Microbatches | None:
     return toy_microbatches(MICROBATCHES, _WIDTH, batch=2 + step, seed=100 * mesh.replica + step)
 
 
-def _connect(topology: Topology) -> ldt.Mesh:
+def _connect(order: Order) -> ldt.Mesh:
     return ldt.connect(
-        topology,
-        timeout=paced(_CONNECT_SECONDS),
+        order.topology,
+        timeout=paced(CONNECT_SECONDS),
         heartbeat_timeout=timedelta(seconds=HEARTBEAT_SECONDS),
+        outage=timedelta(seconds=order.outage),
     )
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "Resources", "borrowed_socket", "resident_bytes", "tcp_connections"]
+__all__ = ["Connection", "Resources", "borrowed_socket", "reset", "resident_bytes", "tcp_connections"]
 
 SETTLING_SECONDS = 2.0  # the kernel and joined threads may take a moment
 _ESTABLISHED = 1
@@ -40,7 +40,8 @@ class Resources(NamedTuple):
             with suppress(OSError):  # a thread has just ended
                 names[(task / "comm").read_text().strip()] += 1
                 children.update((task / "children").read_text().split())
-        files = Counter(re.sub(r":\[\d+\]", "", link) for _, link in _links())
+        # A compiler that is run as root may replace /dev/null, and what is open is then "deleted".
+        files = Counter(re.sub(r":\[\d+\]|(?<=null) \(deleted\)$", "", link) for _, link in _links())
         return cls(names, files, frozenset(children))
 
     def excess_over(self, before: Resources) -> list[str]:
@@ -58,12 +59,13 @@ class Resources(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connected TCP socket of this process, and its bytes sent and received."""
+    """A connected TCP socket of this process, and its bytes sent and received; ``crosses`` to another address."""
 
     fd: int
     peer_port: int
     sent: int
     received: int
+    crosses: bool = False
 
 
 def tcp_connections() -> list[Connection]:
@@ -78,7 +80,8 @@ def _connection(fd: int) -> Iterator[Connection]:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         if info[0] == _ESTABLISHED:
             sent, received = (int.from_bytes(info[part], "little") for part in (_ACKED, _RECEIVED))
-            yield Connection(fd, sock.getpeername()[1], sent, received)
+            crosses = sock.getsockname()[0] != sock.getpeername()[0]
+            yield Connection(fd, sock.getpeername()[1], sent, received, crosses)
 
 
 @contextmanager
@@ -86,6 +89,13 @@ def borrowed_socket(fd: int) -> Iterator[socket.socket]:
     """Duplicate ``fd`` as a socket object; ``fd`` stays open."""
     with socket.socket(fileno=os.dup(fd)) as sock:
         yield sock
+
+
+def reset(sock: socket.socket) -> None:
+    """End the connection as if a reset had come from the network; the other end gets one."""
+    no_address = ctypes.create_string_buffer(16)  # of family AF_UNSPEC: Linux disconnects, with a reset
+    if ctypes.CDLL(None, use_errno=True).connect(sock.fileno(), no_address, 16):
+        raise OSError(ctypes.get_errno(), "the connection could not be reset")
 
 
 def _links() -> Iterator[tuple[int, str]]:

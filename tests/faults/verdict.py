@@ -10,7 +10,16 @@ from faults.job import Raised, Report
 from faults.worker_pool import Ending, Injected
 from ldt.testing import in_time
 
-__all__ = ["complaints", "repeated_steps", "resumption_complaints", "seconds_until_raised"]
+__all__ = [
+    "CLOSE_SECONDS",
+    "complaints",
+    "quiet",
+    "repeated_steps",
+    "resumption_complaints",
+    "seconds_until_raised",
+    "unlike",
+    "words",
+]
 
 RAISE_SECONDS = 5.0
 CLOSE_SECONDS = 5.0
@@ -54,7 +63,7 @@ def resumption_complaints(
     tried = max((max(report.tried, default=0) for _, report in _reports(endings)), default=0)
     for rank, ending in enumerate(again):
         if not isinstance(ending.answer, Report):
-            yield f"rank {rank}, resumed, did not answer: {_words(ending)}"
+            yield f"rank {rank}, resumed, did not answer: {words(ending)}"
             continue
         report = ending.answer
         if report.failure is not None:
@@ -62,7 +71,7 @@ def resumption_complaints(
         elif not saved <= (report.loaded or 0) <= max(saved, tried):
             yield f"rank {rank}, resumed, loaded step {report.loaded}; saved was {saved}, begun {tried}"
         else:
-            for text in _unlike(report, reference[rank]):
+            for text in unlike(report, reference[rank]):
                 yield f"rank {rank}, resumed from step {report.loaded}: {text}"
         if report.leaked:
             yield f"rank {rank}, resumed, leaked: {', '.join(report.leaked)}"
@@ -78,32 +87,33 @@ def repeated_steps(endings: Sequence[Ending], again: Sequence[Ending]) -> int:
 def _of_rank(fault: Fault, rank: int, ending: Ending, reference: Report) -> Iterator[str]:
     if rank == fault.rank and fault.kind in _EXIT_CODES:
         if ending.exit_code != _EXIT_CODES[fault.kind]:
-            yield f"should have ended with exit code {_EXIT_CODES[fault.kind]}: {_words(ending)}"
+            yield f"should have ended with exit code {_EXIT_CODES[fault.kind]}: {words(ending)}"
         return
     report = ending.answer
     if not isinstance(report, Report):
-        yield f"did not answer: {_words(ending)}"
+        yield f"did not answer: {words(ending)}"
         return
     if report.leaked:
         yield f"leaked: {', '.join(report.leaked)}"
     if fault.kind in QUIET or fault.kind == "disk_full":
-        yield from _unlike(report, reference)
+        yield from unlike(report, reference)
     if fault.kind in QUIET:
-        yield from _quiet(report)
+        yield from quiet(report)
     elif fault.kind == "disk_full":
         yield from _refused(fault, rank, report)
     else:
         yield from _failed(fault, rank, report)
 
 
-def _quiet(report: Report) -> Iterator[str]:
+def quiet(report: Report) -> Iterator[str]:
+    """Yield what the rank raised."""
     if report.failure is not None:
         yield f"nothing should be raised:\n{report.failure.trace}"
 
 
 def _refused(fault: Fault, rank: int, report: Report) -> Iterator[str]:
     """The save must fail on all ranks, and training continue."""
-    yield from _quiet(report)
+    yield from quiet(report)
     if report.refused is None:
         yield "the save to a full disk should have raised"
         return
@@ -156,7 +166,7 @@ def _is_full_disk(fault: Fault, rank: int, raised: Raised) -> bool:
     return raised.rank == fault.rank or f"rank {fault.rank} cannot write" in raised.text
 
 
-def _unlike(report: Report, reference: Report) -> Iterator[str]:
+def unlike(report: Report, reference: Report) -> Iterator[str]:
     """Yield the steps after which weights differ from the undisturbed run."""
     steps = [step for step, digest in report.digests.items() if digest != reference.digests[step]]
     if steps:
@@ -169,7 +179,8 @@ def _reports(endings: Sequence[Ending]) -> list[tuple[int, Report]]:
     return [(rank, end.answer) for rank, end in enumerate(endings) if isinstance(end.answer, Report)]
 
 
-def _words(ending: Ending) -> str:
+def words(ending: Ending) -> str:
+    """Describe the ending of a rank that did not answer."""
     if ending.stack is not None:
         return f"it hung at\n{ending.stack}"
     return f"{ending.answer}" if ending.answer is not None else f"it died with exit code {ending.exit_code}"

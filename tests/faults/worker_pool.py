@@ -39,16 +39,21 @@ class Injected(NamedTuple):
 
 @dataclass(frozen=True)
 class Worker:
-    """What a worker process knows: its rank, the port of the pool's store, and how to report its fault."""
+    """What a worker process knows: its rank, the port of the pool's store, and how to report its fault.
+
+    With an ``address`` rank 0 hosts the store there.
+    """
 
     rank: int
     port: int
     report_fault: Callable[[Injected], None]
+    address: str = ""
 
     def store(self, world: str) -> PrefixStore:
         """Return a store for the world of that name, over a new connection."""
-        limit = paced(30)
-        return PrefixStore(world, TCPStore("127.0.0.1", self.port, None, False, timeout=limit))
+        host, hosts = self.address or "127.0.0.1", bool(self.address) and self.rank == 0
+        store = TCPStore(host, self.port, None, hosts, timeout=paced(30), wait_for_workers=False)
+        return PrefixStore(world, store)
 
 
 @dataclass
@@ -68,10 +73,15 @@ class _Process:
 
 
 class WorkerPool:
-    """A pool of up to ``size`` ranks. A context manager. Functions are pickled, so they must be importable by name."""
+    """A pool of up to ``size`` ranks. A context manager. Functions are pickled, so they must be importable by name.
 
-    def __init__(self, size: int) -> None:
+    With ``places``, each rank is in its network namespace, and rank 0 hosts the store at ``address``.
+    """
+
+    def __init__(self, size: int, places: Sequence[Any] = (), address: str = "") -> None:
         self.size = size
+        self._places = places
+        self._address = address
         self._processes: dict[int, _Process] = {}
         self._folder = tempfile.TemporaryDirectory(prefix="ldt-faults-")
         self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -90,11 +100,16 @@ class WorkerPool:
         self._folder.cleanup()
 
     def run(
-        self, function: Callable[[Worker, Any], Any], orders: Sequence[Any], timeout: float
+        self,
+        function: Callable[[Worker, Any], Any],
+        orders: Sequence[Any],
+        timeout: float,
+        on_fault: Callable[[], None] = lambda: None,
     ) -> list[Ending]:
         """Call ``function(worker, orders[rank])`` on ranks that have an order; ``injected`` has their fault reports.
 
-        Ranks that do not answer within ``timeout`` seconds are killed; their endings show the stack.
+        Calls ``on_fault`` at each report. Ranks that do not answer within ``timeout`` seconds are killed; their endings
+        show the stack.
         """
         self.injected = []
         for rank, order in enumerate(orders):
@@ -110,8 +125,11 @@ class WorkerPool:
                 break
             for pipe in ready:
                 assert isinstance(pipe, Connection)
+                reports = len(self.injected)
                 if self._take(waiting[pipe], endings[waiting[pipe]]):
                     del waiting[pipe]
+                if len(self.injected) > reports:
+                    on_fault()
         for rank in waiting.values():
             endings[rank].stack = self._stack_of(rank)
         for rank in waiting.values():
@@ -137,7 +155,8 @@ class WorkerPool:
     def _start(self, rank: int) -> _Process:
         local, remote = self._context.Pipe()
         stack = Path(self._folder.name) / f"stack-{rank}"
-        arguments = (remote, rank, self._store.port, str(stack))
+        place = self._places[rank] if self._places else None
+        arguments = (remote, rank, self._store.port, str(stack), place, self._address)
         process = self._context.Process(target=_serve, args=arguments, daemon=True)
         process.start()
         remote.close()
@@ -167,11 +186,13 @@ def _continue(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def _serve(pipe: Connection, rank: int, port: int, stack_file: str) -> None:
+def _serve(pipe: Connection, rank: int, port: int, stack_file: str, place: Any, address: str) -> None:
     """Serve orders in a worker process."""
+    if place is not None:
+        place.enter()
     faulthandler.register(signal.SIGUSR1, file=Path(stack_file).open("w"), all_threads=True)  # noqa: SIM115
     torch.set_num_threads(1)
-    worker = Worker(rank, port, lambda injected: pipe.send_bytes(pickle.dumps(injected)))
+    worker = Worker(rank, port, lambda injected: pipe.send_bytes(pickle.dumps(injected)), address)
     with suppress(EOFError):
         while order := pipe.recv_bytes():
             function, argument = pickle.loads(order)
