@@ -30,7 +30,7 @@ from ldt.runtime.mesh.autotune import tune_transfers
 from ldt.runtime.mesh.config import ConnectConfig, Timeouts
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.mesh.reachability import Hosts, facts_of
-from ldt.runtime.mesh.rendezvous import check_in, mesh_key, refuse
+from ldt.runtime.mesh.rendezvous import check_in, mesh_key, refuse, store_lost
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -151,7 +151,10 @@ def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank:
     with facts_of(rank_info, store) as facts:
         found = check_in(store, key, global_rank, config.ranks, config.settings, seconds, facts)
         config = replace(config, hosts=Hosts.of(found, rank_info))
-        mesh = Mesh(config, store, key, partial(_connect, config))
+        try:
+            mesh = Mesh(config, store, key, partial(_connect, config))
+        except (RuntimeError, OSError) as error:  # of its connection to the store
+            raise store_lost(error) from error
         try:
             mesh.open(config, deadline)
             mesh.endpoints.update(tune_transfers(mesh, deadline))

@@ -14,7 +14,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.peer_messages import as_str_dict, parse, plain, quoted, read_or_raise
 from ldt.runtime.health.watchdog import Watchdog
 
-__all__ = ["check_in", "mesh_key", "refuse", "share", "share_all"]
+__all__ = ["check_in", "mesh_key", "refuse", "share", "share_all", "store_lost"]
 
 _POLL_SECONDS = 0.02
 _COMPLETE = "complete"
@@ -53,10 +53,7 @@ def check_in(
         _wait_for_all(store, key, ranks, seconds)
         texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
     except (RuntimeError, OSError) as error:
-        raise LdtError(
-            f"connect: the store of the process group does not answer: {error}. The process that hosts it, rank 0 of "
-            "the world or the launcher, has exited, or the link to it is down: look at its output"
-        ) from error
+        raise store_lost(error) from error
     cards = {other: _read(text, other, _card) for other, text in zip(ranks, texts, strict=True)}
     for name, local in settings.items():
         differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != local}
@@ -66,6 +63,14 @@ def check_in(
                 f"connect: {name} must be the same on all ranks: rank {rank} has {local!r}, {remote}"
             )
     return cards
+
+
+def store_lost(error: Exception) -> LdtError:
+    """Return the error to raise for a store that does not answer before the ranks watch each other."""
+    return LdtError(
+        f"connect: the store of the process group does not answer: {error}. The process that hosts it, rank 0 of the "
+        "world or the launcher, has exited, or the link to it is down: look at its output"
+    )
 
 
 def refuse(store: Any, key: str, why: str) -> NoReturn:
