@@ -118,7 +118,12 @@ def examine() -> list[Finding]:
         backends = list(_backends(torch))
         findings += [*backends, *_devices(torch)]
         if not any(found.problem for found in (module, *backends)):
-            findings += [*_lanes(torch), *_tcp()]
+            lanes = list(_lanes(torch))
+            findings += lanes
+            if not any(
+                found.problem for found in lanes
+            ):  # else ldt._C may not load, which the runtime imports
+                findings += _tcp()
     return findings + list(_optional())
 
 
