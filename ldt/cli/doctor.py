@@ -120,9 +120,8 @@ def examine() -> list[Finding]:
         if not any(found.problem for found in (module, *backends)):
             lanes = list(_lanes(torch))
             findings += lanes
-            if not any(
-                found.problem for found in lanes
-            ):  # else ldt._C may not load, which the runtime imports
+            # Without a lane ldt._C may not load, and the runtime imports it.
+            if not any(found.problem for found in lanes):
                 findings += _tcp()
     return findings + list(_optional())
 
