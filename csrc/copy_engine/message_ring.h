@@ -11,10 +11,10 @@ namespace ldt {
 /// An IPC handle of device memory: opaque bytes, with which another process maps it.
 using MemoryHandle = std::array<unsigned char, 64>;
 
-/// A word that devices wait for and write. The lower half is a count that the other end's device
-/// writes. Waits compare the whole word as a signed number, so setting the upper half overrides all
-/// of them, whatever count is written later. The end that writes the count may wait for it, too:
-/// for the lower half only, which a failure does not hold up.
+/// A word that devices wait for and write. The lower half is a count that the other end's device,
+/// or a thread of this host, writes. Waits compare the whole word as a signed number, so setting
+/// the upper half overrides all of them, whatever count is written later. The end that writes the
+/// count may wait for it, too: for the lower half only, which a failure does not hold up.
 struct alignas(128) Flag {
   std::atomic<uint32_t> count{0};
   std::atomic<uint32_t> upper{0};
@@ -27,6 +27,14 @@ struct alignas(128) Flag {
   /// The count only, whatever the upper half is. Counts wrap around at 2^32.
   bool has_counted(uint64_t wanted) const {
     return static_cast<int32_t>(count.load() - static_cast<uint32_t>(wanted)) >= 0;
+  }
+  /// Counts on the host, for a flag that no device writes. Sets the lower half first, so that no
+  /// wait ends early when it goes around.
+  void count_to(uint64_t reached) {
+    count.store(static_cast<uint32_t>(reached));
+    const auto around = static_cast<uint32_t>(reached >> 32);
+    auto before = around - 1;
+    if (around != 0) upper.compare_exchange_strong(before, around);  // not if it was overridden
   }
   bool is_overridden() const { return upper.load() >= kReleased; }
   /// Ends all waits, now and later.

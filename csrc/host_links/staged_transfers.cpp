@@ -19,19 +19,17 @@ constexpr std::chrono::seconds kFailureIsKnown{4};
 }  // namespace
 
 struct StagedTransfers::State : std::enable_shared_from_this<State> {
-  State(std::shared_ptr<StagingRing> ring, std::shared_ptr<SocketLink> link, uint32_t lane,
-        Direction direction)
-      : ring(std::move(ring)), link(std::move(link)), lane(lane), direction(direction) {}
+  State(std::shared_ptr<StagingRing> ring, uint32_t lane, Direction direction)
+      : ring(std::move(ring)), lane(lane), direction(direction) {}
 
-  void run();
+  void run(SocketLink& link);
   bool wait_for_piece(int64_t& bytes);
   bool wait_for_slot(uint64_t piece);
-  void start(uint64_t piece, int64_t bytes);
+  void start(SocketLink& link, uint64_t piece, int64_t bytes);
   void finish(uint64_t piece, const std::exception_ptr& error);
   void fail(const std::string& text);
 
   const std::shared_ptr<StagingRing> ring;
-  const std::shared_ptr<SocketLink> link;
   const uint32_t lane;
   const Direction direction;
   std::atomic<bool> stopped{false};
@@ -50,8 +48,9 @@ struct StagedTransfers::State : std::enable_shared_from_this<State> {
 StagedTransfers::StagedTransfers(std::shared_ptr<StagingRing> ring,
                                  std::shared_ptr<SocketLink> link, uint32_t lane,
                                  Direction direction)
-    : state_(std::make_shared<State>(std::move(ring), std::move(link), lane, direction)),
-      thread_([state = state_] { state->run(); }) {}
+    : state_(std::make_shared<State>(std::move(ring), lane, direction)),
+      link_(std::move(link)),
+      thread_([state = state_, link = link_] { state->run(*link); }) {}
 
 StagedTransfers::~StagedTransfers() {
   if (!process_.is_current()) {
@@ -87,7 +86,7 @@ void StagedTransfers::abort() {
     state_->stopped = true;
   }
   state_->changed.notify_all();
-  state_->link->abort("a lane was aborted");
+  link_->abort("a lane was aborted");
 }
 
 std::string StagedTransfers::failure() const {
@@ -97,10 +96,10 @@ std::string StagedTransfers::failure() const {
   return is_known ? state_->failure : std::string();
 }
 
-void StagedTransfers::State::run() {
+void StagedTransfers::State::run(SocketLink& link) {
   int64_t bytes = 0;
   for (uint64_t piece = 0; wait_for_piece(bytes) && wait_for_slot(piece); ++piece) {
-    start(piece, bytes);
+    start(link, piece, bytes);
     const std::lock_guard<std::mutex> lock(mutex);
     started = piece + 1;
     changed.notify_all();
@@ -129,16 +128,16 @@ bool StagedTransfers::State::wait_for_slot(uint64_t piece) {
   return false;
 }
 
-void StagedTransfers::State::start(uint64_t piece, int64_t bytes) {
-  const auto memory = ring->bytes_of(piece, bytes);
+void StagedTransfers::State::start(SocketLink& link, uint64_t piece, int64_t bytes) {
   auto done = [self = shared_from_this(), piece](const std::exception_ptr& error) {
     self->finish(piece, error);
   };
   try {
+    const auto memory = ring->bytes_of(piece, bytes);
     if (direction == Direction::kSend) {
-      link->send(lane, memory, std::move(done));
+      link.send(lane, memory, std::move(done));
     } else {
-      link->receive(lane, memory, std::move(done));
+      link.receive(lane, memory, std::move(done));
     }
   } catch (const std::exception&) {
     fail(text_of(std::current_exception()));
@@ -151,7 +150,7 @@ void StagedTransfers::State::finish(uint64_t piece, const std::exception_ptr& er
   const std::lock_guard<std::mutex> lock(mutex);
   out_of_order.insert(piece);
   while (out_of_order.erase(in_order) > 0) ++in_order;
-  ring->by_link().count.store(static_cast<uint32_t>(in_order));
+  ring->by_link().count_to(in_order);
 }
 
 void StagedTransfers::State::fail(const std::string& text) {

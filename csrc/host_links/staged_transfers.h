@@ -37,7 +37,9 @@ class StagedTransfers {
   struct State;
 
   const OwnerProcess process_;
-  const std::shared_ptr<State> state_;  // callbacks of the link may outlast this
+  // Callbacks of the link may outlast this. They do not own the link: its thread cannot end itself.
+  const std::shared_ptr<State> state_;
+  const std::shared_ptr<SocketLink> link_;
   std::thread thread_;
 };
 

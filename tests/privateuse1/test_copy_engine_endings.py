@@ -33,11 +33,12 @@ def _figures(device: torch.device) -> tuple[int, int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), maps, threading.active_count()
 
 
-def _connected_often() -> list[tuple[int, int, int]]:
+def _connected_often(transport: str) -> list[tuple[int, int, int]]:
     found = []
     with npu.late(7, 0) as device:
         for number in range(12):
-            with ldt.connect(Topology([1, 2]), "hccl", transport="copy_engine") as mesh:
+            options = {"connections": 1} if transport == "host" else {}
+            with ldt.connect(Topology([1, 2]), "hccl", transport=transport, **options) as mesh:
                 end = forward_end(mesh)
                 assert end is not None
                 if end.sends:
@@ -55,8 +56,9 @@ def _connected_often() -> list[tuple[int, int, int]]:
     return found
 
 
-def test_closed_meshes_leave_nothing(pool: RankPool) -> None:
-    for found in pool.run(_connected_often, timeout=60):
+@pytest.mark.parametrize("transport", ["copy_engine", "host"])
+def test_closed_meshes_leave_nothing(pool: RankPool, transport: str) -> None:
+    for found in pool.run(_connected_often, transport, timeout=60):
         for each in zip(*found, strict=True):
             assert max(each[8:]) < max(each[:4]) + 4, found
 

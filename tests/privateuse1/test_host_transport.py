@@ -16,7 +16,7 @@ import torch.distributed as dist
 from npu_lanes import assert_all, forward_end, sized
 
 import ldt
-from ldt._C import IpcSender, LaneError
+from ldt._C import CopyEngineLinks, HostSender, IpcSender, IsolatedStream, Lane, LaneError, SocketLink
 from ldt.runtime.comm import ipc_links
 from ldt.runtime.comm.socket_options import _UNSENT_BYTES
 from ldt.testing import RankPool
@@ -133,3 +133,37 @@ def test_a_lost_connection_is_named_on_all_ranks(pool: RankPool) -> None:
     for text, took in pool.run(_lost_connection, timeout=60):
         assert re.search("the connections to rank [0-2]: ", text), text
         assert took < 15
+
+
+def _dropped_while_it_sends() -> int:
+    """A lane and its link are dropped while the link sends the last piece. Returns how many bytes came."""
+    npu.start()
+    torch.accelerator.set_device_index(dist.get_rank())
+    device, p2p = torch.device("npu", dist.get_rank()), npu.hccl_group(0, 1)
+    if dist.get_rank() != 0:
+        return 0
+    own, other = socket.socketpair()
+    link = SocketLink([own.detach()], name="the connection to rank 1")
+    ends = CopyEngineLinks(
+        stream=IsolatedStream(device),
+        memory=None,
+        senders={1: HostSender(device, link, 0)},
+        receivers={},
+        from_stage=None,
+        to_stage=None,
+    )
+    lane = Lane("dropped", p2p=p2p, stage=None, device=device, transport=ends)
+    lane.send([torch.ones(1 << 20, device=device)], 1).wait()
+    torch.accelerator.synchronize()
+    lane.close()
+    came = len(other.recv(1024))
+    del lane, ends, link
+    other.settimeout(20)
+    while part := other.recv(1 << 20):
+        came += len(part)
+    return came
+
+
+def test_the_thread_of_a_link_does_not_own_it(pool: RankPool) -> None:
+    came, *_ = pool.run(_dropped_while_it_sends, timeout=60)
+    assert 0 < came < 4 << 20  # the link ended when it was dropped

@@ -112,6 +112,19 @@ TEST(counts_go_on_after_the_lower_half_went_around) {
   EXPECT(flag.has_counted(around - 2));
 }
 
+TEST(counts_of_the_host_go_around_too) {
+  Flag flag;
+  const auto around = uint64_t{1} << 32;
+  for (const uint64_t reached : {uint64_t{7}, around - 1, around + 2, 2 * around, 3 * around - 1}) {
+    flag.count_to(reached);
+    EXPECT(flag.has_reached(reached));
+    EXPECT(!flag.has_reached(reached + 1));
+  }
+  flag.release();
+  flag.count_to(3 * around);
+  EXPECT(flag.has_reached(4 * around));
+}
+
 TEST(pages_are_refused_when_they_are_not_there) {
   EXPECT_THROW(ldt::SharedMemory("not a handle"), ldt::LaneError, "four numbers");
   EXPECT_THROW(ldt::SharedMemory("1 999999 4096 1"), ldt::LaneError, "/proc/1/fd/999999");

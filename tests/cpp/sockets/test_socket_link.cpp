@@ -2,6 +2,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <thread>
 
 #include "common/error.h"
@@ -180,4 +181,23 @@ TEST(bytes_that_are_no_frame_fail_the_link) {
   EXPECT_EQ(write(ends[1], text.data(), text.size()), 200);
   EXPECT_THROW(wait(received), LaneError, "not a frame of ldt");
   ::close(ends[1]);
+}
+
+TEST(a_work_that_two_threads_complete_calls_back_once) {
+  const auto error = std::make_exception_ptr(std::runtime_error("it failed"));
+  for (int round = 0; round < 2000; ++round) {
+    std::atomic<int> calls{0}, ready{0};
+    const auto work = c10::make_intrusive<ldt::SocketWork>(
+        c10d::OpType::SEND, [] {}, [&](const std::exception_ptr&) { ++calls; });
+    const auto complete = [&] {
+      ++ready;
+      while (ready < 2) {
+      }
+      work->complete(error);
+    };
+    std::thread other(complete);
+    complete();
+    other.join();
+    EXPECT_EQ(calls.load(), 1);
+  }
 }
