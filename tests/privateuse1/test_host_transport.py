@@ -132,6 +132,7 @@ def _lost_connection() -> tuple[str, float]:
 def test_a_lost_connection_is_named_on_all_ranks(pool: RankPool) -> None:
     for text, took in pool.run(_lost_connection, timeout=60):
         assert re.search("the connections to rank [0-2]: ", text), text
+        assert "transfer_timeout" not in text
         assert took < 15
 
 

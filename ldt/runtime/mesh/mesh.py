@@ -371,7 +371,9 @@ class Mesh:
     def _overdue(self) -> str:
         """Describe a transfer that takes too long; empty if there is none. Called on the watchdog's thread."""
         late = self._lane_set.overdue()
-        advice = "look at the rank at its other end, or give connect a longer transfer_timeout"
+        advice = "look at the rank at its other end"
+        if "timeout" in late:  # not a connection that was lost
+            advice += ", or give connect a longer transfer_timeout"
         return late and f"rank {self.global_rank}: {late}: {advice}"
 
     def _drop_lanes(self) -> None:
