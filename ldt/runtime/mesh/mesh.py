@@ -371,10 +371,8 @@ class Mesh:
     def _overdue(self) -> str:
         """Describe a transfer that takes too long; empty if there is none. Called on the watchdog's thread."""
         late = self._lane_set.overdue()
-        advice = "look at the rank at its other end"
-        if "timeout" in late:  # not a connection that was lost
-            advice += ", or give connect a longer transfer_timeout"
-        return late and f"rank {self.global_rank}: {late}: {advice}"
+        longer = ", or give connect a longer transfer_timeout" if "timeout" in late else ""
+        return late and f"rank {self.global_rank}: {late}: look at the rank at its other end{longer}"
 
     def _drop_lanes(self) -> None:
         """Close and drop the lanes. No local variable may outlive this: a lane holds its groups."""
