@@ -114,25 +114,27 @@ class Watchdog:
         """Publish a failure. Returns the first one, which may be another rank's."""
         self._own = self._own or report
         seconds = max(self._store_timeout - self._extra_wait, _PUBLISH_SECONDS)
-        deadline = time.monotonic() + seconds
         limit = threading.Timer(seconds, self._store.shutdown)
         if self._extra_wait:
             with suppress(RuntimeError):  # at interpreter exit no thread starts
                 limit.start()
         try:
-            report = FailureReport.from_text(self._offer(report, deadline))
+            report = FailureReport.from_text(self._offer(report))
         except Exception as error:  # the store itself may have failed
             logger.warning("could not publish a failure to the store: %s", error)
         finally:
             limit.cancel()
         return self._set_first(report)
 
-    def _offer(self, report: FailureReport, deadline: float) -> Any:
+    def _offer(self, report: FailureReport) -> Any:
         """Publish unless there is a report. Returns the text of the one in the store."""
+        asked = time.monotonic()
         try:
             return self._store.compare_set(self._key, "", report.to_text())
-        except _STORE_ERRORS:  # it may be what has failed
-            if time.monotonic() >= deadline or not self._store.renew():
+        except _STORE_ERRORS:
+            # A connection that broke fails at once. A host that hangs still accepts connections, but answers none.
+            hangs = time.monotonic() - asked > _STORE_ERROR_SECONDS
+            if hangs or self._first is not None or not self._store.renew():
                 raise
             return self._store.compare_set(self._key, "", report.to_text())
 
