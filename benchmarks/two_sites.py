@@ -33,6 +33,9 @@ def main() -> int:
     options = parse_options()
     try:
         run(options)
+    except ModuleNotFoundError as error:
+        print(f"two_sites.py: {error}: pip install {error.name}", file=sys.stderr)
+        return 1
     except (OSError, ValueError) as error:
         print(f"two_sites.py: {error}", file=sys.stderr)
         return 1

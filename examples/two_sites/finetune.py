@@ -58,6 +58,8 @@ def train(options: Options, pipeline: ldt.Pipeline, folder: Path) -> None:
     optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
     text = options.text.read_bytes() if pipeline.mesh.is_edge else None
     state = ldt.load_checkpoint(folder, pipeline, optimizer)
+    if state is not None:
+        print(f"{state.step} of {options.steps} steps were done before", flush=True)
     for step in range(0 if state is None else state.step, options.steps):
         result = pipeline.step(None if text is None else microbatches(text, step, options.microbatches))
         optimizer.step()

@@ -29,6 +29,7 @@ from ldt.launch.description import read
 from ldt.runtime.comm.socket_choice import TcpPath
 
 SECONDS = 60.0
+TUNNEL = '[tunnel]\nendpoint = "127.0.0.3:51820"'
 
 
 def describe(
@@ -141,6 +142,15 @@ def test_a_site_that_does_not_come(tmp_path: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr().out
     assert f"problem: cloud did not come within 1.5 s, and 127.0.0.2 port {port} could not be reached" in said
     assert "start the same command there, with --site cloud" in said
+    assert "firewalls let neither site in" in said
+
+
+def test_a_site_that_does_not_come_through_a_tunnel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = describe(tmp_path, more=TUNNEL)
+    assert main(["doctor", "--link", str(file), "--site", "edge", "--timeout", "1.5"]) == 1
+    assert "the tunnel is not up at both sites with the other's key" in capsys.readouterr().out
 
 
 def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,9 +165,12 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     with socket.create_server(("127.0.0.1", port)):
         assert main(["doctor", "--link", str(file), "--site", "edge"]) == 1
     assert f"problem: cannot listen at port {port} (Address already in use" in capsys.readouterr().out
-    file = describe(tmp_path, interface="nowhere0")
-    assert main(["doctor", "--link", str(file), "--site", "edge"]) == 1
-    assert "[sites.edge] interface must be one of lo" in capsys.readouterr().out
+    for more in ("", TUNNEL):
+        file = describe(tmp_path, interface="nowhere0", more=more)
+        assert main(["doctor", "--link", str(file), "--site", "edge"]) == 1
+        said = capsys.readouterr().out
+        assert "[sites.edge] interface must be one of lo" in said
+        assert ("bring the tunnel up first, with wg-quick up" in said) == bool(more)
 
 
 def _connected(port: int, deadline: float) -> socket.socket:

@@ -37,6 +37,23 @@ def test_the_description_is_that_of_the_example() -> None:
     assert shown == (ROOT / "examples/two_sites/job.toml").read_text()
 
 
+def test_the_sites_name_the_package_that_is_missing() -> None:
+    script = str(ROOT / "benchmarks/two_sites.py")
+    program = (
+        f"import runpy, sys; sys.modules['pyroute2'] = None; sys.argv = [{script!r}, 'enter', 'edge', 'true']; "
+        f"sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); runpy.run_path({script!r}, run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=allowed(SECONDS),
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith(": pip install pyroute2\n"), done.stderr
+
+
 class Reader:
     """Runs commands of the page in ``folder`` in place of its own."""
 

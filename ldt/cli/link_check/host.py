@@ -67,8 +67,9 @@ def _mtu(description: Description, site: str) -> int:
             found = fcntl.ioctl(asked, _SIOCGIFMTU, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             names = ", ".join(name for _, name in socket.if_nameindex())
+            remedy = ": bring the tunnel up first, with wg-quick up" if description.tunnel else ""
             raise LdtError(
-                f"{description.path}: [sites.{site}] interface must be one of {names}, got {interface!r}"
+                f"{description.path}: [sites.{site}] interface must be one of {names}, got {interface!r}{remedy}"
             ) from error
     return int(struct.unpack_from("@i", found, 16)[0])
 

@@ -55,10 +55,16 @@ class _Meeting:
         try:
             found = self._found.get(timeout=seconds)
         except queue.Empty:
+            cause = (
+                "the tunnel is not up at both sites with the other's key (wg show names no latest handshake then), or "
+                "a firewall blocks its UDP port"
+                if self._description.tunnel
+                else "firewalls let neither site in: python -m ldt tunnel needs one UDP port"
+            )
             raise LdtError(
                 f"{self._other} did not come within {seconds:g} s, and {self._address} port {self._port} could not be "
                 f"reached ({self._problem}): start the same command there, with --site {self._other}. If it runs "
-                "there, the link is down, or firewalls let neither site in: python -m ldt tunnel needs one UDP port"
+                f"there, the link is down, or {cause}"
             ) from None
         finally:
             self._over = True
