@@ -16,9 +16,10 @@ void HostReceiver::begin(const c10::Stream& stream, const Target& target, int64_
                          std::chrono::milliseconds /*timeout*/) {
   ring_->note_user(stream);
   target_ = target;
+  piece_bytes_ = StagingRing::piece_bytes(target.bytes);
   asked_ = done_ = 0;
-  for (int64_t posted = 0; posted < target.bytes; posted += StagingRing::kSlotBytes) {
-    transfers_.add(std::min(StagingRing::kSlotBytes, target.bytes - posted));
+  for (int64_t posted = 0; posted < target.bytes; posted += piece_bytes_) {
+    transfers_.add(std::min(piece_bytes_, target.bytes - posted));
   }
 }
 
@@ -26,7 +27,7 @@ void HostReceiver::await(const c10::Stream& stream, int64_t bytes) {
   asked_ = std::min(asked_ + bytes, target_.bytes);
   while (done_ < asked_) {
     enqueued_ += kOperationsOfPiece;
-    const auto part = std::min(StagingRing::kSlotBytes, target_.bytes - done_);
+    const auto part = std::min(piece_bytes_, target_.bytes - done_);
     engine_.wait_for(stream, ring_->by_link(), piece_ + 1);
     engine_.copy(stream, target_.address + done_, ring_->slot(piece_), static_cast<size_t>(part));
     engine_.write(stream, ring_->by_device(), ++piece_);

@@ -31,6 +31,7 @@ class HostReceiver final : public ReceivingEnd {
 
   // The current message.
   Target target_;
+  int64_t piece_bytes_ = 0;
   int64_t asked_ = 0;  // bytes awaited
   int64_t done_ = 0;   // bytes in the target
 };

@@ -16,6 +16,7 @@ void HostSender::begin(const c10::Stream& stream, const Source& source,
                        std::chrono::milliseconds /*timeout*/) {
   ring_->note_user(stream);
   source_ = source;
+  piece_bytes_ = StagingRing::piece_bytes(source.bytes);
   done_ = 0;
 }
 
@@ -23,15 +24,15 @@ void HostSender::push(const c10::Stream& stream, int64_t bytes) {
   const auto until = std::min(done_ + bytes, source_.bytes);
   while (done_ < until) {
     enqueued_ += kOperationsOfPiece;
-    const auto filled = done_ % StagingRing::kSlotBytes;
-    const auto part = std::min(until - done_, StagingRing::kSlotBytes - filled);
+    const auto filled = done_ % piece_bytes_;
+    const auto part = std::min(until - done_, piece_bytes_ - filled);
     if (filled == 0 && piece_ >= StagingRing::kSlots) {
       engine_.wait_for(stream, ring_->by_link(), piece_ + 1 - StagingRing::kSlots);
     }
     engine_.copy(stream, ring_->slot(piece_) + filled, source_.address + done_,
                  static_cast<size_t>(part));
     done_ += part;
-    if (filled + part < StagingRing::kSlotBytes && done_ != source_.bytes) continue;
+    if (filled + part < piece_bytes_ && done_ != source_.bytes) continue;
     engine_.write(stream, ring_->by_device(), ++piece_);
     transfers_.add(filled + part);
   }

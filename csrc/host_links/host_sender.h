@@ -35,6 +35,7 @@ class HostSender final : public SendingEnd {
 
   // The current message.
   Source source_;
+  int64_t piece_bytes_ = 0;
   int64_t done_ = 0;  // bytes copied
 };
 

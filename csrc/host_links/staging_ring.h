@@ -14,8 +14,11 @@ namespace ldt {
 /// counts the pieces that it is done with, in order.
 class StagingRing : public std::enable_shared_from_this<StagingRing> {
  public:
-  static constexpr uint64_t kSlots = 8;
-  static constexpr int64_t kSlotBytes = int64_t{2} << 20;
+  static constexpr uint64_t kSlots = 4;
+  static constexpr int64_t kSlotBytes = int64_t{8} << 20;
+  /// The size of every piece of a message but the last, the same at both ends: a sixteenth, so that
+  /// the queue of a device holds several messages, but no less than 1 MiB.
+  static int64_t piece_bytes(int64_t message_bytes);
 
   explicit StagingRing(c10::Device device);
 

@@ -39,7 +39,7 @@ def _apart(transport: str, tp: list[int]) -> set[str]:
         with npu.late(5, 200) as device, ldt.connect(Topology(tp), "hccl", transport=transport) as mesh:  # type: ignore[arg-type]
             end = forward_end(mesh)
             if end is not None:
-                message = sized(device, 5 << 20, 3)
+                message = sized(device, (40 << 20) + 4, 3)
                 if end.sends:
                     end.send([message], "data").wait()  # type: ignore[union-attr]
                 else:
