@@ -50,7 +50,7 @@ class Connections:
                 if _own_port(descriptor) != port
             }
 
-    def keep_only_to(self, port: int) -> None:
+    def keep_only_to(self, port: int | None) -> None:
         """Forget those to other ports, which other threads opened meanwhile."""
         self._opened = {fd: identity for fd, identity in self._opened.items() if _peer_port(fd) == port}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ldt.runtime.health.connections import Connections, host_of, port_of
 
-__all__ = ["StoreConnection"]
+__all__ = ["StoreConnection", "answers"]
 
 _REACH_SECONDS = 0.5
 
@@ -33,16 +33,11 @@ class StoreConnection:
 
     def renew(self) -> bool:
         """Connect again if the store's host answers within half a second. Returns whether it did."""
-        host, port = host_of(self._origin), port_of(self._origin)
-        if host is None or port is None:
-            return False
         with suppress(Exception):
-            # A store that is gone is asked for again until its timeout: look first.
-            with socket.create_connection((host, port), _REACH_SECONDS):
-                pass
-            self._connect()
-            self._connections.keep_only_to(port)
-            return True
+            if answers(self._origin):
+                self._connect()
+                self._connections.keep_only_to(port_of(self._origin))
+                return True
         return False
 
     def shutdown(self) -> None:
@@ -60,3 +55,13 @@ class StoreConnection:
         connections.set_read_timeout(self._read_timeout)
         connections.outlast(self._outlast)
         self._connections = connections
+
+
+def answers(store: Any) -> bool:
+    """Whether the store's host accepts connections. A new connection to one that is gone would last until a timeout."""
+    host, port = host_of(store), port_of(store)
+    if host is None or port is None:
+        return False
+    with suppress(OSError), socket.create_connection((host, port), _REACH_SECONDS):
+        return True
+    return False

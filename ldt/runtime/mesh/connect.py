@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -26,6 +26,7 @@ from ldt.runtime.common.device import choose_device
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health.failure_detector import HealthTimeouts
 from ldt.runtime.health.fork_guard import check_world
+from ldt.runtime.health.store_connection import answers
 from ldt.runtime.mesh.autotune import tune_transfers
 from ldt.runtime.mesh.config import ConnectConfig, Timeouts
 from ldt.runtime.mesh.mesh import Mesh
@@ -37,6 +38,8 @@ from ldt.topology import lanes as lanes_of
 __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
+
+_Cards = dict[int, dict[str, str]]
 
 _connecting: dict[int, int] = {}  # the connecting thread, by process, as a fork copies this
 
@@ -149,7 +152,8 @@ def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank:
     deadline = time.monotonic() + seconds
     rank_info = RankInfo(config.topology, config.ranks, config.rank)
     with facts_of(rank_info, store) as facts:
-        found = check_in(store, key, global_rank, config.ranks, config.settings, seconds, facts)
+        check = partial(check_in, key=key, rank=global_rank, ranks=config.ranks, settings=config.settings)
+        store, found = _once_more(partial(check, seconds=seconds, facts=facts), store)
         config = replace(config, hosts=Hosts.of(found, rank_info))
         try:
             mesh = Mesh(config, store, key, partial(_connect, config))
@@ -162,6 +166,20 @@ def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank:
             _fail(mesh, error)
     logger.info("connected as %s", mesh)
     return mesh
+
+
+def _once_more(check: Callable[[Any], _Cards], store: Any) -> tuple[Any, _Cards]:
+    """Return the store and what ``check`` returns; over a new connection if the one there breaks. Raises LdtError."""
+    try:
+        return store, check(store)
+    except (RuntimeError, OSError) as error:
+        if not (hasattr(store, "clone") and answers(store)):
+            raise store_lost(error) from error
+    store = store.clone()
+    try:
+        return store, check(store)
+    except (RuntimeError, OSError) as error:
+        raise store_lost(error) from error
 
 
 def _fail(mesh: Mesh, error: BaseException) -> NoReturn:

@@ -44,16 +44,12 @@ def check_in(
     """Wait until all global ``ranks`` have checked in with equal ``settings``. Returns the ``facts`` of each, and more.
 
     Raises LdtError on every rank that checked in: after ``seconds``, naming the missing ranks, or naming the ranks
-    whose settings differ and both values. A rank that comes later raises what the others raised. Where the store does
-    not answer, LdtError says so.
+    whose settings differ and both values. A rank that comes later raises what the others raised.
     """
     card = {**settings, **(facts or {}), "host": socket.gethostname(), "pid": os.getpid()}
-    try:
-        store.set(f"{key}/here/{rank}", json.dumps(card))
-        _wait_for_all(store, key, ranks, seconds)
-        texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
-    except (RuntimeError, OSError) as error:
-        raise store_lost(error) from error
+    store.set(f"{key}/here/{rank}", json.dumps(card))
+    _wait_for_all(store, key, ranks, seconds)
+    texts = store.multi_get([f"{key}/here/{other}" for other in ranks])
     cards = {other: _read(text, other, _card) for other, text in zip(ranks, texts, strict=True)}
     for name, local in settings.items():
         differing = {other: card.get(name) for other, card in cards.items() if card.get(name) != local}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 from pipeline_jobs import build, step_and_compare
 from torch.distributed import PrefixStore, TCPStore
 
 import ldt
+from ldt.runtime.health.connections import Connections
 from ldt.runtime.health.store_connection import StoreConnection
+from ldt.runtime.mesh.connect import _once_more
 from ldt.runtime.mesh.rendezvous import check_in
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology
@@ -74,4 +77,16 @@ def test_a_store_that_ends_while_ranks_check_in_is_named() -> None:
     client = TCPStore("127.0.0.1", server[0].port, None, False)
     threading.Timer(0.3, server.clear).start()
     with pytest.raises(ldt.LdtError, match="connect: the store of the process group does not answer"):
-        check_in(client, "mesh", 0, [0, 1], {}, 20.0)
+        _once_more(partial(check_in, key="mesh", rank=0, ranks=[0, 1], settings={}, seconds=20.0), client)
+
+
+def test_ranks_check_in_over_a_new_connection() -> None:
+    server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    recorded = Connections()
+    with recorded.recording(server):
+        client = TCPStore("127.0.0.1", server.port, None, False)
+    recorded.shutdown()
+    check = partial(check_in, key="mesh", rank=0, ranks=[0], settings={"a": "b"}, seconds=20.0)
+    store, found = _once_more(check, client)
+    assert found[0]["a"] == "b"
+    assert store is not client
