@@ -102,6 +102,12 @@ class Reader:
                 process.kill()
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Press Ctrl-C, and wait until it has cleaned up."""
+    process.send_signal(signal.SIGINT)
+    process.wait(allowed(SECONDS))
+
+
 class Site:
     """A launcher at a site, whose lines are kept."""
 
@@ -137,7 +143,7 @@ def test_a_reader_trains_over_the_guides_link(tmp_path: Path) -> None:
         for line in ("edge: 10.88.0.1\n", "cloud: 10.88.0.2\n"):
             printed = sites.stdout.readline()
             assert printed == line, printed + sites.communicate()[0]
-        stack.callback(sites.send_signal, signal.SIGINT)
+        stack.callback(stop, sites)
         connect(reader, stack)
         train(reader)
         reader.run("python -m ldt merge checkpoints/edge checkpoints/cloud tuned.safetensors", "edge")
