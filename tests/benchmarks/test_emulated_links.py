@@ -63,7 +63,7 @@ def test_links_that_cannot_be_are_reported(monkeypatch: pytest.MonkeyPatch) -> N
     ]:
         with pytest.raises(ValueError, match=re.escape(sentence)):
             check_two_hosts(ranks, 1, rate)
-    assert list(by_network(Namespace(device="cuda", transports=None))) == ["c10d", "nccl"]
+    assert list(by_network(Namespace(device="cuda", transports=None))) == ["c10d", "nccl", "host"]
     with pytest.raises(ValueError, match="got copy_engine, which goes through the memory of one host"):
         by_network(Namespace(device="cuda", transports=["nccl", "copy_engine"]))
 

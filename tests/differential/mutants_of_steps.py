@@ -84,13 +84,13 @@ GRADIENTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "all sent tensors count as used",
-        ("ldt.runtime.step.shape_cache:used",),
+        ("ldt.runtime.step.shape_walk:used",),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),
     Mutant(
         "all sent tensors count as used, and absent gradients are not counted",
-        ("ldt.runtime.step.shape_cache:used", "ldt.runtime.execution.absent_grads:AbsentGrads.check"),
+        ("ldt.runtime.step.shape_walk:used", "ldt.runtime.execution.absent_grads:AbsentGrads.check"),
         lambda inputs, *args: inputs,
         lambda job: job.has("Drop", "Detach"),
     ),

@@ -17,6 +17,7 @@ from ldt.runtime.health.watchdog import Watchdog
 __all__ = ["check_in", "mesh_key", "refuse", "share", "share_all", "store_lost"]
 
 _POLL_SECONDS = 0.02
+_GRACE_SECONDS = 1.0
 _COMPLETE = "complete"
 _MAX_SPELLED = 16  # ranks spelled out in a key, which every request to the store carries; more are hashed
 
@@ -98,14 +99,15 @@ def share_all(
 ) -> dict[str, list[Any]]:
     """All-gather the value of each key, a bool or a dict of texts, over the global ``ranks`` of that key.
 
-    Takes three round trips to the store. Raises LdtError naming the ranks that sent nothing by ``deadline``
-    (``time.monotonic()``), or one that sent another type than this rank; RemoteStageError if another rank failed.
+    Takes three round trips to the store. Raises LdtError naming the ranks that sent nothing until a second after
+    ``deadline`` (``time.monotonic()``), at which a late rank raises what it knows itself, or one that sent another
+    type than this rank; RemoteStageError if another rank failed.
     """
     store.multi_set([f"{key}/{rank}" for key in values], [json.dumps(value) for value in values.values()])
     senders = [(f"{key}/{other}", other) for key in values for other in ranks[key]]
     while not store.check([name for name, _ in senders]):
         watchdog.check()
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline + _GRACE_SECONDS:
             late = [(other, name.rpartition("/")[0]) for name, other in senders if not store.check([name])]
             missing = sorted({other for other, _ in late})
             key = late[0][1] if late else "values"
