@@ -16,10 +16,13 @@ __all__ = ["Outcome", "dial", "dialling_site", "listen", "outcome_of"]
 Outcome = Literal["connects", "refused", "no answer", "no route"]
 
 _DIAL_SECONDS = 3.0
+_NOT_HERE = (errno.EADDRNOTAVAIL, socket.EAI_NONAME, socket.EAI_AGAIN)
 
 
 def listen(address: str, port: int) -> socket.socket:
     """Listen at that port of the address, 0 for a free one; at all, if the host has not the address, as behind NAT.
+
+    Likewise if it cannot resolve it, as others may.
 
     Raises LdtError if the port is taken.
     """
@@ -28,7 +31,7 @@ def listen(address: str, port: int) -> socket.socket:
         try:
             return socket.create_server((address, port), family=family, backlog=64)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
+            if error.errno not in _NOT_HERE:
                 raise
         return socket.create_server(("", port), family=family, backlog=64)
     except OSError as error:

@@ -7,7 +7,7 @@ import binascii
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ldt.errors import LdtError
@@ -27,7 +27,7 @@ _KEEPALIVE_SECONDS = 25  # shorter than firewalls and NAT remember a flow of UDP
 class SiteKeys:
     """A site's private key, which stays in its file, and the public key of the other site if it is known."""
 
-    private: str
+    private: str = field(repr=False)
     peer: str | None = None
 
     @classmethod

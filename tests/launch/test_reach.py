@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from launchers import describe, launch
 
 from ldt.launch.description import read
-from ldt.launch.reach import dialling_site, outcome_of
+from ldt.launch.reach import dialling_site, listen, outcome_of
 
 CONNECT = """
 import torch.distributed as dist, ldt
@@ -94,3 +94,9 @@ def test_how_ports_answer() -> None:
         assert outcome_of("127.0.0.1", port) == "connects"
     assert outcome_of("127.0.0.1", port) == "refused"
     assert outcome_of("nowhere.invalid", port) == "no route"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "nowhere.invalid"])
+def test_it_listens_also_if_only_others_know_the_address(address: str) -> None:
+    with listen(address, 0) as server:
+        assert outcome_of("127.0.0.1", server.getsockname()[1]) == "connects"

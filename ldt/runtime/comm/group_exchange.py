@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ldt._torch_private import Store
 from ldt.errors import LdtError
+from ldt.runtime.common.peer_messages import read_or_raise
 
 __all__ = ["GroupExchange", "GroupRequest", "Swap", "make_together"]
 
@@ -34,13 +35,13 @@ class GroupExchange(Store):
         self.ranks = request.ranks
         self.key = request.key
         self.rounds = 0  # one is enough unless torch checks its collectives (TORCH_DISTRIBUTED_DEBUG)
-        self.announced: dict[str, bytes] = {}
+        self.announced: dict[str, str] = {}  # in hex
         self._known: dict[str, bytes] = {}
         self._asking = asking
         self._answers: SimpleQueue[Mapping[str, bytes] | None] = SimpleQueue()
 
     def set(self, key: str, value: Any) -> None:
-        self.announced[key] = value
+        self.announced[key] = value.hex()
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         for key in keys:
@@ -51,12 +52,20 @@ class GroupExchange(Store):
             self._asking.put(self)
             answer = self._answers.get()
             if answer is None:
-                raise LdtError("another group was not created")
+                self.end()  # also the next wait
+                raise LdtError(f"group {self.key} gets no more addresses: another group was not created")
             self._known.update(answer)
+        if key not in self._known:
+            raise LdtError(
+                f"the ranks of group {self.key} did not announce {key!r}: check that all run the same version of torch"
+            )
         return self._known[key]
 
-    def receive(self, values: Mapping[str, bytes]) -> None:
-        """Give the waiting thread what all ranks of the group announced."""
+    def receive(self, announced: Sequence[Mapping[str, str]]) -> None:
+        """Give the waiting thread what each rank of the group announced. Raises LdtError naming one for other data."""
+        values: dict[str, bytes] = {}
+        for rank, texts in zip(self.ranks, announced, strict=True):
+            values |= read_or_raise(texts, _from_hex, f"connect: rank {rank}")
         self.announced = {}
         self.rounds += 1
         self._answers.put(values)
@@ -64,6 +73,10 @@ class GroupExchange(Store):
     def end(self) -> None:
         """Make the thread raise when it waits."""
         self._answers.put(None)
+
+
+def _from_hex(texts: Mapping[str, str]) -> dict[str, bytes]:
+    return {name: bytes.fromhex(text) for name, text in texts.items()}
 
 
 Swap = Callable[[Sequence[GroupExchange]], None]

@@ -115,12 +115,16 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         may forget an operation in flight, which then waits until the group's timeout.
         """
         self._broken = True
-        run_teardown((f"break group {name}", one.shutdown) for name, one in list(self._connections.items()))
+        run_teardown(("break groups", one.shutdown) for one in self._all_connections())
         self.abort()
 
     def lost_connections(self) -> int:
         """The number of closed connections of gloo groups: their peers are dead or closing."""
-        return sum(connections.lost() for connections in list(self._connections.values()))
+        return sum(connections.lost() for connections in self._all_connections())
+
+    def _all_connections(self) -> set[Connections]:
+        """Groups that were made at once share theirs."""
+        return set(self._connections.values())
 
     def destroy(self) -> None:
         """Destroy all groups. A gloo group is gone once nothing runs in it, which is at once if all were broken.

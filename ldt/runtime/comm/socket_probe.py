@@ -30,6 +30,7 @@ _START_ROUND_TRIPS, _MOST_SECONDS = 9, 8.0  # to reach the rate: slow starts dou
 _LOSS_SECONDS, _LOSS_LOAD = 0.4, 0.4  # a part of the rate at which no queue overflows
 _SETTLES = 0.15  # until other ranks are in this phase, too
 _LEAST_LOST, _LEAST_LOSS = 3, 3e-4
+_MOST = 1e15  # of a figure that the other end sends: products of two are still finite
 # struct tcp_info of Linux: offsets of counts of segments, of min_rtt in microseconds, and of the size of a segment.
 _TCP_INFO = 200
 _STARTS_FAST = b"reno"  # everybody may use it, and it grows until a queue is full; cubic ends its start early
@@ -51,9 +52,7 @@ class LinkProbe:
     loss: float
 
     def __post_init__(self) -> None:
-        if not all(
-            math.isfinite(value) and value >= 0 for value in (self.round_trip, *self.rates, self.loss)
-        ):
+        if not all(0 <= value < _MOST for value in (self.round_trip, *self.rates, self.loss)):
             raise ValueError(f"expected positive figures of a link, got {self}")
 
 

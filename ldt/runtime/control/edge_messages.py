@@ -20,9 +20,8 @@ __all__ = ["MAX_CONTENT_BYTES", "EdgeMessage", "Inbox", "Outbox", "Subject"]
 _FRAME_BYTES = 1 << 18  # size of a posted receive; gloo also receives shorter messages into it
 _HEAD_BYTES = 24  # subject, number and the bytes that follow, in 8 bytes each
 MAX_CONTENT_BYTES = MAX_BYTES - _HEAD_BYTES  # the limit of the broadcast within a node
-_AHEAD = (
-    4  # posted receives: for the next step's message, this step's shapes (one message a lap), its token count
-)
+# Posted receives: for the next step's message, this step's shapes (one message a lap), its token count.
+_AHEAD = 4
 
 
 class Subject(IntEnum):

@@ -36,7 +36,6 @@ class StoreConnection:
         with suppress(Exception):
             if answers(self._origin):
                 self._connect()
-                self._connections.keep_only_to(port_of(self._origin))
                 return True
         return False
 
@@ -52,6 +51,7 @@ class StoreConnection:
         connections = Connections()
         with connections.recording(self._origin):
             self._current = self._origin.clone() if hasattr(self._origin, "clone") else self._origin
+        connections.keep_only_to(port_of(self._origin))
         connections.set_read_timeout(self._read_timeout)
         connections.outlast(self._outlast)
         self._connections = connections

@@ -175,8 +175,8 @@ def _once_more(check: Callable[[Any], _Cards], store: Any) -> tuple[Any, _Cards]
     except (RuntimeError, OSError) as error:
         if not (hasattr(store, "clone") and answers(store)):
             raise store_lost(error) from error
-    store = store.clone()
     try:
+        store = store.clone()
         return store, check(store)
     except (RuntimeError, OSError) as error:
         raise store_lost(error) from error

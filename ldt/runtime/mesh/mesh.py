@@ -188,13 +188,13 @@ class Mesh:
         return self._lane_set.all()
 
     def transport_of(self, channel: Channel) -> str:
-        """Return the transport of ``channel``: "copy_engine", "nccl", "sockets" or "c10d"; all if its stripes differ.
+        """Return the transport of ``channel``; all if its stripes differ.
 
         Args:
             channel: One of ``topology.channels``.
 
         Returns:
-            The name, or names as in "c10d and copy_engine".
+            "copy_engine", "host", "nccl", "sockets" or "c10d", or names as in "c10d and copy_engine".
 
         Raises:
             KeyError: This rank has no endpoint of ``channel``.

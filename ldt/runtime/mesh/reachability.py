@@ -119,6 +119,8 @@ def _target(rank: int, addresses: Mapping[int, str]) -> _Target | None:
     def read(text: str) -> _Target | None:
         host, port = text.rsplit(":", 1)
         target = _Target(rank, IPv4Address(host), int(port))
+        if not 0 < target.port < 65536:
+            raise ValueError("expected a port")
         return None if target.host.is_loopback else target
 
     text = addresses.get(rank)

@@ -26,11 +26,14 @@ def mesh_key(store: Any, rank: int, ranks: Sequence[int]) -> str:
     """Return a key for the next mesh over the global ``ranks``, equal on all of them and never used again.
 
     The store counts how often ``rank`` has connected over exactly these ranks, which is equal on all of them.
-    Restarted processes need a new store or a ``PrefixStore`` of their own.
+    Restarted processes need a new store or a ``PrefixStore`` of their own. Raises LdtError if it does not answer.
     """
     names = "_".join(map(str, ranks))
     mesh = f"ldt/{names if len(ranks) <= _MAX_SPELLED else hashlib.sha256(names.encode()).hexdigest()[:16]}"
-    return f"{mesh}/{store.add(f'{mesh}/connects/{rank}', 1)}"
+    try:
+        return f"{mesh}/{store.add(f'{mesh}/connects/{rank}', 1)}"
+    except (RuntimeError, OSError) as error:  # it may have counted, so asking again could count twice
+        raise store_lost(error) from error
 
 
 def check_in(

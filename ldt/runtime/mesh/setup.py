@@ -98,18 +98,13 @@ class MeshSetup:
         received = share_all(
             self._store,
             {key: one.ranks for key, one in by_key.items()},
-            {
-                key: {name: value.hex() for name, value in one.announced.items()}
-                for key, one in by_key.items()
-            },
+            {key: one.announced for key, one in by_key.items()},
             self._rank_info.global_rank,
             self._watchdog,
             self._deadline,
         )
         for key, one in by_key.items():
-            one.receive(
-                {name: bytes.fromhex(text) for announced in received[key] for name, text in announced.items()}
-            )
+            one.receive(received[key])
 
     def make_control(self) -> tuple[ControlPlane, EdgeBroadcast]:
         """Create the control plane and the edge broadcast over the control groups."""

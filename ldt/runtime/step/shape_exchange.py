@@ -175,8 +175,10 @@ class ShapeExchange:
 def _parse_outputs(queries: Sequence[Query], value: Any) -> list[InferredOutputs]:
     """Parse the results of another rank. Raises ValueError if they do not answer the queries."""
     answers = [
-        InferredOutputs(tuple(map(TensorSpec.from_json, specs)), _reaches(value), tuple(map(int, reentrant)))
-        for specs, value, reentrant in value
+        InferredOutputs(
+            tuple(map(TensorSpec.from_json, specs)), _reaches(reaches), tuple(map(int, reentrant))
+        )
+        for specs, reaches, reentrant in value
     ]
     if len(answers) != len(queries):
         raise ValueError(f"expected the specs of {len(queries)} microbatches, got {len(answers)}")

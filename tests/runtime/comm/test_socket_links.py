@@ -297,7 +297,7 @@ def test_sysctls_that_would_help_are_named() -> None:
     assert not list(TcpPath.of([lost], [lost], [TcpLimits(2 << 20, True, restarts=True)]).advice())
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), 1e300])
 def test_figures_that_no_end_can_have_seen_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="positive figures"):
         LinkProbe(0.1, (value,), 0.0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
+from contextlib import closing, suppress
+from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -14,7 +17,7 @@ import ldt
 from ldt.runtime.health.connections import Connections
 from ldt.runtime.health.store_connection import StoreConnection
 from ldt.runtime.mesh.connect import _once_more
-from ldt.runtime.mesh.rendezvous import check_in
+from ldt.runtime.mesh.rendezvous import check_in, mesh_key
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -90,3 +93,58 @@ def test_ranks_check_in_over_a_new_connection() -> None:
     store, found = _once_more(check, client)
     assert found[0]["a"] == "b"
     assert store is not client
+
+
+def test_a_store_whose_port_another_program_has_is_named() -> None:
+    """It takes connections but does not speak as a store does."""
+    server = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    port = server[0].port
+    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2))
+    server.clear()
+    check = partial(check_in, key="mesh", rank=0, ranks=[0], settings={}, seconds=5.0)
+    with closing(socket.create_server(("127.0.0.1", port))) as other:
+        threading.Thread(target=hang_up, args=(other,), daemon=True).start()
+        with pytest.raises(ldt.LdtError, match="connect: the store of the process group does not answer"):
+            _once_more(check, client)
+
+
+def hang_up(server: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def test_a_store_that_is_gone_before_ranks_check_in_is_named() -> None:
+    server = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    client = TCPStore("127.0.0.1", server[0].port, None, False)
+    server.clear()
+    with pytest.raises(ldt.LdtError, match="connect: the store of the process group does not answer"):
+        mesh_key(client, 0, [0, 1])
+
+
+class BusyStore:
+    """A store in whose process another thread connects to ``server`` just when this one does to the store."""
+
+    def __init__(self, store: TCPStore, server: socket.socket) -> None:
+        self.underlying_store = store
+        self.server = server
+        self.others: list[socket.socket] = []
+
+    def clone(self) -> TCPStore:
+        self.others.append(socket.create_connection(self.server.getsockname()))
+        return self.underlying_store.clone()
+
+
+def test_connections_of_other_threads_are_left_alone() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, None, False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        busy = BusyStore(client, server)
+        connection = StoreConnection(busy, 5.0, 20.0)
+        assert connection.renew()
+        connection.shutdown()
+        for other in busy.others:
+            assert not any(other.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+            server.accept()[0].sendall(b"x")
+            assert other.recv(1) == b"x"
+            other.close()

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 import ldt
 from ldt._torch_private import TCPStore
 from ldt.runtime.common.rank_info import RankInfo
-from ldt.runtime.mesh.reachability import Hosts
+from ldt.runtime.mesh.reachability import Hosts, check_dials
 from ldt.topology import Topology
 
 TOPOLOGY = Topology([1, 1, 1])
@@ -86,3 +86,11 @@ def test_the_store_is_where_one_site_has_it(near: tuple[int, ...], store_rank: i
     """Through tunnels, several sites may take it for their own."""
     facts = {rank: {"store": "here" if rank in near else ""} for rank in range(3)}
     assert Hosts.of(facts, RankInfo(TOPOLOGY, (0, 1, 2), 0)).store_rank == store_rank
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:70000", "10.0.0.1:0", "10.0.0:1", "10.0.0.1"])
+def test_an_address_that_is_none_names_its_rank(address: str) -> None:
+    watchdog: Any = None  # not asked before addresses are read
+    info = RankInfo(TOPOLOGY, (0, 1, 2), 0)
+    with pytest.raises(ldt.LdtError, match="connect: rank 1 sent malformed data"):
+        check_dials(info, {0: "10.0.0.9:1", 1: address}, {1}, watchdog, 1.0)
