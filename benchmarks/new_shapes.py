@@ -28,7 +28,7 @@ from wan_link import Settings, wide_area_link
 
 import ldt
 from ldt.cli.units import seconds
-from ldt.testing import toy_chunks, toy_loss
+from ldt.testing import toy_chunks, toy_loss, unsplit_step
 from ldt.topology import Topology
 
 WIDTH, RATE, NO_LATENCY, WARM_UP = 4, 125e6, 5e-5, 3
@@ -54,27 +54,38 @@ def batch_of(rows: int) -> Batch:
 
 
 def measure(stages: int, laps: int, count: int) -> dict[str, float]:
-    """Return the median time of a step of each kind of calls, on the edge."""
+    """Return the median time of a step of each kind of calls, on the edge, and how many losses were ``wrong``."""
     topology = Topology([1] * stages, laps=laps)
     chunks = toy_chunks(topology, width=WIDTH)
     with ldt.connect(topology) as mesh:
         mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
         pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None)
 
+        wrong = 0
+
+        def differing(batch: Batch, losses: list[torch.Tensor]) -> int:
+            expected, _ = unsplit_step(chunks, batch, toy_loss)
+            return sum(not torch.equal(*pair) for pair in zip(losses, expected, strict=True))
+
         def median(batches: list[Batch], announce: bool = False) -> float:
-            times = []
+            nonlocal wrong
+            times, steps = [], []
             for number, batch in enumerate(batches[: count + WARM_UP]):
                 start = time.perf_counter()
                 upcoming = batches[number + 1] if announce and number + 1 < len(batches) else None
-                pipeline.step(batch if mesh.is_edge else None, upcoming=upcoming if mesh.is_edge else None)
+                result = pipeline.step(
+                    batch if mesh.is_edge else None, upcoming=upcoming if mesh.is_edge else None
+                )
                 times.append(time.perf_counter() - start)
+                steps.append((batch, result.losses))
+            wrong += sum(map(differing, *zip(*steps, strict=True))) if mesh.is_edge else 0
             return statistics.median(times[WARM_UP:])
 
         shapes = range(count + WARM_UP)
         known = median([batch_of(3)] * len(shapes))
         new = median([batch_of(4 + number) for number in shapes])
         announced = median([batch_of(50 + number) for number in shapes], announce=True)
-        return {"known": known, "new": new, "announced": announced}
+        return {"known": known, "new": new, "announced": announced, "wrong": wrong}
 
 
 def rows_of(found: Callable[[float], dict[str, float]], latency: float) -> Iterator[ShapesRow]:
@@ -85,7 +96,9 @@ def rows_of(found: Callable[[float], dict[str, float]], latency: float) -> Itera
         for calls in CALLS:
             longer = times[calls] - times["known"]
             link = longer - excess.setdefault(calls, longer)
-            yield ShapesRow(one * 1e3, calls, times[calls] * 1e3, longer * 1e3, link * 1e3, 0)
+            yield ShapesRow(
+                one * 1e3, calls, times[calls] * 1e3, longer * 1e3, link * 1e3, int(times["wrong"])
+            )
 
 
 def main() -> int:
@@ -107,7 +120,7 @@ def main() -> int:
     for row in rows_of(found, arguments.latency):
         report.add(row)
     report.write()
-    return 0
+    return 1 if report.wrong else 0
 
 
 if __name__ == "__main__":

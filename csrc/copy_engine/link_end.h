@@ -12,6 +12,9 @@
 
 namespace ldt {
 
+/// Per piece at most a wait, a copy and a flag.
+constexpr int64_t kOperationsOfPiece = 3;
+
 /// What both ends have in common. Each takes messages of one tensor, in the order of begin(), and
 /// enqueues on the stream that is passed.
 class LinkEnd {

@@ -10,9 +10,6 @@
 
 namespace ldt {
 
-/// Per piece at most a wait, a copy and a flag.
-constexpr int64_t kOperationsOfPiece = 3;
-
 /// A ring in this process's address space.
 class SharedRing {
  public:

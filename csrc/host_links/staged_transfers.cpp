@@ -36,9 +36,8 @@ struct StagedTransfers::State : std::enable_shared_from_this<State> {
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
-  std::deque<int64_t> pieces;  // bytes of those that the thread has not taken
-  uint64_t added = 0;
-  uint64_t started = 0;
+  std::deque<int64_t> pieces;       // bytes of those that the thread has not taken
+  uint64_t pending = 0;             // pieces that are not started
   uint64_t in_order = 0;            // all pieces before this one are done
   std::set<uint64_t> out_of_order;  // done, but not one before: connections overtake each other
   std::string failure;
@@ -69,15 +68,14 @@ void StagedTransfers::add(int64_t bytes) {
   {
     const std::lock_guard<std::mutex> lock(state_->mutex);
     state_->pieces.push_back(bytes);
-    ++state_->added;
+    ++state_->pending;
   }
   state_->changed.notify_all();
 }
 
 void StagedTransfers::flush() {
   std::unique_lock<std::mutex> lock(state_->mutex);
-  state_->changed.wait(lock,
-                       [this] { return state_->stopped || state_->started == state_->added; });
+  state_->changed.wait(lock, [this] { return state_->stopped || state_->pending == 0; });
 }
 
 void StagedTransfers::abort() {
@@ -101,7 +99,7 @@ void StagedTransfers::State::run(SocketLink& link) {
   for (uint64_t piece = 0; wait_for_piece(bytes) && wait_for_slot(piece); ++piece) {
     start(link, piece, bytes);
     const std::lock_guard<std::mutex> lock(mutex);
-    started = piece + 1;
+    --pending;
     changed.notify_all();
   }
 }

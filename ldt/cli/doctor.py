@@ -68,6 +68,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report. Returns 1 if something is broken, 2 for a wrong description, otherwise 0."""
     if arguments.link is not None:
         return _run_link(arguments)
+    if arguments.site is not None:
+        print("python -m ldt doctor: --site is for --link: add --link job.toml", file=sys.stderr)
+        return 2
     findings = examine()
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:

@@ -69,7 +69,7 @@ def check_link(description: Description, site: str, seconds: float) -> Report:
         stack.enter_context(closing(talk.connection))
         try:
             found = _Check(description, site, talk, servers).run(
-                {host.site: TcpLimits(host.window, host.allows_bbr, host.restarts) for host in (own, theirs)}
+                {host.site: host.limits for host in (own, theirs)}
             )
         except OSError as error:
             raise LdtError(
@@ -149,13 +149,13 @@ class _Check:
         """The first site measures. Its clock and the other's are compared at the middle of the fastest round trip."""
         if self._site != self._sites[0]:
             for _ in range(_PINGS):
-                number = self._talk.hear(Ping).number
-                self._talk.say(Pong(number, time.time()))
+                self._talk.hear(Ping)
+                self._talk.say(Pong(time.time()))
             return self._talk.hear(RoundTrip)
         trips = []
-        for number in range(_PINGS):
+        for _ in range(_PINGS):
             before, start = time.time(), time.perf_counter()
-            self._talk.say(Ping(number))
+            self._talk.say(Ping())
             theirs = self._talk.hear(Pong).time
             seconds = time.perf_counter() - start
             trips.append(RoundTrip(seconds, theirs - before - seconds / 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ldt.launch.reach import Outcome
+from ldt.runtime.comm.socket_choice import TcpLimits
 from ldt.runtime.comm.socket_probe import LinkProbe
 
 __all__ = [
@@ -29,16 +30,14 @@ OTHER_PORTS = "other ports"
 
 @dataclass(frozen=True)
 class HostFacts:
-    """A site's host. ``window``, ``allows_bbr`` and ``restarts`` are those of ``TcpLimits``."""
+    """A site's host."""
 
     site: str
     digests: dict[str, str]  # of its description
     versions: dict[str, str]
     sysctls: dict[str, str]
     mtu: int  # of the site's interface
-    window: float
-    allows_bbr: bool
-    restarts: bool
+    limits: TcpLimits
 
 
 @dataclass(frozen=True)
@@ -71,14 +70,11 @@ class Reached:
 class Ping:
     """Asks for the time."""
 
-    number: int
-
 
 @dataclass(frozen=True)
 class Pong:
     """Seconds since the epoch by the clock of the site."""
 
-    number: int
     time: float
 
 

@@ -7,7 +7,6 @@ import platform
 import socket
 import struct
 from contextlib import closing
-from pathlib import Path
 
 import torch
 
@@ -15,11 +14,10 @@ import ldt
 from ldt.cli.link_check.facts import HostFacts
 from ldt.errors import LdtError
 from ldt.launch.description import Description
-from ldt.runtime.comm.socket_choice import TcpLimits
+from ldt.runtime.comm.socket_choice import TcpLimits, sysctl
 
 __all__ = ["facts_of", "path_mtu"]
 
-_SYSCTLS = Path("/proc/sys/net/ipv4")
 _SHOWN = (
     "tcp_congestion_control",
     "tcp_rmem",
@@ -33,7 +31,6 @@ _IP_MTU, _IPV6_MTU = 14, 24  # of Linux; Python has no names for them
 
 def facts_of(description: Description, site: str) -> HostFacts:
     """Raises LdtError if the host has not the site's interface."""
-    limits = TcpLimits.of_this_host()
     return HostFacts(
         site=site,
         digests=description.digests,
@@ -42,11 +39,9 @@ def facts_of(description: Description, site: str) -> HostFacts:
             "torch": str(torch.__version__),
             "Python": platform.python_version(),
         },
-        sysctls={name: _sysctl(name) for name in _SHOWN},
+        sysctls={name: " ".join(sysctl(name)) or "unknown" for name in _SHOWN},
         mtu=_mtu(description, site),
-        window=limits.window,
-        allows_bbr=limits.allows_bbr,
-        restarts=limits.restarts,
+        limits=TcpLimits.of_this_host(),
     )
 
 
@@ -72,10 +67,3 @@ def _mtu(description: Description, site: str) -> int:
                 f"{description.path}: [sites.{site}] interface must be one of {names}, got {interface!r}{remedy}"
             ) from error
     return int(struct.unpack_from("@i", found, 16)[0])
-
-
-def _sysctl(name: str) -> str:
-    try:
-        return " ".join((_SYSCTLS / name).read_text().split())
-    except OSError:  # another system, or a container that hides it
-        return "unknown"

@@ -10,7 +10,7 @@ from pathlib import Path
 from ldt.runtime.comm.socket_options import BBR, MAX_CONNECTIONS, SocketSettings
 from ldt.runtime.comm.socket_probe import LinkProbe, best_rate
 
-__all__ = ["KEEP_WINDOW", "TcpLimits", "TcpPath", "allow_bbr", "choose"]
+__all__ = ["KEEP_WINDOW", "TcpLimits", "TcpPath", "allow_bbr", "choose", "sysctl"]
 
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 _STOCK_BUFFER = 4 << 20
@@ -37,10 +37,10 @@ class TcpLimits:
 
     @classmethod
     def of_this_host(cls) -> TcpLimits:
-        buffers = [int(sizes[-1]) for sizes in (_sysctl("tcp_rmem"), _sysctl("tcp_wmem")) if sizes]
+        buffers = [int(sizes[-1]) for sizes in (sysctl("tcp_rmem"), sysctl("tcp_wmem")) if sizes]
         half = min(buffers, default=_STOCK_BUFFER) / 2  # the kernel needs the rest itself
-        allows_bbr = BBR in _sysctl("tcp_allowed_congestion_control")
-        return cls(half, allows_bbr, _sysctl("tcp_slow_start_after_idle") == ["1"])
+        allows_bbr = BBR in sysctl("tcp_allowed_congestion_control")
+        return cls(half, allows_bbr, sysctl("tcp_slow_start_after_idle") == ["1"])
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class TcpPath:
         if self.product > MAX_CONNECTIONS * self.window:
             size = 2 * math.ceil(self.product / MAX_CONNECTIONS)
             for name in ("tcp_rmem", "tcp_wmem"):
-                values = [*_sysctl(name)[:2], str(size)]
+                values = [*sysctl(name)[:2], str(size)]
                 yield f'sysctl -w net.ipv4.{name}="{" ".join(values)}" ({MAX_CONNECTIONS} connections do not fill it)'
         if self.loss and not self.allows_bbr:
             yield f"{allow_bbr()} on both sites (it loses packets)"
@@ -117,11 +117,12 @@ def choose(path: TcpPath, direction: int) -> SocketSettings:
 
 def allow_bbr() -> str:
     """The command for root that lets any process of this host use bbr."""
-    values = " ".join([*_sysctl("tcp_allowed_congestion_control"), BBR])
+    values = " ".join([*sysctl("tcp_allowed_congestion_control"), BBR])
     return f'modprobe tcp_bbr && sysctl -w net.ipv4.tcp_allowed_congestion_control="{values}"'
 
 
-def _sysctl(name: str) -> list[str]:
+def sysctl(name: str) -> list[str]:
+    """The words of ``net.ipv4.<name>``; none where it is not to be read."""
     try:
         return (_SYSCTLS / name).read_text().split()
     except OSError:  # another system, or a container that hides it

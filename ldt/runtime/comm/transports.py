@@ -120,18 +120,17 @@ class TransportSelector:
             sockets, refused = connect_host_links(
                 _only(links, lambda link: link in by_host), ends, layout, self.sockets
             )
-            failures = {
-                name: text for name, text in failures.items() if name not in {link.name for link in by_host}
-            }
+            replaced = {link.name for link in by_host}
+            failures = {name: text for name, text in failures.items() if name not in replaced}
             for found in self.all_gather("host links", refused):
                 failures |= found
         failed = {lane for lane, found in links.items() if any(link.name in failures for link in found)}
-        asked_for = {
-            "copy_engine": failed,
-            "host": {lane for lane in failed if between.intersection(links[lane])},
-        }
         if failures:
-            self._report(failures, raises=bool(asked_for.get(self.transport)))
+            by_transport = {
+                "copy_engine": failed,
+                "host": {lane for lane in failed if between.intersection(links[lane])},
+            }
+            self._report(failures, raises=bool(by_transport.get(self.transport)))
         specs = group_specs(layout.topology, layout.policy, layout.transfers)
         members = {spec.name: spec.ranks for spec in specs}
         made = {}
@@ -151,11 +150,9 @@ class TransportSelector:
             for link in between.intersection(lane)
             if link.name in failures and not any(one.name in failures for one in set(lane) - between)
         }
-        return (
-            found
-            if found and all(self.all_gather("copy engine", _has_copy_engine(self.layout.device)))
-            else set()
-        )
+        if found and all(self.all_gather("copy engine", _has_copy_engine(self.layout.device))):
+            return found
+        return set()
 
     def _report(self, failures: Mapping[str, str], *, raises: bool) -> None:
         text = _summary(failures)

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ldt._C import Lane, LaneError
+from ldt._C import Lane
 from ldt.runtime.comm.group_layout import edge_broadcast_name
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.common.teardown import run_teardown
@@ -111,11 +111,7 @@ class EdgeBroadcast:
         if self._rank_info.node == Node(0, replica):
             return self._own[subject].popleft()
         what = f"{_TEXTS[subject]} of rank {self._edge_rank(replica)}, the edge"
-        try:
-            with self._detector.progress.waiting(what):
-                return self._inboxes[replica].take(subject)
-        except LaneError as error:
-            raise self._detector.lost(f"waiting for {what}", error) from error
+        return self._inboxes[replica].await_next(subject, what, self._detector)
 
     def _edge_rank(self, replica: int) -> int:
         return self._rank_info.ranks[self._rank_info.edge_leader(replica)]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ldt._C import Lane, LaneError
 from ldt.errors import LdtError
 from ldt.runtime.control.collectives import MAX_BYTES, as_bytes, as_tensor
+from ldt.runtime.health.failure_detector import FailureDetector
 
 __all__ = ["MAX_CONTENT_BYTES", "EdgeMessage", "Inbox", "Outbox", "Subject"]
 
@@ -99,8 +100,19 @@ class Inbox:
         self._frames = deque(self._post() for _ in range(_AHEAD))
         self._received: defaultdict[Subject, deque[EdgeMessage]] = defaultdict(deque)
 
-    def take(self, subject: Subject) -> EdgeMessage:
-        """Wait for the next message about ``subject``; STEP also stands for SAME_STEP."""
+    def await_next(self, subject: Subject, what: str, detector: FailureDetector) -> EdgeMessage:
+        """Wait for the next message about ``subject``, without a timeout. ``what`` names it in reports of failures.
+
+        Raises RemoteStageError if the mesh fails.
+        """
+        try:
+            with detector.progress.waiting(what):
+                return self._take(subject)
+        except LaneError as error:
+            raise detector.lost(f"waiting for {what}", error) from error
+
+    def _take(self, subject: Subject) -> EdgeMessage:
+        """STEP also stands for SAME_STEP."""
         received = self._received[subject]
         while not received:
             edge_message = self._next()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from ldt._C import Lane, LaneError
+from ldt._C import Lane
 from ldt.runtime.comm.group_layout import edge_broadcast_name
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.control.collectives import Collectives
@@ -53,16 +53,11 @@ class StageRing:
 
         Waits without a timeout. Raises RemoteStageError if the mesh fails.
         """
-        data = b"" if self.inbox is None else self._take(self.inbox).to_bytes()
+        data = b""
+        if self.inbox is not None:
+            what = f"shapes of hops from rank {self.source}"
+            data = self.inbox.await_next(Subject.SHAPES, what, self._detector).to_bytes()
         return EdgeMessage.from_bytes(self._collectives.broadcast_in_node(data, no_timeout=True))
-
-    def _take(self, inbox: Inbox) -> EdgeMessage:
-        what = f"shapes of hops from rank {self.source}"
-        try:
-            with self._detector.progress.waiting(what):
-                return inbox.take(Subject.SHAPES)
-        except LaneError as error:
-            raise self._detector.lost(f"waiting for {what}", error) from error
 
 
 def make_stage_ring(
