@@ -97,25 +97,25 @@ class Harness:
         return self._pool.run(train, [order] * topology.world_size, _HANG_SECONDS)
 
 
-def left_files(before: set[Path]) -> list[Path]:
-    """Return new files in shared memory that stay, unless a program that is none of ours has mapped them."""
+def left_files(before: set[Path], folder: Path = SHARED_MEMORY) -> list[Path]:
+    """Return new files of ``folder`` that stay, unless a program that is none of ours has mapped them."""
     deadline = time.monotonic() + _SETTLING_SECONDS
-    while left := set(SHARED_MEMORY.iterdir()) - before:
+    while left := set(folder.iterdir()) - before:
         if time.monotonic() > deadline:
-            left -= _of_other_programs()
-            return sorted(left & set(SHARED_MEMORY.iterdir()))  # those whose program has just ended are gone
+            left -= _of_other_programs(folder)
+            return sorted(left & set(folder.iterdir()))  # those whose program has just ended are gone
         time.sleep(0.02)
     return []
 
 
-def _of_other_programs() -> set[Path]:
-    """Return files in shared memory that processes have mapped, except this one and its descendants in its group."""
+def _of_other_programs(folder: Path) -> set[Path]:
+    """Return files of ``folder`` that processes have mapped, except this one and its descendants in its group."""
     files = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if not _is_ours(int(process.name)):
                 paths = (line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines())
-                files |= {Path(path) for path in paths if path.startswith(f"{SHARED_MEMORY}/")}
+                files |= {Path(path) for path in paths if path.startswith(f"{folder}/")}
         except (OSError, ValueError):  # it has ended, or access is denied
             continue
     return files

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ pytest.importorskip("torch")
 from faults import verdict
 from faults.__main__ import table
 from faults.fault import SAVE_EVERY, STEPS, Fault, FaultKind, draw
-from faults.harness import SHARED_MEMORY, FaultError, Outcome, left_files
+from faults.harness import FaultError, Outcome, left_files
 from faults.job import Raised, Report
 from faults.leak_check import Resources, tcp_connections
 from faults.verdict import complaints, resumption_complaints
@@ -72,10 +73,11 @@ def test_leaks_of_a_process_are_detected() -> None:
 
 
 @pytest.mark.parametrize("launcher", [["setsid"], ["sh", "-c", 'exec 3<&0; "$0" "$@" <&3 &']])
-def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it(launcher: list[str]) -> None:
-    """One of another session, or one that is no descendant."""
-    before = set(SHARED_MEMORY.iterdir())
-    own_file, of_other = (SHARED_MEMORY / f"ldt-test-{os.getpid()}-{name}" for name in ("own_file", "other"))
+def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it(
+    tmp_path: Path, launcher: list[str]
+) -> None:
+    """One of another session, or one that is no descendant. A folder of its own: others check /dev/shm meanwhile."""
+    own_file, of_other = tmp_path / "own_file", tmp_path / "of_other"
     hold = "import mmap, sys; f = open(sys.argv[1], 'r+'); m = mmap.mmap(f.fileno(), 4); print(flush=True); input()"
     other = None
     try:
@@ -88,14 +90,10 @@ def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it
         )
         assert other.stdout is not None
         other.stdout.readline()
-        left = left_files(before)
-        assert own_file in left
-        assert of_other not in left
+        assert left_files(set(), tmp_path) == [own_file]
     finally:
         if other is not None:
             other.communicate(b"\n")
-        own_file.unlink(missing_ok=True)
-        of_other.unlink(missing_ok=True)
 
 
 def test_connections_count_their_bytes() -> None:
