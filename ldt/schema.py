@@ -8,16 +8,19 @@ fields.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import math
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["fit", "fit_fields"]
+__all__ = ["fit", "fit_fields", "suggestion"]
 
 _MAX_INT = 1 << 63  # ints are not negative
 _MAX_DEPTH = 100  # levels of lists and objects, which makes recursion safe
+_SHOWN, _SHOWN_LENGTH = 3, 40  # unknown fields in an error, and characters of each
+_LEAST_ALIKE = 0.5  # half of the characters of two names
 _T = TypeVar("_T")
 
 
@@ -46,16 +49,26 @@ def fit(value: Any, kind: Callable[..., _T] | Any, where: str = "it") -> Any:
 
 
 def fit_fields(value: Any, kind: Callable[..., Any], where: str = "it") -> dict[str, Any]:
-    """Convert the object ``value`` to the fields of the dataclass ``kind``. Raises ValueError as ``fit`` does."""
+    """Convert the object ``value`` to the fields of the dataclass ``kind``.
+
+    Raises ValueError as ``fit`` does. Of unknown fields it shows the names, and which field each may be meant to be.
+    """
     hints = _hints(kind)
     if not isinstance(value, dict):
         raise ValueError(f"{where} is {_named(value)}, expected an object with the fields {', '.join(hints)}")
-    needed = [name for name, (_, needed) in hints.items() if needed and name not in value]
-    others = sorted(value.keys() - hints.keys())
-    if needed or others:
-        problem = f"lacks {needed[0]!r}" if needed else f"has a field {others[0][:40]!r}"
+    lacking = [f"lacks {name!r}" for name, (_, needed) in hints.items() if needed and name not in value]
+    others = [name[:_SHOWN_LENGTH] for name in sorted(value.keys() - hints.keys())[:_SHOWN]]
+    unknown = [f"has a field {name!r}{suggestion(name, hints.keys() - value.keys())}" for name in others]
+    if lacking or unknown:
+        problem = " and ".join(lacking[:1] + unknown)
         raise ValueError(f"{where} {problem}: expected an object with the fields {', '.join(hints)}")
     return {name: fit(item, hints[name][0], name) for name, item in value.items()}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with the name in ``known`` that is most like ``name``; "" if none is like it."""
+    close = difflib.get_close_matches(name, known, 1, _LEAST_ALIKE)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ldt.errors import LdtError, TopologyError
-from ldt.schema import fit_fields
+from ldt.schema import fit_fields, suggestion
 from ldt.topology import Topology
 from ldt.untrusted import plain, quoted, read_file
 
@@ -31,6 +31,7 @@ __all__ = ["ConnectOptions", "Description", "SiteTable", "TunnelTable", "read"]
 
 _MAX_BYTES = 1 << 20
 _MAX_SHOWN = 300
+_LINK = re.compile(r"[0-9]{1,9}-[0-9]{1,9}")
 _ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9.:_%-]{0,252}")
 _INTERFACE = re.compile(r"[^\s/]{1,64}")
 _WIREGUARD_INTERFACE = re.compile(r"[A-Za-z0-9_=+.-]{1,15}")
@@ -66,6 +67,14 @@ class ConnectOptions:
     outage: float = 0.0
     share_edge_errors: bool = False
     connections: int | str = ""
+
+
+@dataclass(frozen=True)
+class _CompressionTable:
+    """A table of ``compression``: arguments of ``ldt.Compression``."""
+
+    activations: str = ""
+    gradients: str = ""
 
 
 @dataclass(frozen=True)
@@ -161,8 +170,9 @@ def _describe(path: Path, found: dict[str, Any]) -> Description:
     topology = _topology(tables.topology)
     sites = {name: _site(name, table) for name, table in tables.sites.items()}
     stages = list(dict.fromkeys(map(str, topology.sites)))
-    for name in sorted({*stages} ^ {*sites}):
-        what = "is the site of no stage" if name in sites else "is missing"
+    for name in sorted({*sites} - {*stages}) + sorted({*stages} - {*sites}):
+        meant = suggestion(name, {*stages} - {*sites})
+        what = f"is the site of no stage{meant}" if name in sites else "is missing"
         raise ValueError(f"[sites.{name}] {what}: the stages are at {', '.join(stages)}")
     hosts = [name for name, site in sites.items() if site.port is not None]
     if len(hosts) != 1:
@@ -242,6 +252,11 @@ def _options(table: dict[str, Any]) -> dict[str, Any]:
     for name, value in found.items():
         if isinstance(value, int | float) and value < 0:
             raise ValueError(f"{name} must be in seconds, at least 0, got {value:g}")
+        for link, choice in value.items() if isinstance(value, dict) else ():
+            if not _LINK.fullmatch(link):
+                raise ValueError(f"{name} names a link by its stages, '0-1', got {quoted(link)}")
+            if isinstance(choice, dict):
+                fit_fields(choice, _CompressionTable, f"{name}.{link}")
     return found
 
 

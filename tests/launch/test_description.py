@@ -57,7 +57,12 @@ def test_stages_are_at_the_edge_and_the_cloud_by_default(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("script", "scrip", "the file lacks 'script': expected an object with the fields script"),
+        (
+            "script",
+            "scrip",
+            "the file lacks 'script' and has a field 'scrip' (did you mean 'script'?): expected an object with the "
+            "fields script",
+        ),
         ('"train.py"', "3", "script is another number, expected a text"),
         ('"train.py"', "1979-05-27", "script is a date, expected a text"),
         ("[1, 2, 2]", '"1,2,2"', "[topology] tp is a text, expected a list"),
@@ -95,7 +100,11 @@ def test_stages_are_at_the_edge_and_the_cloud_by_default(tmp_path: Path) -> None
             "[connect]\noutage = -1\n[topology]",
             "[connect] outage must be in seconds, at least 0, got -1",
         ),
-        ("[topology]", "[connect]\nconections = 4\n[topology]", "[connect] it has a field 'conections'"),
+        (
+            "[topology]",
+            "[connect]\nconections = 4\n[topology]",
+            "[connect] it has a field 'conections' (did you",
+        ),
         ("[topology]", "[topology", "line 4"),
     ],
 )
@@ -234,15 +243,17 @@ compression.0-1 = {activations = "8bit"}
     ("option", "error"),
     [
         ('transfer = {edge = "leader"}', "[connect] transfer names a link by its stages, '0-1', got 'edge'"),
-        ('compression.0-1 = {activation = "8bit"}', "[connect] compression: "),
+        (
+            'compression.0-1 = {activation = "8bit"}',
+            "[connect] compression.0-1 has a field 'activation' (did you mean 'activations'?): expected",
+        ),
         ('compression.0-1 = {activations = "8"}', "[connect] compression: "),
     ],
 )
 def test_links_are_checked(tmp_path: Path, option: str, error: str) -> None:
     pytest.importorskip("torch")
-    job = described(tmp_path, f"{JOB}\n[connect]\n{option}")
     with pytest.raises(ldt.LdtError) as raised:
-        _arguments(job)
+        _arguments(described(tmp_path, f"{JOB}\n[connect]\n{option}"))
     assert f"{tmp_path}/job.toml: {error}" in str(raised.value)
 
 
