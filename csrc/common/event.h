@@ -16,6 +16,9 @@ class Event {
   virtual bool is_done() const = 0;
   /// Makes everything enqueued on `stream` from now on wait for the event.
   virtual void block(const c10::Stream& stream) const = 0;
+  /// Whether all that precedes the event has been enqueued. If not, block() waits for that on the
+  /// host.
+  virtual bool is_recorded() const { return true; }
 };
 
 inline bool all_done(const std::vector<std::shared_ptr<const Event>>& events) {
@@ -33,6 +36,7 @@ class BothEvents final : public Event {
     one_->block(stream);
     other_->block(stream);
   }
+  bool is_recorded() const override { return one_->is_recorded() && other_->is_recorded(); }
 
  private:
   const std::shared_ptr<const Event> one_;

@@ -6,15 +6,13 @@
 #include <mutex>
 #include <set>
 
+#include "common/delayed_failure.h"
 #include "common/error.h"
 
 namespace ldt {
 namespace {
 
-using std::chrono::steady_clock;
-
 constexpr std::chrono::microseconds kPollInterval{50};
-constexpr std::chrono::seconds kFailureIsKnown{4};
 
 }  // namespace
 
@@ -33,6 +31,7 @@ struct StagedTransfers::State : std::enable_shared_from_this<State> {
   const uint32_t lane;
   const Direction direction;
   std::atomic<bool> stopped{false};
+  DelayedFailure failure;
 
   std::mutex mutex;  // guards what follows
   std::condition_variable changed;
@@ -40,8 +39,6 @@ struct StagedTransfers::State : std::enable_shared_from_this<State> {
   uint64_t pending = 0;             // pieces that are not started
   uint64_t in_order = 0;            // all pieces before this one are done
   std::set<uint64_t> out_of_order;  // done, but not one before: connections overtake each other
-  std::string failure;
-  steady_clock::time_point failed_at;
 };
 
 StagedTransfers::StagedTransfers(std::shared_ptr<StagingRing> ring,
@@ -87,12 +84,7 @@ void StagedTransfers::abort() {
   link_->abort("a lane was aborted");
 }
 
-std::string StagedTransfers::failure() const {
-  const std::lock_guard<std::mutex> lock(state_->mutex);
-  const bool is_known =
-      !state_->failure.empty() && steady_clock::now() - state_->failed_at >= kFailureIsKnown;
-  return is_known ? state_->failure : std::string();
-}
+std::string StagedTransfers::failure() const { return state_->failure.text(); }
 
 void StagedTransfers::State::run(SocketLink& link) {
   int64_t bytes = 0;
@@ -152,12 +144,10 @@ void StagedTransfers::State::finish(uint64_t piece, const std::exception_ptr& er
 }
 
 void StagedTransfers::State::fail(const std::string& text) {
+  failure.set(text);
   const std::lock_guard<std::mutex> lock(mutex);
   stopped = true;
   changed.notify_all();
-  if (!failure.empty()) return;
-  failure = text;
-  failed_at = steady_clock::now();
 }
 
 }  // namespace ldt

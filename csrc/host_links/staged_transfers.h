@@ -29,8 +29,7 @@ class StagedTransfers {
   void flush();
   /// Starts nothing more, and fails the link: a transfer under way cannot be taken back.
   void abort();
-  /// Why the link failed, once that is some seconds ago: if a process was lost, that is reported by
-  /// then.
+  /// Why the link failed: see DelayedFailure.
   std::string failure() const;
 
  private:

@@ -5,7 +5,9 @@
 #include "common/torch_private.h"
 #include "lanes/host_lane.h"
 #include "lanes/stream_lane.h"
+#include "process_group/staged_group_comm.h"
 #include "transports/c10d_transport.h"
+#include "transports/deferred_transport.h"
 #include "transports/nccl_transport.h"
 
 namespace ldt {
@@ -31,6 +33,11 @@ std::unique_ptr<Transport> make_transport(const LaneConfig& config, const LaneOp
     return std::make_unique<NcclTransport>(comm, communicators, options.device, options.chunk_bytes,
                                            require_nccl());
   }
+  if (const auto* links = std::get_if<SocketLinks>(&config.transport); links && !options.device.is_cpu()) {
+    auto staged = std::make_shared<StagedGroupComm>(comm, *links, options.device);
+    return std::make_unique<DeferredTransport>(
+        std::make_unique<C10dTransport>(std::move(staged), options.chunk_bytes), options.device);
+  }
   return nullptr;
 }
 
@@ -39,14 +46,10 @@ std::unique_ptr<Transport> make_transport(const LaneConfig& config, const LaneOp
 std::shared_ptr<Lane> make_lane(LaneConfig config) {
   std::shared_ptr<GroupComm> comm =
       std::make_shared<C10dGroupComm>(config.point_to_point, config.stage, config.stage_root);
-  if (const auto* links = std::get_if<SocketLinks>(&config.transport)) {
-    if (!config.device.is_cpu()) {
-      throw_lane_error("lane ", config.name, ": socket links carry host memory, got ",
-                       config.device.str());
-    }
+  const bool on_cpu = config.device.is_cpu();
+  if (const auto* links = std::get_if<SocketLinks>(&config.transport); links && on_cpu) {
     comm = std::make_shared<SocketGroupComm>(std::move(comm), *links);
   }
-  const bool on_cpu = config.device.is_cpu();
   LaneOptions options;
   options.name = config.name;
   options.device = on_cpu ? c10::Device(at::kCPU) : config.device;  // "cpu:0" is the CPU

@@ -108,7 +108,7 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   const auto events = run_or_abort(c10d::OpType::RECV, message, name, [&] {
     return transport_->receive(stream_, message, claims, peer, broadcasts);
   });
-  message.unstage();
+  if (!events.received) message.unstage();
   count_received(message.bytes(), broadcasts);
   // A pooled block is not written to again before this message ends, so nothing has to keep it
   // alive until then: a host that runs far ahead needs no extra memory.

@@ -15,6 +15,7 @@ bool StreamWork::isSuccess() const { return done_->is_done() && !failure_->happe
 bool StreamWork::wait(std::chrono::milliseconds /*timeout*/) {
   failure_->throw_if_happened();
   done_->block(current_stream(device_));
+  failure_->throw_if_happened();  // meanwhile
   return true;
 }
 

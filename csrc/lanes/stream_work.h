@@ -12,7 +12,8 @@ namespace ldt {
 class Failure;
 
 /// One message of a stream lane. wait() makes the caller's current stream wait for the message: any
-/// number of times, from any thread, on any stream of the device. It keeps no tensors alive.
+/// number of times, from any thread, on any stream of the device. It keeps no tensors alive. With a
+/// deferred transport, wait() first waits on the host until the message has arrived.
 class StreamWork final : public c10d::Work {
  public:
   StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const Event> done,

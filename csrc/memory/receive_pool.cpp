@@ -185,10 +185,14 @@ void ReceivePool::take_back(Block block, const std::vector<c10::Stream>& users) 
 // that no longer occur would pile up.
 void ReceivePool::make_room(size_t blocks) {
   const auto most = std::max(peak_in_use_, loans_.size() + blocks);
-  while (!idle_.empty() && loans_.size() + idle_.size() + blocks > most) {
-    const auto oldest = idle_.begin();
+  for (auto oldest = idle_.begin();
+       oldest != idle_.end() && loans_.size() + idle_.size() + blocks > most;) {
+    if (oldest->last_receive && !oldest->last_receive->is_recorded()) {
+      ++oldest;  // dropped while it was received into: ordering it would make the host wait
+      continue;
+    }
     order_before_free(*oldest);
-    idle_.erase(oldest);
+    oldest = idle_.erase(oldest);
   }
 }
 

@@ -16,11 +16,13 @@ namespace ldt {
 
 /// When a receive ends.
 struct ReceiveEvents {
-  std::shared_ptr<const Event> received;  // the data has arrived; null: in stream order
+  // The tensors have the data; null: what stands for them has it in stream order.
+  std::shared_ptr<const Event> received;
   std::shared_ptr<const Event> read;      // other processes have read it from here; null: none does
 };
 
-/// Enqueues on `stream`, which is current, or on streams ordered after it; waits for no transfer.
+/// Enqueues on `stream`, which is current, or on streams ordered after it; waits for no transfer,
+/// unless the transport says so.
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -17,7 +17,8 @@ struct NcclCommunicators {
   std::optional<int64_t> stage;
 };
 
-/// The default: the process groups. Socket links are for the CPU only.
+/// The default: the process groups. Socket links carry host memory: on a device in steps of the
+/// host, see DeferredTransport.
 using TransportChoice =
     std::variant<std::monostate, NcclCommunicators, CopyEngineLinks, SocketLinks>;
 

@@ -115,6 +115,8 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
     return exchange_device(device);
   }
   c10::Device getDeviceFromPtr(void* /*data*/) const override { return {kType, current_device}; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     resize_storage(storage, bytes);
   }

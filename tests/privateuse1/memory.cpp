@@ -8,6 +8,8 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -100,12 +102,54 @@ class PoisoningAllocator final : public c10::Allocator {
   }
 };
 
+// Remembers which memory it gave out.
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) return c10::DataPtr(nullptr, c10::kCPU);
+    auto* address = c10::alloc_cpu(bytes);
+    std::memset(address, kPoison, bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ends_[static_cast<const char*>(address)] = static_cast<const char*>(address) + bytes;
+    return c10::DataPtr(address, address, raw_deleter(), c10::kCPU);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
+  void copy_data(void* target, const void* source, size_t bytes) const override {
+    default_copy_data(target, source, bytes);
+  }
+  bool gave(const void* address) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto after = ends_.upper_bound(static_cast<const char*>(address));
+    return after != ends_.begin() && address < std::prev(after)->second;
+  }
+
+ private:
+  static void free_pinned(void* address);
+
+  std::mutex mutex_;
+  std::map<const char*, const char*> ends_;  // by begin
+};
+
+PinnedAllocator& pinned() {
+  static auto* made = new PinnedAllocator;
+  return *made;
+}
+
+void PinnedAllocator::free_pinned(void* address) {
+  const std::lock_guard<std::mutex> lock(pinned().mutex_);
+  pinned().ends_.erase(static_cast<const char*>(address));
+  c10::free_cpu(address);
+}
+
 }  // namespace
 
 c10::Allocator* allocator() {
   static auto* made = new PoisoningAllocator;
   return made;
 }
+
+c10::Allocator* pinned_allocator() { return &pinned(); }
+bool is_pinned(const void* address) { return pinned().gave(address); }
 
 c10::intrusive_ptr<c10::StorageImpl> make_storage(c10::StorageImpl::use_byte_size_t kind,
                                                   c10::SymInt bytes, c10::DataPtr memory,

@@ -20,6 +20,10 @@ constexpr int kPoison = 0xFF;
 /// for long, so that late reads on another stream see wrong data and late writes are detected.
 c10::Allocator* allocator();
 
+/// Host memory that copies of the device may read and write later.
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* address);
+
 /// The storage type of the device. torch_npu keeps a tensor's layout in its own storage type and
 /// casts every storage to it unchecked, so here any other type is an error, such as the plain c10
 /// storage of at::from_blob.

@@ -28,6 +28,13 @@ ROOT = Path(__file__).parents[2]
 BUILD = Path(os.environ.get("LDT_BUILD_DIR", ROOT / "build" / "latest"))
 MODULE = BUILD / f"_test_device{sysconfig.get_config_var('EXT_SUFFIX')}"
 WITHOUT_ABORT = "hccl_without_abort"  # as HCCL is today
+# Arguments of late() and of connect() for everything that moves payloads.
+TRANSPORTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "c10d": ({}, {"transport": "c10d"}),
+    "copy engine": ({}, {"transport": "copy_engine"}),
+    "host": ({}, {"transport": "host"}),
+    "host without copy engine": ({"copy_engine": False}, {"transport": "host"}),
+}
 
 
 @functools.cache
@@ -49,15 +56,17 @@ def start() -> Any:
 
 
 @contextmanager
-def late(seed: int, most_microseconds: int = 2000) -> Iterator[torch.device]:
+def late(seed: int, most_microseconds: int = 2000, *, copy_engine: bool = True) -> Iterator[torch.device]:
     """This rank's device, whose streams are late at random. Raises the errors it detected at the end."""
     compiled = start()
+    compiled.refuse_copy_engine("" if copy_engine else "it is a paperweight")
     index = dist.get_rank()
     torch.accelerator.set_device_index(index)
     compiled.delay_all(seed=seed * 100 + index, most_microseconds=most_microseconds)
     yield torch.device("npu", index)
     compiled.delay_all(seed=0, most_microseconds=0)
     compiled.synchronize_all()
+    compiled.refuse_copy_engine("")
     written = compiled.writes_after_free()
     assert written == 0, f"{written} blocks of memory were written to after they had been freed"
 

@@ -114,13 +114,22 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at
   return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
 }
 
-/// Copies within a device in stream order. To the host, the host waits; from the host, the data are
-/// read at once, as for memory that is not pinned.
-at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool /*non_blocking*/) {
+// A tensor on the CPU over the same memory. One of the host is kept while the copy is enqueued, but
+// not its Python object.
+at::Tensor memory_of(const at::Tensor& tensor) {
+  return tensor.is_cpu() ? tensor.alias() : on_cpu(tensor);
+}
+
+/// Copies within a device in stream order, and between it and pinned memory if asked not to block.
+/// Else, to the host the host waits, and from the host the data are read at once.
+at::Tensor& copy(at::Tensor& target, const at::Tensor& source, bool non_blocking) {
   const auto device = source.is_cpu() ? target.device() : source.device();
   const c10::DeviceGuard guard(device);
   auto& now = current_stream(device.index());
-  if (target.is_cpu()) {
+  const auto& host = source.is_cpu() ? source : target;
+  if (non_blocking && host.is_cpu() && is_pinned(host.const_data_ptr())) {
+    now.enqueue([from = memory_of(source), to = memory_of(target)] { to.copy_(from); });
+  } else if (target.is_cpu()) {
     now.synchronize();
     target.copy_(on_cpu(source));
   } else {

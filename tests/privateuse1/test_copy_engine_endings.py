@@ -65,8 +65,9 @@ def test_closed_meshes_leave_nothing(pool: RankPool, transport: str) -> None:
 
 def _closed_early(transport: str) -> None:
     """Work that waits for a message, or uses it, is still queued when the mesh and its objects are gone."""
-    with npu.late(6, 0) as device:
-        mesh = ldt.connect(Topology([1, 2]), "hccl", transport=transport)
+    of_device, options = npu.TRANSPORTS[transport]
+    with npu.late(6, 0, **of_device) as device:
+        mesh = ldt.connect(Topology([1, 2]), "hccl", **options)
         end, total = forward_end(mesh), None
         assert end is not None
         if end.sends:
@@ -94,7 +95,7 @@ def _closed_early(transport: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["copy_engine", "host", "c10d"])
+@pytest.mark.parametrize("transport", npu.TRANSPORTS)
 def test_a_mesh_may_be_closed_ahead_of_the_device(pool: RankPool, transport: str) -> None:
     pool.run(_closed_early, transport, timeout=60)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import npu
 import pytest
 import torch
@@ -37,8 +35,9 @@ class Loading(nn.Module):
             npu.start().synchronize_all()
 
 
-def losses_while_kernels_load(topology: Topology, sizes: list[int], options: dict[str, Any]) -> None:
-    with npu.late(3, 300) as device, torch.Stream(device):
+def losses_while_kernels_load(topology: Topology, sizes: list[int], transport: str) -> None:
+    of_device, options = npu.TRANSPORTS[transport]
+    with npu.late(3, 300, **of_device) as device, torch.Stream(device):
         chunks = [chunk.to(device) for chunk in toy_chunks(topology, width=16)]
         with ldt.connect(topology, "hccl", ranks=range(topology.world_size), **options) as mesh:
             mine = [Loading(chunks[index]) for index in topology.chunks_of(mesh.stage)]
@@ -52,9 +51,9 @@ def losses_while_kernels_load(topology: Topology, sizes: list[int], options: dic
                     assert [loss.item() for loss in result.losses or ()] == expected
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
+@pytest.mark.parametrize("transport", npu.TRANSPORTS)
 @pytest.mark.parametrize(
     "topology", [Topology([1, 2]), Topology([1, 1, 1]), Topology([1, 1], dp=2, edge_dp=1)], ids=repr
 )
 def test_a_step_ends_while_kernels_load(pool: RankPool, topology: Topology, transport: str) -> None:
-    pool.run(losses_while_kernels_load, topology, [4, 4, 6], {"transport": transport}, timeout=40)
+    pool.run(losses_while_kernels_load, topology, [4, 4, 6], transport, timeout=40)

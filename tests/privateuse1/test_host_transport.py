@@ -66,25 +66,6 @@ def test_within_a_site_the_groups_are_left(pool: RankPool) -> None:
     assert cloud == [{"host", "c10d"}] * 2
 
 
-def _without_engine(transport: str) -> str:
-    compiled = npu.start()
-    torch.accelerator.set_device_index(dist.get_rank())
-    compiled.refuse_copy_engine("it is a paperweight" if dist.get_rank() == 1 else "")
-    try:
-        ldt.connect(Topology([1, 1, 1]), "hccl", transport=transport).close()  # type: ignore[arg-type]
-    except ldt.LdtError as error:
-        return str(error)
-    finally:
-        compiled.refuse_copy_engine("")
-    return ""
-
-
-def test_a_rank_without_a_copy_engine_is_refused_with_the_reason(pool: RankPool) -> None:
-    for text in pool.run(_without_engine, "host", timeout=60):
-        assert "not every lane can use transport='host'; use transport='auto'" in text
-        assert "it is a paperweight" in text
-
-
 def _connections_over(transport: str) -> str:
     npu.start()
     torch.accelerator.set_device_index(dist.get_rank())
@@ -107,9 +88,9 @@ def _cut_links() -> None:
                 one.shutdown(socket.SHUT_RDWR)
 
 
-def _lost_connection() -> tuple[str, float]:
+def _lost_connection(copy_engine: bool) -> tuple[str, float]:
     """What this rank learns of a connection that is lost while others wait on their devices, and after how long."""
-    with npu.late(6, 0):
+    with npu.late(6, 0, copy_engine=copy_engine):
         mesh = ldt.connect(Topology([1, 1, 1]), "hccl", transport="host", connections=1)
         end = forward_end(mesh)
         if end is not None and not end.sends:
@@ -129,8 +110,9 @@ def _lost_connection() -> tuple[str, float]:
         return text, took
 
 
-def test_a_lost_connection_is_named_on_all_ranks(pool: RankPool) -> None:
-    for text, took in pool.run(_lost_connection, timeout=60):
+@pytest.mark.parametrize("copy_engine", [True, False])
+def test_a_lost_connection_is_named_on_all_ranks(pool: RankPool, copy_engine: bool) -> None:
+    for text, took in pool.run(_lost_connection, copy_engine, timeout=60):
         assert re.search("the connections to rank [0-2]: ", text), text
         assert "transfer_timeout" not in text
         assert took < 15

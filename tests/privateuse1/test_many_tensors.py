@@ -48,9 +48,10 @@ def _step(transport: str, counts: list[int], microbatches: int) -> None:
             outputs = chunk(*hidden)
             hidden = outputs if isinstance(outputs, tuple) else (outputs,)
         (square(hidden[0], target) / microbatches).backward()
-    with npu.late(1, 0) as device, torch.Stream(device):
+    of_device, options = npu.TRANSPORTS[transport]
+    with npu.late(1, 0, **of_device) as device, torch.Stream(device):
         mine = [chunk.to(device) for chunk in chunks]
-        with ldt.connect(Topology([1, 1]), "hccl", transport=transport) as mesh:
+        with ldt.connect(Topology([1, 1]), "hccl", **options) as mesh:
             mine = [mine[index] for index in mesh.topology.chunks_of(mesh.stage)]
             expected = [model[index] for index in mesh.topology.chunks_of(mesh.stage)]
             pipeline = ldt.Pipeline(mine, mesh, loss_fn=square if mesh.is_edge else None)
@@ -61,20 +62,21 @@ def _step(transport: str, counts: list[int], microbatches: int) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
+@pytest.mark.parametrize("transport", npu.TRANSPORTS)
 def test_hundreds_of_tensors_on_every_hop(pool: RankPool, transport: str) -> None:
     pool.run(_step, transport, [300, 300, 1], 4, timeout=60)
 
 
 def test_many_microbatches(pool: RankPool) -> None:
-    pool.run(_step, "copy_engine", [1, 2, 1], 64, timeout=60)
+    pool.run(_step, "copy engine", [1, 2, 1], 64, timeout=60)
 
 
 def _messages(transport: str) -> float:
     """Small, large, contiguous and strided tensors into memory of the lane and other memory, sent far ahead."""
-    with npu.late(2, 0) as device, torch.Stream(device):
+    of_device, options = npu.TRANSPORTS[transport]
+    with npu.late(2, 0, **of_device) as device, torch.Stream(device):
         sizes = [(7, 3), (0, 4), (1 << 15,), (5,), (2, 1 << 14), *[(1 << 13, 3)] * 30, ()]
-        with ldt.connect(Topology([1, 1]), "hccl", transport=transport) as mesh:
+        with ldt.connect(Topology([1, 1]), "hccl", **options) as mesh:
             end, checks = forward_end(mesh), []
             assert end is not None
             for number in range(20):
@@ -97,7 +99,7 @@ def _messages(transport: str) -> float:
             return end.lane.stats()["pool_bytes"]
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
+@pytest.mark.parametrize("transport", npu.TRANSPORTS)
 def test_packed_tensors_arrive_in_order(pool: RankPool, transport: str) -> None:
     _, pooled = pool.run(_messages, transport, timeout=60)
     assert pooled < 4 * 31 * (1 << 18)  # of a few messages

@@ -40,18 +40,20 @@ def assert_equal_step(pipeline: ldt.Pipeline, chunks: list[Any], batch: Batch) -
             assert expected.grad.abs().sum() > 0
 
 
-def steps(topology: Topology, seed: int, fit: bool, options: dict[str, Any]) -> None:
+def steps(topology: Topology, seed: int, fit: bool, transport: str, options: dict[str, Any]) -> None:
     if dist.get_rank() >= topology.world_size:
         return
-    with npu.late(seed, 500) as device, torch.Stream(device):
+    of_device, of_mesh = npu.TRANSPORTS[transport]
+    options |= of_mesh
+    with npu.late(seed, 500, **of_device) as device, torch.Stream(device):
         chunks = [chunk.to(device) for chunk in toy_chunks(topology, width=32)]
         batch = [(x.to(device), y.to(device)) for x, y in toy_microbatches(6, width=32)]
         with ldt.connect(topology, "hccl", ranks=range(topology.world_size), **options) as mesh:
             assert mesh.device == device
             used = {channel: mesh.transport_of(channel) for channel in mesh.endpoints}
             in_cloud = {channel for channel in used if channel.source.stage and channel.target.stage}
-            expected = {"host": "copy_engine"}.get(options["transport"], options["transport"])
-            assert {used[channel] for channel in in_cloud} <= {expected}
+            in_site = "copy_engine" if transport in ("copy engine", "host") else "c10d"
+            assert {used[channel] for channel in in_cloud} <= {in_site}
             assert {used[channel] for channel in used.keys() - in_cloud} == {options["transport"]}
             mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
             loss_fn = toy_loss if mesh.is_edge else None
@@ -65,7 +67,7 @@ def steps(topology: Topology, seed: int, fit: bool, options: dict[str, Any]) -> 
                 assert_equal_step(pipeline, chunks, batch)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "copy_engine", "host"])
+@pytest.mark.parametrize("transport", npu.TRANSPORTS)
 @pytest.mark.parametrize(
     ("topology", "fit", "options"),
     [
@@ -81,4 +83,4 @@ def steps(topology: Topology, seed: int, fit: bool, options: dict[str, Any]) -> 
 def test_steps_equal_the_unsplit_model(
     pool: RankPool, topology: Topology, fit: bool, options: dict[str, Any], transport: str
 ) -> None:
-    pool.run(steps, topology, 7, fit, {**options, "transport": transport}, timeout=60)
+    pool.run(steps, topology, 7, fit, transport, options, timeout=60)

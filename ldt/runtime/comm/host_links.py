@@ -17,8 +17,8 @@ def connect_host_links(
     ends: Mapping[LaneId, LaneEnds],
     layout: LaneLayout,
     sockets: SocketConnector,
-) -> tuple[list[SocketLink], dict[str, str]]:
-    """Add this rank's ends of ``links`` to ``ends``. Returns its socket links, and why links failed by name.
+) -> tuple[dict[int, SocketLink], dict[str, str]]:
+    """Add this rank's ends of ``links`` to ``ends``. Returns its socket links by peer, and why links failed by name.
 
     A collective call of all ranks. ``links`` has all lanes, in the same order on all ranks: the position of a lane is
     its number on the socket links.
@@ -33,4 +33,4 @@ def connect_host_links(
                     ends[lane].add_host_end(link, layout.rank, layout.device, peer, number)
                 except LaneError as error:
                     failures[link.name] = str(error)
-    return list(made.values()), failures
+    return made, failures

@@ -52,15 +52,11 @@ class LaneSet:
         stripes, layout = self.endpoints[channel].stripes, self._layout
         assert layout is not None
         key = lanes(layout.topology, layout.policy)[channel]
-        kinds = {
-            "c10d" if (found := self._transports.get((key, one))) is None else found.kind for one in stripes
-        }
         sites = layout.topology.sites
-        if (
-            sites[channel.source.stage] == sites[channel.target.stage]
-        ):  # it may share a lane with one that crosses
-            kinds = {{"sockets": "c10d", "host": "copy_engine"}.get(kind, kind) for kind in kinds}
-        return " and ".join(sorted(kinds))
+        crosses = sites[channel.source.stage] != sites[channel.target.stage]  # others may share the lane
+        found = filter(None, (self._transports.get((key, one)) for one in stripes))
+        kinds = [one.kind if crosses else one.in_site for one in found]
+        return " and ".join(sorted({*kinds, *(["c10d"] if len(kinds) < len(stripes) else [])}))
 
     def overdue(self) -> str:
         """Describes a transfer that exceeds its timeout; "" if there is none. Called by the watchdog thread."""

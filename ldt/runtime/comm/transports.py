@@ -36,9 +36,13 @@ TransportChoice = Literal["auto", "copy_engine", "host", "nccl", "c10d"]
 
 
 class LaneTransport(NamedTuple):
-    """A lane's transport, its handle (None if this rank only joins broadcasts), and what to close after all lanes."""
+    """A lane's transport, its handle (None if this rank only joins broadcasts), and what to close after all lanes.
+
+    ``in_site`` is the transport of the lane's messages that stay on a site.
+    """
 
     kind: str
+    in_site: str
     handle: CopyEngineLinks | NcclCommunicators | SocketLinks | None
     links: Sequence[SocketLink] = ()
 
@@ -67,6 +71,7 @@ class TransportSelector:
     layout: LaneLayout
     all_gather: AllGather
     sockets: SocketConnector | None = None  # always given on devices
+    hosts: Sequence[str] = ()  # of each rank, where known; "" elsewhere
 
     def select(self) -> dict[LaneId, LaneTransport]:
         """The transport of each lane of this rank. Lanes that are left out use their process groups.
@@ -100,12 +105,14 @@ class TransportSelector:
         crossing = [link for found in links.values() for link in found if crosses(link, self.layout.topology)]
         made = sockets.connect(crossing)
         ends = socket_lanes(links, self.layout, made)
-        return {lane: LaneTransport("sockets", end, list(made.values())) for lane, end in ends.items()}
+        return {
+            lane: LaneTransport("sockets", "c10d", end, list(made.values())) for lane, end in ends.items()
+        }
 
     def _over_copy_engine(
         self, links: Mapping[LaneId, Sequence[IpcLink]]
     ) -> tuple[dict[LaneId, LaneTransport], set[LaneId]]:
-        """This rank's lanes with IPC links and host links, and all lanes that cannot use these."""
+        """This rank's lanes with IPC links or links through host memory, and all lanes that have neither."""
         layout = self.layout
         between = {link for found in links.values() for link in found if crosses(link, layout.topology)}
         by_host = between if self.transport == "host" else set()
@@ -114,53 +121,58 @@ class TransportSelector:
         )
         if self.transport == "auto":
             by_host = self._after_failures(links, between, failures)
-        sockets: list[SocketLink] = []
+        only_host = _only(links, lambda link: link in by_host)
+        peers: dict[int, SocketLink] = {}
         if by_host:
             assert self.sockets is not None
-            sockets, refused = connect_host_links(
-                _only(links, lambda link: link in by_host), ends, layout, self.sockets
-            )
+            peers, refused = connect_host_links(only_host, ends, layout, self.sockets)
             replaced = {link.name for link in by_host}
             failures = {name: text for name, text in failures.items() if name not in replaced}
             for found in self.all_gather("host links", refused):
                 failures |= found
         failed = {lane for lane, found in links.items() if any(link.name in failures for link in found)}
         if failures:
-            by_transport = {
-                "copy_engine": failed,
-                "host": {lane for lane in failed if between.intersection(links[lane])},
-            }
-            self._report(failures, raises=bool(by_transport.get(self.transport)))
+            self._report(failures)
         specs = group_specs(layout.topology, layout.policy, layout.transfers)
         members = {spec.name: spec.ranks for spec in specs}
-        made = {}
+        made: dict[LaneId, LaneTransport] = {}
+        sockets = list(peers.values())
         for lane in links.keys() - failed:
             if any(layout.rank in link[1:3] for link in links[lane]):
-                kind = "host" if by_host.intersection(links[lane]) else "copy_engine"
-                made[lane] = LaneTransport(kind, ends[lane].for_lane(members[lane_name(*lane)]), sockets)
-        return made, failed
+                kind = "host" if only_host[lane] else "copy_engine"
+                handle = ends[lane].for_lane(members[lane_name(*lane)])
+                made[lane] = LaneTransport(kind, "copy_engine", handle, sockets)
+        # Without a copy engine, a thread of the host copies, and the groups do the rest.
+        deferred = {lane for lane in failed if only_host[lane]}
+        of_host = socket_lanes(only_host, layout, peers) if deferred else {}
+        made |= {lane: LaneTransport("host", "c10d", of_host[lane], sockets) for lane in deferred}
+        return made, failed - deferred
 
     def _after_failures(
         self, links: Mapping[LaneId, Sequence[IpcLink]], between: set[IpcLink], failures: Mapping[str, str]
     ) -> set[IpcLink]:
-        """The links between sites that host memory replaces: those that failed where all others of the lane work."""
-        found = {
+        """The links between sites that host memory replaces.
+
+        With copy engines, those that failed where all others of the lane work; without, those between hosts.
+        """
+        if not any(link.name in failures for link in between):
+            return set()
+        if not all(self.all_gather("copy engine", _has_copy_engine(self.layout.device))):
+            return {link for link in between if len({self.hosts[rank] for rank in link[1:3]}) > 1}
+        return {
             link
             for lane in links.values()
             for link in between.intersection(lane)
             if link.name in failures and not any(one.name in failures for one in set(lane) - between)
         }
-        if found and all(self.all_gather("copy engine", _has_copy_engine(self.layout.device))):
-            return found
-        return set()
 
-    def _report(self, failures: Mapping[str, str], *, raises: bool) -> None:
+    def _report(self, failures: Mapping[str, str]) -> None:
         text = _summary(failures)
-        if raises:
+        if self.transport == "copy_engine":
             raise LdtError(
                 f"connect: not every lane can use transport={self.transport!r}; use transport='auto'. {text}"
             )
-        logger.warning("some lanes cannot use the copy engine and fall back to the backend: %s", text)
+        logger.warning("some lanes cannot use the copy engine: they use the backend or host memory: %s", text)
 
     def _check_queues(self, streams: int) -> None:
         """Raise LdtError if any rank has too few hardware queues: streams that share a queue can deadlock."""
@@ -209,7 +221,7 @@ class TransportSelector:
             else nccl_communicator(self.layout.groups[name], self.layout.device)
             for name in names
         )
-        return LaneTransport("nccl", NcclCommunicators(p2p=p2p, stage=stage))
+        return LaneTransport("nccl", "nccl", NcclCommunicators(p2p=p2p, stage=stage))
 
 
 def _only(

@@ -7,7 +7,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from ipaddress import IPv4Address
 from typing import Any, NamedTuple
@@ -39,6 +39,10 @@ class Hosts(NamedTuple):
         near = [rank for rank, one in facts.items() if one.get("store") == _HERE]
         store_rank = near[0] if len({rank_info.site_of(rank) for rank in near}) == 1 else 0
         return cls({rank: one.get("address", "") for rank, one in facts.items()}, store_rank)
+
+    def names(self, ranks: Sequence[int]) -> list[str]:
+        """The host of each of ``ranks``; "" where that is not known."""
+        return [self.addresses.get(rank, "").rpartition(":")[0] for rank in ranks]
 
 
 class _Target(NamedTuple):

@@ -132,7 +132,9 @@ class MeshSetup:
                 self._deadline,
                 self._config.timeouts.outlast,
             )
-        transports = TransportSelector(self._config.transport, self._layout, self._share, sockets).select()
+        hosts = self._config.hosts.names(self._config.ranks)
+        selector = TransportSelector(self._config.transport, self._layout, self._share, sockets, hosts)
+        transports = selector.select()
         endpoints = make_endpoints(
             self._layout, self._config.timeouts.transfer_timeout, transports, self._config.compressions
         )
