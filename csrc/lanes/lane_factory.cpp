@@ -33,7 +33,8 @@ std::unique_ptr<Transport> make_transport(const LaneConfig& config, const LaneOp
     return std::make_unique<NcclTransport>(comm, communicators, options.device, options.chunk_bytes,
                                            require_nccl());
   }
-  if (const auto* links = std::get_if<SocketLinks>(&config.transport); links && !options.device.is_cpu()) {
+  if (const auto* links = std::get_if<SocketLinks>(&config.transport);
+      links && !options.device.is_cpu()) {
     auto staged = std::make_shared<StagedGroupComm>(comm, *links, options.device);
     return std::make_unique<DeferredTransport>(
         std::make_unique<C10dTransport>(std::move(staged), options.chunk_bytes), options.device);

@@ -33,8 +33,9 @@ at::Tensor pinned_memory(int64_t bytes, c10::Device device) {
   try {
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   } catch (const c10::Error& error) {
-    throw_lane_error("host memory for what a lane sends and receives: torch has no pinned memory for ",
-                     device, ": ", error.what_without_backtrace());
+    throw_lane_error(
+        "host memory for what a lane sends and receives: torch has no pinned memory for ", device,
+        ": ", error.what_without_backtrace());
   }
 }
 

@@ -13,9 +13,7 @@ constexpr std::chrono::milliseconds kSlice{100};
 
 }  // namespace
 
-bool DeferredEvent::is_done() const {
-  return is_recorded() && (!event_ || event_->is_done());
-}
+bool DeferredEvent::is_done() const { return is_recorded() && (!event_ || event_->is_done()); }
 
 bool DeferredEvent::is_recorded() const {
   const std::lock_guard<std::mutex> lock(mutex_);

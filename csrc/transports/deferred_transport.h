@@ -14,9 +14,9 @@
 
 namespace ldt {
 
-/// For a transport that works in steps of the host, on devices whose streams cannot wait for a host.
-/// Calls run in order, on a stream of their own; each starts after what precedes it on the lane's
-/// stream. wait() of a message waits on the host until its call has enqueued everything.
+/// For a transport that works in steps of the host, on devices whose streams cannot wait for a
+/// host. Calls run in order, on a stream of their own; each starts after what precedes it on the
+/// lane's stream. wait() of a message waits on the host until its call has enqueued everything.
 class DeferredTransport final : public Transport {
  public:
   DeferredTransport(std::unique_ptr<Transport> transport, c10::Device device);

@@ -18,7 +18,7 @@ namespace ldt {
 struct ReceiveEvents {
   // The tensors have the data; null: what stands for them has it in stream order.
   std::shared_ptr<const Event> received;
-  std::shared_ptr<const Event> read;      // other processes have read it from here; null: none does
+  std::shared_ptr<const Event> read;  // other processes have read it from here; null: none does
 };
 
 /// Enqueues on `stream`, which is current, or on streams ordered after it; waits for no transfer,

@@ -57,7 +57,10 @@ def start() -> Any:
 
 @contextmanager
 def late(seed: int, most_microseconds: int = 2000, *, copy_engine: bool = True) -> Iterator[torch.device]:
-    """This rank's device, whose streams are late at random. Raises the errors it detected at the end."""
+    """This rank's device, whose streams are late at random. Raises the errors it detected at the end.
+
+    A real NPU has no ``copy_engine``.
+    """
     compiled = start()
     compiled.refuse_copy_engine("" if copy_engine else "it is a paperweight")
     index = dist.get_rank()

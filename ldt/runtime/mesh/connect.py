@@ -77,7 +77,8 @@ def connect(
             or a dict of these by link, as ``{(0, 1): "leader", (1, 2): "direct"}``; other links use ``"leader"``.
         transport: What moves bytes between GPUs: ``"copy_engine"``, ``"host"``, ``"nccl"``, ``"c10d"``, or ``"auto"``
             for the first of these that a lane can use. ``"host"`` is for lanes between sites, over ``connections``
-            between their hosts; others are chosen as by ``"auto"``. On the CPU always c10d.
+            between their hosts; others are chosen as by ``"auto"``. Without a copy engine, as on an NPU, a rank that
+            waits for a message then waits on the host. On the CPU always c10d.
         compression: How tensors that require a gradient, and their gradients, are packed on links between sites:
             ``"none"``, ``"bf16"`` or ``"8bit"``, or a dict by link, as ``{(0, 1): ldt.Compression(activations="8bit",
             gradients="bf16")}``; other links pack nothing. Results then differ from the unsplit model's by rounding.
