@@ -6,6 +6,7 @@
 #include <c10/core/impl/InlineStreamGuard.h>
 #include <torch_npu/csrc/core/NPUStorageImpl.h>
 #include <torch_npu/csrc/core/npu/NPUEvent.h>
+#include <torch_npu/csrc/core/npu/NPUHooksInterface.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/core/npu/impl/NPUGuardImpl.h>
 #include <torch_npu/csrc/distributed/ProcessGroupHCCL.hpp>
@@ -51,6 +52,10 @@ static_assert(std::is_constructible_v<c10_npu::NPUStream, c10::Stream>);
 static_assert(std::is_base_of_v<c10::StorageImpl, torch_npu::NPUStorageImpl>);
 [[maybe_unused]] constexpr c10::StorageImplCreateHelper kMakesStorages =
     &torch_npu::make_npu_storage_impl;
+
+// Pinned memory for lanes without a copy engine.
+static_assert(
+    is_own<c10_npu::NPUHooksInterface>(&c10_npu::NPUHooksInterface::getPinnedMemoryAllocator));
 
 // The calls of C10dGroupComm and connect() on HCCL.
 static_assert(std::is_base_of_v<c10d::Backend, Hccl>);
