@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,10 @@ class Pipeline:
         plan: The order of actions; any plan that ``ldt.plan.verify`` accepts. A step with another number of
             microbatches is refused unless there is a ``plan_factory``. Default: ``ldt.plan.ushape``.
         loss_fn: ``loss_fn(output, target)``, needed and used only on the edge. Its parameters, if it is a module or
-            refers to some, are trained as those of the last chunk.
-        loss_reduction: ``"mean"`` if ``loss_fn`` returns the mean of a microbatch, ``"token"`` if it returns the sum
-            and the number of tokens. Equal on all ranks.
+            refers to some, are trained as those of the last chunk. It may return a dict of metrics behind the loss,
+            as ``(loss, {"accuracy": accuracy})``: tensors or numbers, found in ``StepResult.metrics``.
+        loss_reduction: ``"mean"`` if ``loss_fn`` returns the mean of a microbatch, ``"sum"`` if gradients are those of
+            the sum over microbatches, ``"token"`` if it returns the sum and the number of tokens. Equal on all ranks.
         free_outputs: Free the output of a chunk once it is sent; its graph is kept.
         plan_factory: ``plan_factory(topology, num_microbatches, training)`` makes the plans that are not given. Each
             rank calls it for itself; a step fails if the plans differ. Default: ``ldt.plan.ushape`` makes those for
@@ -157,19 +158,29 @@ class Pipeline:
         self._steps.forget_shapes()
         check_ties(self._mesh, self._shapes.chunks, self._weights)
 
-    def step(self, microbatches: Any = None, *, upcoming: Any = None) -> StepResult:
+    def step(
+        self,
+        microbatches: Any = None,
+        *,
+        upcoming: Any = None,
+        keep_outputs: bool = False,
+        loss_kwargs: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         """Run forward and backward of all microbatches. A collective call of all ranks of the mesh.
 
-        Adds the gradient of the mean over microbatches (with ``loss_reduction="token"``, over tokens) to ``.grad``,
-        also under ``torch.no_grad``. Calls no optimizer.
+        Adds the gradient of the mean over microbatches (or their sum, or the mean over tokens: see ``loss_reduction``)
+        to ``.grad``, also under ``torch.no_grad``. Calls no optimizer.
 
         Args:
             microbatches: On the edge a list of (inputs, target) pairs; ``None`` on the cloud.
             upcoming: On the edge, if known, the microbatches of the next step, which are announced to all ranks while
                 this step runs. The next call must be that step, with the same list.
+            keep_outputs: Return what the last chunk computed, detached, as ``outputs`` on the edge. It then keeps the
+                memory of all microbatches' outputs until you drop the result.
+            loss_kwargs: Keyword arguments of ``loss_fn`` for all microbatches, on the edge.
 
         Returns:
-            The statistics of this rank, and on the edge the losses.
+            The statistics of this rank, and on the edge the losses and metrics.
 
         Raises:
             ValueError: The edge was given bad microbatches or has no ``loss_fn``, or the cloud was given some.
@@ -182,9 +193,17 @@ class Pipeline:
                 own error, and the mesh can no longer be used. ``connect(share_edge_errors=...)`` decides what other
                 ranks learn of an error on the edge.
         """
-        return self._steps.run("step", microbatches, upcoming)
+        return self._steps.run(
+            "step", microbatches, upcoming, keep_outputs=keep_outputs, loss_kwargs=loss_kwargs
+        )
 
-    def eval(self, microbatches: Any = None) -> StepResult:
+    def eval(
+        self,
+        microbatches: Any = None,
+        *,
+        keep_outputs: bool = True,
+        loss_kwargs: Mapping[str, Any] | None = None,
+    ) -> StepResult:
         """Run forward only, without gradients. A collective call of all ranks of the mesh.
 
         Modules are not switched to eval mode. Raises as ``step`` does.
@@ -192,11 +211,13 @@ class Pipeline:
         Args:
             microbatches: On the edge a list of (inputs, target) pairs; ``None`` on the cloud. A target may be None;
                 the loss is that of the microbatches that have one.
+            keep_outputs: Return ``outputs``. Without, an eval of many microbatches takes the memory of few.
+            loss_kwargs: As for ``step``.
 
         Returns:
-            The statistics of this rank, and on the edge ``outputs``, one per microbatch, and the losses.
+            The statistics of this rank, and on the edge ``outputs``, one per microbatch, the losses and metrics.
         """
-        return self._steps.run("eval", microbatches)
+        return self._steps.run("eval", microbatches, keep_outputs=keep_outputs, loss_kwargs=loss_kwargs)
 
     def validate(self, microbatches: Any = None, *, training: bool = True) -> list[list[HopSpecs]]:
         """Check all boundaries between stages. A collective call of all ranks of the mesh.

@@ -12,7 +12,15 @@ pytest.importorskip("torch")
 
 from pages import ROOT, pages, read
 
-MODULES = ("ldt", "ldt.plan", "ldt.topology", "ldt.runtime", "ldt.testing", "ldt.integrations.hf")
+MODULES = (
+    "ldt",
+    "ldt.plan",
+    "ldt.topology",
+    "ldt.runtime",
+    "ldt.testing",
+    "ldt.integrations.hf",
+    "ldt.integrations.pipelining",
+)
 IN_TEXT = {  # documented under another name, in a sentence
     "ldt.__version__",
     "ldt.plan",

@@ -54,6 +54,7 @@ class TailRunner(ChunkRunner):
         if step.keep_outputs:
             rest, tensors = split_tensors(output)
             del output
+            tensors = [tensor.detach() for tensor in tensors]
             own_memory(tensors)  # the module may keep these tensors and write to them in its next forward
             step.outputs[microbatch] = merge_tensors(rest, tensors)
         return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast
 from ldt.runtime.control.edge_messages import EdgeMessage, Subject
+from ldt.runtime.execution.metrics import split_metrics
 from ldt.runtime.model.loss_module import check_trained_leaves
 from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import Call
@@ -22,7 +23,7 @@ from ldt.runtime.step.call import Call
 __all__ = ["LossFn", "LossOptions", "LossReduction", "StepLoss", "TokenScale"]
 
 _COUNT = struct.Struct("<d")  # number of tokens, on the wire
-LossReduction = Literal["mean", "token"]
+LossReduction = Literal["mean", "sum", "token"]
 LossFn = Callable[[Any, Any], Any]
 
 
@@ -40,7 +41,7 @@ class LossOptions:
         That one does not see overflows on other stages.
         """
         if self.reduction not in get_args(LossReduction):
-            raise InputValueError(f"loss_reduction must be 'mean' or 'token', got {self.reduction!r}")
+            raise InputValueError(f"loss_reduction must be 'mean', 'sum' or 'token', got {self.reduction!r}")
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "over_stages"):
             raise InputTypeError(
                 f"grad_scaler must be an ldt.GradScaler, got {type(self.grad_scaler).__name__}: make "
@@ -54,10 +55,14 @@ class LossOptions:
 
 
 class StepLoss:
-    """The losses of one step on one edge rank.
+    """The losses and metrics of one step on one edge rank.
+
+    Whatever the reduction, ``loss_fn`` may return a dict of metrics as well, as the last part of a tuple.
 
     "mean": ``loss_fn`` returns a microbatch's mean. Each backward starts at that mean divided by the number of
     microbatches, so gradients are bit-equal to those of ``for mb: (loss_fn(model(x), y) / M).backward()``.
+    "sum": ``loss_fn`` returns a microbatch's sum. Backwards start at the sums, times the ``replicas`` of the edge, over
+    which gradients are averaged later.
     "token": ``loss_fn`` returns (sum, count). Backwards start at the sums; at the end of the step all gradients are
     divided by the count of the whole step.
 
@@ -72,7 +77,10 @@ class StepLoss:
         num_microbatches: int,
         scale: Callable[[torch.Tensor], Any] = lambda loss: loss,
         trained: Container[int] | None = None,
+        replicas: int = 1,
     ) -> None:
+        self._replicas = replicas
+        self.arguments: Mapping[str, Any] = {}  # keywords of ``loss_fn`` for all microbatches
         self._scale = scale
         self._trained = trained
         self._loss_fn = loss_fn
@@ -81,12 +89,13 @@ class StepLoss:
         self._roots: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._counts: dict[int, torch.Tensor | float] = {}
+        self._metrics: dict[int, dict[str, torch.Tensor]] = {}
         self._read: dict[int, float] | None = None
 
     def forward(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of a microbatch as the loss function returns it."""
-        result = self._loss_fn(output, target)
-        loss, count = (result, 1.0) if self._reduction == "mean" else self._split(result)
+        result, self._metrics[microbatch] = split_metrics(self._loss_fn(output, target, **self.arguments))
+        loss, count = self._split(result) if self._reduction == "token" else (result, 1.0)
         _check_scalar(loss)
         # Clone: mse_loss and others return a view of the memory of all elements' losses.
         self._values[microbatch] = loss.detach().clone()
@@ -96,13 +105,17 @@ class StepLoss:
             _check_attached(loss, output, microbatch)
             if self._trained is not None and not self._roots:
                 check_trained_leaves(loss, output, self._trained)
-            root = loss / self._num_microbatches if self._reduction == "mean" else loss
-            self._roots[microbatch] = self._scale(root)
+            self._roots[microbatch] = self._scale(self._root(loss))
         return loss
 
     def take_root(self, microbatch: int) -> torch.Tensor:
         """Remove and return the tensor that the backward of ``microbatch`` starts from."""
         return self._roots.pop(microbatch)
+
+    def _root(self, loss: torch.Tensor) -> torch.Tensor:
+        if self._reduction == "mean":
+            return loss / self._num_microbatches
+        return loss * self._replicas if self._reduction == "sum" and self._replicas > 1 else loss
 
     @property
     def complete(self) -> bool:
@@ -119,13 +132,21 @@ class StepLoss:
         counts = self._numbers()
         return [self._values[index] / counts[index] for index in sorted(self._values)]
 
+    def metrics(self) -> dict[str, list[torch.Tensor]]:
+        """The metrics by name, each of the microbatches that have it, in order."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for index in sorted(self._metrics):
+            for name, value in self._metrics[index].items():
+                found.setdefault(name, []).append(value)
+        return found
+
     def total(self) -> torch.Tensor:
-        """The loss of the step on this rank: the mean over microbatches, or over tokens."""
+        """The loss of the step on this rank: the mean over microbatches, their sum, or the mean over tokens."""
         losses = [self._values[index] for index in sorted(self._values)]
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
-        return total / (len(losses) if self._reduction == "mean" else self.count)
+        return total if self._reduction == "sum" else total / self.count
 
     @staticmethod
     def _split(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:

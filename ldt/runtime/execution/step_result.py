@@ -106,11 +106,14 @@ class StepResult:
     """The result of ``step`` or ``eval``.
 
     ``loss``, ``losses`` (one per microbatch) and ``outputs`` are None on cloud ranks and where there are none.
-    ``loss`` is detached: the mean over this edge replica's microbatches, or tokens with "token" reduction.
-    Gradients are those of the mean over the microbatches, or tokens, of all replicas.
+    ``loss`` is detached: the mean over this edge replica's microbatches, their sum with "sum" reduction, or the mean
+    over tokens with "token". Gradients are those of the mean, or sum, over all replicas. ``metrics`` has what
+    ``loss_fn`` returned beside the loss, by name: a tensor for each microbatch, in order, of those that returned one.
+    Empty on cloud ranks.
     """
 
     stats: StepStats
     loss: torch.Tensor | None = None
     losses: list[torch.Tensor] | None = None
     outputs: list[Any] | None = None
+    metrics: dict[str, list[torch.Tensor]] = field(default_factory=dict)

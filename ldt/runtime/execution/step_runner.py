@@ -83,7 +83,14 @@ class StepRunner:
         self._first_use.forget()
 
     def run(
-        self, mode: Mode, microbatches: Any, upcoming: Any = None, timer: StreamTimer | None = None
+        self,
+        mode: Mode,
+        microbatches: Any,
+        upcoming: Any = None,
+        *,
+        keep_outputs: bool = False,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        timer: StreamTimer | None = None,
     ) -> StepResult:
         """Run one step or eval. Without a ``timer`` times are the host's. See ``Pipeline.step`` for what it raises."""
         self._mesh.check_usable()
@@ -93,6 +100,9 @@ class StepRunner:
                 stats = StepStatsCollector(self._mesh)
                 call, context = self._open(mode, microbatches, upcoming)
                 step = self._step_state(call, context)
+                step.keep_outputs = keep_outputs
+                if step.loss is not None:
+                    step.loss.arguments = loss_kwargs or {}
                 with closing(self._messages(context)) as messages:
                     recorder, audit = Recorder(timer), self._options.audit
                     executor = Executor(self._mesh, self._runners, step, messages, recorder, audit)
@@ -170,7 +180,6 @@ class StepRunner:
             context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
         )
         step.divergence = self._divergence
-        step.keep_outputs = call.mode == "eval"
         if call.microbatches is not None:
             step.microbatches = call.microbatches
             step.loss = self._step_loss(len(call.microbatches))
@@ -189,7 +198,7 @@ class StepRunner:
         loss = self._options.loss
         if loss.function is None:
             return None
-        optional: dict[str, Any] = {}
+        optional: dict[str, Any] = {"replicas": self._mesh.topology.edge_dp}
         if loss.grad_scaler is not None:
             optional["scale"] = loss.grad_scaler.scale
         if self._changes_gradients:
@@ -223,6 +232,7 @@ class StepRunner:
         if step.loss is not None and step.loss.per_microbatch():
             result.loss = step.loss.total()
             result.losses = step.loss.per_microbatch()
+            result.metrics = step.loss.metrics()
         if step.keep_outputs and self._mesh.is_edge:
             result.outputs = [step.outputs[index] for index in sorted(step.outputs)]
         return result

@@ -89,14 +89,20 @@ def _signature_of(leaf: Any) -> object:
 
 
 def parse_microbatches(microbatches: Any) -> list[Microbatch]:
-    """Parse a list of (inputs, target) pairs. Raises TypeError or ValueError naming the microbatch."""
+    """Parse a list of (inputs, target) pairs, or of microbatches with positional arguments and keywords.
+
+    Raises TypeError or ValueError naming the microbatch.
+    """
     if microbatches is None:
         raise InputValueError("the edge needs microbatches: pass a list of (inputs, target) pairs")
     if isinstance(microbatches, (torch.Tensor, Mapping, str)) or not isinstance(microbatches, Iterable):
         raise InputTypeError(
             f"microbatches must be a list of (inputs, target) pairs, got {type(microbatches).__name__}"
         )
-    parsed = [Microbatch.of(pair, index) for index, pair in enumerate(microbatches)]
+    parsed = [
+        pair if isinstance(pair, Microbatch) else Microbatch.of(pair, index)
+        for index, pair in enumerate(microbatches)
+    ]
     if not parsed:
         raise InputValueError("the list of microbatches is empty: a step needs at least one")
     return parsed
