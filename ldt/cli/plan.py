@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ldt.cli.compressed_costs import SHARES, compressed
+from ldt.cli.table import table
 from ldt.cli.units import bandwidth, nbytes, one_or_more, seconds
 from ldt.errors import LdtError
 from ldt.plan import (
@@ -273,9 +274,7 @@ def _table(plans: dict[str, Plan], timelines: dict[str, Timeline], costs: Costs)
         ]
         for name, timeline in timelines.items()
     ]
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
+    return table([head, *rows])
 
 
 def _keeps_to_limits(arguments: argparse.Namespace, timeline: Timeline, costs: Costs) -> bool:

@@ -9,7 +9,7 @@ from ldt.plan.planner.lower_bound import lower_bound
 from ldt.plan.planner.optimizer import optimize
 from ldt.plan.plots.figure import draw
 from ldt.plan.plots.text import draw_text
-from ldt.plan.plots.trace import chrome_trace
+from ldt.plan.plots.trace import chrome_trace, read_trace
 from ldt.plan.schedules.passes import (
     add_communication,
     add_grad_reduction,
@@ -40,6 +40,7 @@ __all__ = [
     "from_csv",
     "lower_bound",
     "optimize",
+    "read_trace",
     "remove_communication",
     "simulate",
     "to_csv",
