@@ -1,6 +1,8 @@
 // Pieces through pinned slots, which copies and transfers use at the same time.
 #include "process_group/staged_group_comm.h"
 
+#include <c10/core/InferenceMode.h>
+
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -29,7 +31,9 @@ class StagedWork final : public c10d::Work {
   const std::function<void()> run_;
 };
 
+// Made outside inference mode, as worker threads cannot write to inference tensors.
 at::Tensor pinned_memory(int64_t bytes, c10::Device device) {
+  c10::InferenceMode off(false);
   try {
     return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
   } catch (const c10::Error& error) {
@@ -74,8 +78,7 @@ void StagedGroupComm::send_pieces(SocketLink& link, const at::Tensor& bytes) {
     auto& slot = free_slot();
     const auto part = slot.memory.narrow(0, 0, piece.numel());
     part.copy_(piece, /*non_blocking=*/true);
-    const auto copied = events_->record(stream);
-    wait_until([&] { return copied->is_done(); });
+    wait_for(*events_->record(stream));
     slot.transfer = link.send(links_.lane, part);
   }
 }
@@ -93,7 +96,6 @@ void StagedGroupComm::receive_pieces(SocketLink& link, const at::Tensor& bytes) 
       posted.push_back(&slot);
     }
     auto& slot = *posted[i];
-    wait_until([&] { return slot.transfer->isCompleted(); });
     slot.transfer->wait();
     pieces[i].copy_(slot.memory.narrow(0, 0, pieces[i].numel()), /*non_blocking=*/true);
     slot.copied = events_->record(stream);
@@ -107,24 +109,18 @@ StagedGroupComm::Slot& StagedGroupComm::free_slot() {
 }
 
 void StagedGroupComm::finish(Slot& slot) {
-  if (const auto transfer = std::exchange(slot.transfer, nullptr)) {
-    wait_until([&] { return transfer->isCompleted(); });
-    transfer->wait();
-  }
-  if (const auto copied = std::exchange(slot.copied, nullptr)) {
-    wait_until([&] { return copied->is_done(); });
-  }
+  if (const auto transfer = std::exchange(slot.transfer, nullptr)) transfer->wait();
+  if (const auto copied = std::exchange(slot.copied, nullptr)) wait_for(*copied);
 }
 
-template <typename Condition>
-void StagedGroupComm::wait_until(const Condition& condition) const {
-  while (!condition()) {
+void StagedGroupComm::wait_for(const Event& event) const {
+  while (!event.is_done()) {
     if (aborted_) throw_lane_error("the lane was aborted");
     std::this_thread::sleep_for(kPollInterval);
   }
 }
 
-// A link is aborted as well: part of a message cannot be taken back.
+// A link is aborted as well, which ends its transfers: part of a message cannot be taken back.
 void StagedGroupComm::abort() {
   aborted_ = true;
   for (const auto& [peer, link] : links_.links) link->abort("a lane was aborted");

@@ -40,8 +40,7 @@ class StagedGroupComm final : public GroupComm {
   void receive_pieces(SocketLink& link, const at::Tensor& bytes);
   Slot& free_slot();
   void finish(Slot& slot);
-  template <typename Condition>
-  void wait_until(const Condition& condition) const;
+  void wait_for(const Event& event) const;
 
   const std::shared_ptr<GroupComm> groups_;
   const SocketLinks links_;
