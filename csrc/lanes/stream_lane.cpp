@@ -112,7 +112,7 @@ Lane::Work StreamLane::launch_receive(const std::vector<at::Tensor>& tensors, in
   count_received(message.bytes(), broadcasts);
   // A pooled block is not written to again before this message ends, so nothing has to keep it
   // alive until then: a host that runs far ahead needs no extra memory.
-  if (pooled) message.release();
+  if (pooled) message.release_tensors();
   const auto received = events.received ? events.received : events_->record(stream_);
   for (const auto& tensor : tensors) pool_->note_events(tensor, received, events.read);
   // After its wait() a caller may write to the tensors, so all reads must be over.

@@ -163,11 +163,15 @@ std::vector<at::Tensor> MessageTensors::pieces(int64_t chunk_bytes) const {
 
 void MessageTensors::unstage() { copy_all(originals_, staged_); }
 
-void MessageTensors::release() {
+void MessageTensors::release_tensors() {
   tensors_.clear();
   transfers_.clear();
-  staged_.clear();
   originals_.clear();
+}
+
+void MessageTensors::release() {
+  release_tensors();
+  staged_.clear();
 }
 
 }  // namespace ldt

@@ -42,6 +42,8 @@ class MessageTensors {
   std::vector<at::Tensor> pieces(int64_t chunk_bytes) const;
   /// After a receive: copies staging memory to its targets.
   void unstage();
+  /// Drops the references to the message's own tensors, and keeps the staging memory.
+  void release_tensors();
   /// Drops all references.
   void release();
 

@@ -252,7 +252,9 @@ ReceivePool::Claim ReceivePool::claim(Block& block) {
   block.claimed = true;
   auto claim = Claim::kFree;
   for (const auto& event : {block.last_receive, block.last_read, block.last_use}) {
-    if (!event || event->is_done()) continue;
+    // A transport enqueues receives in order, so one that it has yet to enqueue needs no wait, for
+    // which the host would stop.
+    if (!event || !event->is_recorded() || event->is_done()) continue;
     event->block(*stream_);
     claim = Claim::kPending;
   }

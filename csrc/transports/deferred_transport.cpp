@@ -73,29 +73,38 @@ bool DeferredTransport::take(Call& call) {
 }
 
 void DeferredTransport::run(Call& call) {
-  std::shared_ptr<const Event> done;
-  try {
+  std::exception_ptr error;
+  const auto attempt = [&error](const auto& step) {
+    try {
+      step();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  };
+  attempt([&] {
     const c10::StreamGuard guard(stream_);
-    call.ready->block(stream_);
-    call.run();
+    attempt([&] {
+      call.ready->block(stream_);
+      call.run();
+    });
     // Before the event: a block of the receive pool returns when its last owner drops it.
     call.run = nullptr;
-    done = events_->record(stream_);
-  } catch (...) {
-    return fail(call, text_of(std::current_exception()));
-  }
-  call.done->set(std::move(done));
+    // Of a failed call, too: the device may still use its memory.
+    call.end = events_->record(stream_);
+  });
+  if (error) return fail(std::move(call), error);
+  call.done->set(std::move(call.end));
 }
 
-void DeferredTransport::fail(Call& call, const std::string& text) {
-  failure_.set(text);
+void DeferredTransport::fail(Call call, const std::exception_ptr& error) {
+  failure_.set(text_of(error));
   call.run = nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
   stopped_ = true;
   if (aborted_) {
-    call.done->set(nullptr);
+    call.done->set(std::move(call.end));
   } else {
-    failed_.push_back(std::move(call.done));
+    calls_.push_front(std::move(call));
   }
 }
 
@@ -104,10 +113,8 @@ void DeferredTransport::abort() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     stopped_ = aborted_ = true;
-    for (auto& call : calls_) call.done->set(nullptr);
-    for (const auto& done : failed_) done->set(nullptr);
+    for (const auto& call : calls_) call.done->set(call.end);
     dropped.swap(calls_);
-    failed_.clear();
   }
   changed_.notify_all();
   transport_->abort();  // ends the running call

@@ -37,13 +37,14 @@ class DeferredTransport final : public Transport {
     std::shared_ptr<const Event> ready;
     std::function<void()> run;
     std::shared_ptr<DeferredEvent> done;
+    std::shared_ptr<const Event> end = nullptr;  // of what it has enqueued; null: nothing
   };
 
   std::shared_ptr<const Event> defer(const c10::Stream& stream, std::function<void()> run);
   void work();
   bool take(Call& call);
   void run(Call& call);
-  void fail(Call& call, const std::string& text);
+  void fail(Call call, const std::exception_ptr& error);
 
   const std::unique_ptr<Transport> transport_;
   const c10::Stream stream_;  // of the thread
@@ -53,9 +54,9 @@ class DeferredTransport final : public Transport {
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
+  // The first may have failed. It is done at the abort: a lane that is known to have failed raises
+  // in wait().
   std::deque<Call> calls_;
-  // Of failed calls. Set at the abort: a lane that is known to have failed raises in wait().
-  std::vector<std::shared_ptr<DeferredEvent>> failed_;
   bool stopped_ = false;
   bool aborted_ = false;
   std::thread thread_;
