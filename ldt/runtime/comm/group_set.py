@@ -118,9 +118,9 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         run_teardown(("break groups", one.shutdown) for one in self._all_connections())
         self.abort()
 
-    def lost_connections(self) -> int:
-        """The number of closed connections of gloo groups: their peers are dead or closing."""
-        return sum(connections.lost() for connections in self._all_connections())
+    def lost_connections(self) -> list[str]:
+        """The other ends of closed connections of gloo groups: they are dead, closing, or cut off by a reset."""
+        return [peer for connections in self._all_connections() for peer in connections.lost()]
 
     def _all_connections(self) -> set[Connections]:
         """Groups that were made at once share theirs."""

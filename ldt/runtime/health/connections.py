@@ -18,6 +18,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _USER_TIMEOUT = 18  # TCP_USER_TIMEOUT of Linux
 _RTO_MAX = 44  # TCP_RTO_MAX_MS, for which Python has no name
 _MOST_MILLISECONDS = 2**31 - 1
+_PROBE_SECONDS = 5  # of silence, after which TCP asks whether the other end still knows the connection
 
 _instances: weakref.WeakSet[Connections] = weakref.WeakSet()
 
@@ -33,6 +34,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._opened: dict[int, int] = {}  # replaced, never mutated: several threads read it
+        self._peers: dict[int, str] = {}
         _instances.add(self)
 
     @contextmanager
@@ -49,6 +51,7 @@ class Connections:
                 for descriptor, identity in opened.items()
                 if _own_port(descriptor) != port
             }
+            self._peers = {descriptor: _peer_of(descriptor) for descriptor in self._opened}
 
     def keep_only_to(self, port: int | None) -> None:
         """Forget those to other ports, which other threads opened meanwhile."""
@@ -75,9 +78,9 @@ class Connections:
                 connection.shutdown(socket.SHUT_RDWR)
         self._opened = {}
 
-    def lost(self) -> int:
-        """How many connections have closed. gloo closes those that the peer has shut down."""
-        return sum(_identity(descriptor) != identity for descriptor, identity in self._opened.items())
+    def lost(self) -> list[str]:
+        """The other ends of connections that have closed. gloo closes those that the peer has shut down."""
+        return [self._peers[fd] for fd, identity in self._opened.items() if _identity(fd) != identity]
 
     def close_in_child(self) -> None:
         """Close the copies in a forked child. Peers see a connection end only once no process has it open."""
@@ -105,11 +108,15 @@ def outlast(connection: socket.socket, seconds: float) -> None:
     """Keep the connection over an outage of up to ``seconds``; a link that is back is noticed within a second.
 
     0 leaves TCP its own limits. Before Linux 6.15, TCP doubles the time between its attempts, so it may notice after
-    as long as the outage took.
+    as long as the outage took. A connection that the other end has lost meanwhile ends, though this one only receives.
     """
     if not seconds:
         return
     milliseconds = min(int(1e3 * seconds), _MOST_MILLISECONDS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    with suppress(AttributeError, OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
     with suppress(OSError):
         connection.setsockopt(socket.IPPROTO_TCP, _USER_TIMEOUT, milliseconds)
         connection.setsockopt(socket.IPPROTO_TCP, _RTO_MAX, 1000)  # alone, it would give up after 14 s
@@ -162,6 +169,14 @@ def _peer_port(descriptor: int) -> int | None:
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
         return int(one.getpeername()[1]) if one.family in (socket.AF_INET, socket.AF_INET6) else -1
     return -1
+
+
+def _peer_of(descriptor: int) -> str:
+    """Host and port of the other end; "" if there is none."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+        if one.family in (socket.AF_INET, socket.AF_INET6):
+            return "{}:{}".format(*one.getpeername()[:2])
+    return ""
 
 
 def port_of(store: Any) -> int | None:

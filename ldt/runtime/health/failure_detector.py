@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -79,7 +79,7 @@ class FailureDetector:
         on_failure: Called once, when the first failure is known.
         force_abort: Called a second later unless the mesh is closed by then. Ends the waits that nothing else ends.
         overdue: Describes a transfer that exceeds its timeout, where no backend enforces it.
-        lost_connections: The number of closed connections to other ranks.
+        lost_connections: The addresses at the other ends of closed connections to other ranks.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FailureDetector:
         on_failure: Callable[[FailureReport], None],
         force_abort: Callable[[], None],
         overdue: Callable[[], str],
-        lost_connections: Callable[[], int],
+        lost_connections: Callable[[], list[str]],
     ) -> None:
         self._rank_info = rank_info
         self._shares_errors = shares_errors
@@ -194,7 +194,7 @@ class FailureDetector:
 
         The text of a user's error does not count. A lost connection does: layers also wait in code that is not torch's.
         """
-        return is_secondary_error(error) or (type(error) is RuntimeError and self._lost_connections() > 0)
+        return is_secondary_error(error) or (type(error) is RuntimeError and bool(self._lost_connections()))
 
     def _cause(self, error: BaseException) -> FailureReport | None:
         """The failure that caused ``error``: one that another rank reports, or the death of a rank."""
@@ -265,10 +265,13 @@ class FailureDetector:
         return FailureReport.of_unknown(late) if late else None
 
     def _check_connections(self, store: Any) -> FailureReport | None:
-        """Find dead ranks by closed connections, also while this rank computes or waits for its device."""
+        """Find dead ranks by closed connections, also while this rank computes or waits for its device.
+
+        If all are alive and none has closed its mesh, a connection was reset, and nobody may ever wait for it here.
+        """
         lost = self._lost_connections()
-        if self._probe is None and lost > self._seen_losses:
-            self._seen_losses = lost
+        if self._probe is None and len(lost) > self._seen_losses:
+            self._seen_losses = len(lost)
             probe = self.heartbeats.probe_liveness(store)
             if probe.closed != self._seen_closed:  # the closed connections belong to ranks that are closing
                 self._seen_closed = probe.closed
@@ -280,9 +283,10 @@ class FailureDetector:
         probe = self._probe
         missing = self._lost_of(probe, store)
         self._probe = None
-        detected = f"Detected by rank {self._rank_info.global_rank}, whose connections were closed"
+        me = self._rank_info.global_rank
+        detected = f"Detected by rank {me}, whose connections were closed"
         if not missing:
-            return None
+            return None if probe.closed else FailureReport.of_unknown(_reset_text(me, lost))
         return lost_ranks_report(self._rank_info, missing, f"for {probe.timeout:g} s", detected)
 
     def _lost_of(self, probe: LivenessProbe, store: Any) -> dict[int, RankStatus]:
@@ -313,6 +317,14 @@ class FailureDetector:
             "connect a longer heartbeat_timeout."
         )
         return lost_ranks_report(self._rank_info, dict([found]), f"for {self._silence:.0f} s", detected)
+
+
+def _reset_text(rank: int, lost: Sequence[str]) -> str:
+    return (
+        f"the connection of rank {rank} to {', '.join(sorted({*lost}))} was reset while all ranks are alive, and gloo "
+        "cannot make it again. Look at what is between the two: a firewall or NAT that was restarted, or forgot the "
+        "connection while it was idle. Then continue from a checkpoint, on mesh.reconnect() or after a restart"
+    )
 
 
 def is_secondary_error(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from contextlib import suppress
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from ldt.runtime.health.connections import Connections, host_of, port_of
 
 __all__ = ["StoreConnection", "answers"]
+
+logger = logging.getLogger(__name__)
 
 _REACH_SECONDS = 0.5
 
@@ -26,18 +29,28 @@ class StoreConnection:
         self._origin = store
         self._read_timeout = read_timeout
         self._outlast = outlast
+        self.may_return = False  # nothing answered the last attempt: the link is down, and may be for a while
         self._connect()
 
     def __getattr__(self, name: str) -> Any:
+        if self.may_return:  # the connection is broken
+            raise ConnectionError("its host does not answer")
         return getattr(self._current, name)
 
     def renew(self) -> bool:
         """Connect again if the store's host answers within half a second. Returns whether it did."""
-        with suppress(Exception):
-            if answers(self._origin):
-                self._connect()
-                return True
-        return False
+        self.may_return = False
+        try:
+            _reach(self._origin)
+            self._connect()
+        except OSError as error:
+            refuses = isinstance(error, (ConnectionRefusedError, ConnectionResetError))
+            self.may_return = self._outlast > 0 and not refuses
+            return False
+        except Exception:
+            return False
+        logger.warning("the connection to the store was lost and made again")
+        return True
 
     def shutdown(self) -> None:
         """Shut the connection down: what waits for an answer fails."""
@@ -59,9 +72,15 @@ class StoreConnection:
 
 def answers(store: Any) -> bool:
     """Whether the store's host accepts connections. A new connection to one that is gone would last until a timeout."""
-    host, port = host_of(store), port_of(store)
-    if host is None or port is None:
-        return False
-    with suppress(OSError), socket.create_connection((host, port), _REACH_SECONDS):
+    with suppress(OSError):
+        _reach(store)
         return True
     return False
+
+
+def _reach(store: Any) -> None:
+    """Raise OSError if the store has no host that accepts a connection."""
+    host, port = host_of(store), port_of(store)
+    if host is None or port is None:
+        raise ConnectionRefusedError("the store has no connections")
+    socket.create_connection((host, port), _REACH_SECONDS).close()

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ldt.runtime.health.failure_report import FailureReport
 from ldt.runtime.health.store_connection import StoreConnection
@@ -24,10 +24,12 @@ POLL_SECONDS = 0.1
 _JOIN_SECONDS = 2.0
 _IDLE_SECONDS = 0.7  # several times as long as a rank takes to learn of a failure
 _GRACE_SECONDS = 1.0  # for ranks to leave their waits one after the other
-_STORE_ERROR_SECONDS = 1.0  # how long the store may raise errors
+_STORE_ERROR_SECONDS = 1.0  # how long the store may raise errors while its host is there
+_MARGIN_SECONDS = 0.1  # by which a request that was ended may end early
 _PUBLISH_SECONDS = 10.0  # at least; on busy machines the store answers late
 _STORE_TIMEOUT_SECONDS = 30.0  # how long a store request may take
 _STORE_ERRORS = (RuntimeError, OSError)
+_T = TypeVar("_T")
 HealthCheck = Callable[[Any], "FailureReport | None"]  # takes the store, returns a failure or None
 
 # Stop the threads before the interpreter exits: one that returned from the store afterwards would abort the process.
@@ -55,11 +57,11 @@ class Watchdog:
     """Knows the first failure of the mesh, whichever rank it happened on.
 
     A thread polls the store every 0.1 s over a connection of its own, so that it can unblock a rank that waits in a
-    transfer. A connection that breaks is made again. ``on_failure`` is called once, from that thread or from the one
-    that publishes. A second later the thread calls ``force_abort``, unless the watchdog is closed by then. The thread
-    also runs ``health_checks`` in turn and publishes what they find. A store request that takes longer than
-    ``store_timeout`` seconds is a failure, too, which ``lost_text`` may describe. ``on_answer`` gets the seconds that
-    requests took. ``close`` waits ``extra_wait`` seconds longer for a request, but ``publish`` does not wait for them.
+    transfer. A connection that breaks is made again, once the link is back. ``on_failure`` is called once, from that
+    thread or from the one that publishes. A second later the thread calls ``force_abort``, unless the watchdog is
+    closed by then. The thread also runs ``health_checks`` in turn and publishes what they find. A store that does not
+    answer for ``store_timeout`` seconds is a failure, too, which ``lost_text`` may describe. ``on_answer`` gets the
+    seconds until it did. ``close`` waits ``extra_wait`` seconds longer for a request, ``publish`` does not.
     """
 
     def __init__(
@@ -119,24 +121,30 @@ class Watchdog:
             with suppress(RuntimeError):  # at interpreter exit no thread starts
                 limit.start()
         try:
-            report = FailureReport.from_text(self._offer(report))
+            text = report.to_text()
+            written = self._request(lambda: self._store.compare_set(self._key, "", text), seconds)
+            report = FailureReport.from_text(written)
         except Exception as error:  # the store itself may have failed
             logger.warning("could not publish a failure to the store: %s", error)
         finally:
             limit.cancel()
         return self._set_first(report)
 
-    def _offer(self, report: FailureReport) -> Any:
-        """Publish unless there is a report. Returns the text of the one in the store."""
-        asked = time.monotonic()
-        try:
-            return self._store.compare_set(self._key, "", report.to_text())
-        except _STORE_ERRORS:
-            # A connection that broke fails at once. A host that hangs still accepts connections, but answers none.
-            hangs = time.monotonic() - asked > _STORE_ERROR_SECONDS
-            if hangs or self._first is not None or not self._store.renew():
-                raise
-            return self._store.compare_set(self._key, "", report.to_text())
+    def _request(self, request: Callable[[], _T], seconds: float) -> _T:
+        """Call ``request``, again if its connection breaks within ``seconds`` and can be made again by then."""
+        asked, renewed = time.monotonic(), False
+        while True:
+            try:
+                return request()
+            except _STORE_ERRORS:
+                # A connection that breaks fails at once. A host that hangs still accepts connections, but answers none.
+                hangs = time.monotonic() - asked > seconds - _MARGIN_SECONDS
+                if hangs or renewed or self._first is not None:
+                    raise
+                renewed = self._store.renew()
+                if not (renewed or self._store.may_return):
+                    raise
+                time.sleep(POLL_SECONDS)
 
     def wait(self, seconds: float) -> FailureReport | None:
         """Wait up to ``seconds`` for a failure. Returns the first one, or None."""
@@ -165,9 +173,10 @@ class Watchdog:
         if self._thread.is_alive():
             return
         try:
-            report = last_check(self._store) if self._first is None else None
-            if report is not None:
-                self._store.compare_set(self._key, "", report.to_text())
+            if self._first is None:
+                report = self._request(lambda: last_check(self._store), self._store_timeout)
+                if report is not None:
+                    self._store.compare_set(self._key, "", report.to_text())
         except Exception as error:  # the store's host may have exited: then no rank waits
             logger.debug("could not announce to the store that this rank has closed: %s", error)
         self._store.close()  # even if the mesh is still referenced
@@ -214,22 +223,24 @@ class Watchdog:
 
     def _watch(self) -> None:
         lost_since: float | None = None
+        refused_since: float | None = None
         while not self._poll_ended.wait(POLL_SECONDS):
             asked = time.monotonic()
             try:
                 text = self._store.get(self._key) if self._store.check([self._key]) else None
                 found = None if text is not None else self._run_health_checks()
             except _STORE_ERRORS as error:
-                lost_since = lost_since or asked
-                seconds = time.monotonic() - lost_since
-                if seconds > _STORE_ERROR_SECONDS:
-                    text = self._lost_text(seconds) or _lost_text(seconds, error)
-                    self._set_first(self._own or FailureReport.of_unknown(text))
-                elif self._store.renew():
-                    logger.warning("the connection to the store was lost and made again: %s", error)
+                now = time.monotonic()
+                lost_since, refused_since = lost_since or asked, refused_since or now
+                silent = now - lost_since
+                if silent >= self._store_timeout or now - refused_since > _STORE_ERROR_SECONDS:
+                    lost = self._lost_text(silent) or _lost_text(silent, error)
+                    self._set_first(self._own or FailureReport.of_unknown(lost))
+                elif not self._store.renew() and self._store.may_return:
+                    refused_since = None
                 continue
-            lost_since = None
-            self._on_answer(time.monotonic() - asked)
+            self._on_answer(time.monotonic() - (lost_since or asked))
+            lost_since = refused_since = None
             if text is not None:
                 self._set_first(FailureReport.from_text(text))
             elif found is not None:

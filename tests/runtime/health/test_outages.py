@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from faults.leak_check import borrowed_socket, reset, tcp_connections
 from pipeline_jobs import build
 
 import ldt
@@ -24,10 +27,30 @@ from ldt.topology import Topology
 pytestmark = pytest.mark.usefixtures("wide_area")
 
 WIDTH, STEPS = 64, 10
+PORT = 29500  # of the store
 TOPOLOGY = Topology([1, 1, 1])
 
 
-def train(folder: str, when: str, options: dict[str, Any]) -> tuple[int, str]:
+class Reset(NamedTuple):
+    """Of all connections to the store or of gloo that rank ``at`` has over the link, ``seconds`` after it went down."""
+
+    of: Literal["the store", "gloo"]
+    at: int
+    seconds: float
+
+    def run(self, mesh: ldt.Mesh, folder: str) -> None:
+        while not (Path(folder) / "down").exists():
+            time.sleep(0.01)
+        time.sleep(self.seconds)
+        of_gloo = {fd for group in mesh._groups._all_connections() for fd in group._opened}
+        for found in tcp_connections():
+            with borrowed_socket(found.fd) as connection:
+                to_store = PORT in (found.peer_port, connection.getsockname()[1])
+                if found.crosses and (to_store if self.of == "the store" else found.fd in of_gloo):
+                    reset(connection)
+
+
+def train(folder: str, when: str, cutting: Reset | None, options: dict[str, Any]) -> tuple[int, str]:
     """Train. The link goes down ``when`` it says. Returns the outages that were counted, and the error if any."""
     outages = 0
 
@@ -45,6 +68,8 @@ def train(folder: str, when: str, options: dict[str, Any]) -> tuple[int, str]:
         cut("connect")
         with ldt.connect(TOPOLOGY, **options) as mesh:
             pipeline = build(mesh, chunks)
+            if cutting is not None and mesh.rank == cutting.at:
+                threading.Thread(target=cutting.run, args=(mesh, folder), daemon=True).start()
             mine = [chunks[index] for index in TOPOLOGY.chunks_of(mesh.stage)]
             for step in range(STEPS):
                 if step == 1 and when == "step" and mesh.is_edge:
@@ -73,7 +98,13 @@ def apply(gradients: Any, chunks: Any) -> None:
 
 
 def run_rank(
-    rank: int, folder: str, places: list[Any], when: str, store_rank: int, options: dict[str, Any]
+    rank: int,
+    folder: str,
+    places: list[Any],
+    when: str,
+    store_rank: int,
+    cutting: Reset | None,
+    options: dict[str, Any],
 ) -> None:
     """A rank in its place, with the store in the process of ``store_rank``."""
     from wan_link import ADDRESSES
@@ -81,14 +112,19 @@ def run_rank(
     places[rank].enter()
     torch.set_num_threads(1)
     address, size = ADDRESSES[min(store_rank, 1)], TOPOLOGY.world_size
-    store = TCPStore(address, 29500, size, rank == store_rank, wait_for_workers=False)
+    store = TCPStore(address, PORT, size, rank == store_rank, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    answer = train(folder, when, options)
+    answer = train(folder, when, cutting, options)
     (Path(folder) / f"answer-{rank}").write_text(json.dumps([*answer, time.time()]))
 
 
 def over_a_link(
-    folder: Path, seconds: float, when: str = "step", store_rank: int = 0, **options: Any
+    folder: Path,
+    seconds: float,
+    when: str = "step",
+    store_rank: int = 0,
+    cutting: Reset | None = None,
+    **options: Any,
 ) -> list[tuple[int, str, float]]:
     """Train over a link that is down for ``seconds``. Of each rank: outages, error, and when it ended after that."""
     from wan_link import Settings, wide_area_link
@@ -97,7 +133,7 @@ def over_a_link(
         places = [link.places[0], *[link.places[1]] * 2]
         ranks = mp.start_processes(
             run_rank,
-            (str(folder), places, when, store_rank, options),
+            (str(folder), places, when, store_rank, cutting, options),
             nprocs=3,
             join=False,
             start_method="spawn",
@@ -156,3 +192,37 @@ def test_a_link_that_stays_down_is_what_every_rank_names(tmp_path: Path, store_r
     ):
         assert outages == 0
         assert f"the link between site {sites} has been down since" in error
+
+
+@pytest.mark.parametrize(
+    ("at", "seconds", "connections"),
+    [
+        (1, 1.5, 2),
+        *(
+            pytest.param(at, seconds, connections, marks=pytest.mark.slow)
+            for at in (0, 1)
+            for seconds in (0.1, 1.5, 4.05, 5.0)
+            for connections in (None, 2)
+            if (at, seconds, connections) != (1, 1.5, 2)
+        ),
+    ],
+)
+def test_a_reset_of_connections_to_the_store_is_mended(
+    tmp_path: Path, at: int, seconds: float, connections: int | None
+) -> None:
+    """During an outage of 4 s, as it ends, and after it; at the end that has the store or at the other."""
+    cutting = Reset("the store", at, seconds)
+    options = {"outage": timedelta(seconds=5), "heartbeat_timeout": timedelta(seconds=5)}
+    answers = over_a_link(tmp_path, 4.0, cutting=cutting, connections=connections, **options)
+    assert [(outages, error) for outages, error, _ in answers] == [(1, "")] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("seconds", [0.1, 1.5, 4.05, 5.0])
+def test_reset_connections_of_gloo_are_named(tmp_path: Path, at: int, seconds: float) -> None:
+    """Wherever ranks wait, all say the same soon after the link is back."""
+    answers = over_a_link(tmp_path, 4.0, cutting=Reset("gloo", at, seconds), outage=timedelta(seconds=5))
+    for _, error, since in answers:
+        assert re.search(r"10\.88\.0\.[12]\]?:\d+ was reset|10\.88\.0\.[12]\]?:\d+: Connection reset", error)
+        assert since < 10
