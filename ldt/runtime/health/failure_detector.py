@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,7 +24,7 @@ from ldt.runtime.common.redact import redacted, unredacted
 from ldt.runtime.health.desync import CLOSED, EXITED, Desync, DesyncDetector
 from ldt.runtime.health.hang_detector import HangDetector, lost_ranks_report, status_report
 from ldt.runtime.health.heartbeat import Heartbeats, LivenessProbe
-from ldt.runtime.health.outages import Outages
+from ldt.runtime.health.outages import LEAST_SECONDS, Outages
 from ldt.runtime.health.progress import Progress, RankStatus
 from ldt.runtime.health.watchdog import FailureReport, Watchdog
 
@@ -80,6 +80,7 @@ class FailureDetector:
         force_abort: Called a second later unless the mesh is closed by then. Ends the waits that nothing else ends.
         overdue: Describes a transfer that exceeds its timeout, where no backend enforces it.
         lost_connections: The addresses at the other ends of closed connections to other ranks.
+        addresses: Where each rank listens, if known.
     """
 
     def __init__(
@@ -94,11 +95,13 @@ class FailureDetector:
         force_abort: Callable[[], None],
         overdue: Callable[[], str],
         lost_connections: Callable[[], list[str]],
+        addresses: Mapping[int, str] | None = None,
     ) -> None:
         self._rank_info = rank_info
         self._shares_errors = shares_errors
         self._overdue = overdue
         self._lost_connections = lost_connections
+        self._addresses = addresses or {}
         self._seen_losses = 0
         self._seen_closed: frozenset[int] = frozenset()
         self._explained_until = 0.0
@@ -110,7 +113,12 @@ class FailureDetector:
         self.progress = Progress()
         self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)
         self.heartbeats = Heartbeats(
-            f"{key}/seen", rank_info.ranks, rank_info.global_rank, self.progress, self.outages.answered
+            f"{key}/seen",
+            rank_info.ranks,
+            rank_info.global_rank,
+            self.progress,
+            self.outages.answered,
+            self.outages.other_sites().values(),
         )
         self._hang_detector = HangDetector(
             rank_info,
@@ -207,9 +215,7 @@ class FailureDetector:
         if self.watchdog.first is not None or not missing:
             return self.watchdog.first
         detected = f"Detected by rank {self._rank_info.global_rank}: {self.shareable_text(error)}"
-        return self.watchdog.publish(
-            lost_ranks_report(self._rank_info, missing, f"for {probe.timeout:g} s", detected)
-        )
+        return self.watchdog.publish(self._lost_report(missing, probe.timeout, detected))
 
     def _report_of(self, error: BaseException, place: str) -> FailureReport:
         me = self._rank_info
@@ -286,8 +292,28 @@ class FailureDetector:
         me = self._rank_info.global_rank
         detected = f"Detected by rank {me}, whose connections were closed"
         if not missing:
-            return None if probe.closed else FailureReport.of_unknown(_reset_text(me, lost))
-        return lost_ranks_report(self._rank_info, missing, f"for {probe.timeout:g} s", detected)
+            return None if probe.closed else FailureReport.of_unknown(self._reset_text(lost))
+        return self._lost_report(missing, probe.timeout, detected)
+
+    def _lost_report(self, missing: Mapping[int, RankStatus], seconds: float, detected: str) -> FailureReport:
+        """Name the link to a site that was silent before it closed its connections, as ranks there could not go on."""
+        for site, rank in self.outages.other_sites().items():
+            silent = self.heartbeats.silence(rank)
+            if self.outages.ranks_of(site) <= missing.keys() and silent >= seconds + LEAST_SECONDS:
+                return FailureReport.of_unknown(self.outages.text(site, silent, self._silence))
+        return lost_ranks_report(self._rank_info, missing, f"for {seconds:g} s", detected)
+
+    def _reset_text(self, lost: Sequence[str]) -> str:
+        me, own = self._rank_info, self._rank_info.site_of(self._rank_info.global_rank)
+        hosts = {peer.rpartition(":")[0] for peer in lost}
+        near = [rank for rank, address in self._addresses.items() if address.rpartition(":")[0] in hosts]
+        sites = ", ".join(sorted({str(me.site_of(rank)) for rank in near} - {str(own)}))
+        link = f"the link between site {own} and site {sites} was down for too long, or " if sites else ""
+        return (
+            f"{link}connections were reset: rank {me.global_rank} lost those to {', '.join(sorted({*lost}))} while all "
+            "ranks are alive, and gloo cannot make them again. Look for a firewall or NAT in between that restarted or "
+            "forgot connections that were idle. Then continue from a checkpoint, with mesh.reconnect() or a restart"
+        )
 
     def _lost_of(self, probe: LivenessProbe, store: Any) -> dict[int, RankStatus]:
         """The ranks whose loss closed a connection: those here, if any, as others may be behind an outage."""
@@ -317,14 +343,6 @@ class FailureDetector:
             "connect a longer heartbeat_timeout."
         )
         return lost_ranks_report(self._rank_info, dict([found]), f"for {self._silence:.0f} s", detected)
-
-
-def _reset_text(rank: int, lost: Sequence[str]) -> str:
-    return (
-        f"the connection of rank {rank} to {', '.join(sorted({*lost}))} was reset while all ranks are alive, and gloo "
-        "cannot make it again. Look at what is between the two: a firewall or NAT that was restarted, or forgot the "
-        "connection while it was idle. Then continue from a checkpoint, on mesh.reconnect() or after a restart"
-    )
 
 
 def is_secondary_error(error: BaseException) -> bool:

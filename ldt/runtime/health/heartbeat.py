@@ -20,7 +20,8 @@ _RANKS_PER_BEAT = 250  # ranks of larger meshes beat less often, to bound the lo
 class Heartbeats:
     """The heartbeats of a mesh, in the store under ``key``. ``ranks`` and ``rank``, this process, are global.
 
-    ``on_beat`` is called with each rank whose new heartbeat is seen, and by how long it was late.
+    ``on_beat`` is called when a new heartbeat of the next rank is seen, with the rank and by how long it was late.
+    ``silence`` also knows the ranks ``watched``.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Heartbeats:
         rank: int,
         progress: Progress,
         on_beat: Callable[[int, float], None] = lambda rank, silent: None,
+        watched: Collection[int] = (),
     ) -> None:
         self._key = key
         self._ranks = ranks
@@ -41,7 +43,8 @@ class Heartbeats:
         self._next_check = 0.0
         neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self._neighbour = None if neighbour == rank else neighbour
-        self._last_of_neighbour: tuple[bytes, float] | None = None
+        self._watched = {*watched} if neighbour == rank else {*watched, neighbour}
+        self._last: dict[int, tuple[bytes, float]] = {}  # of those, and when it was first seen
 
     def beat(self, store: Any) -> None:
         """Send a heartbeat if one is due. Called often, by one thread."""
@@ -65,21 +68,24 @@ class Heartbeats:
 
         The ranks form a ring, so the first dead rank after a live one is always checked.
         """
-        now = time.monotonic()
-        if self._neighbour is None or now < self._next_check:
+        now, neighbour = time.monotonic(), self._neighbour
+        if neighbour is None or now < self._next_check:
             return None
         self._next_check = now + _CHECK_SECONDS
-        text = self.texts(store, [self._neighbour]).get(self._neighbour, _NEVER_SEEN)
-        if self._last_of_neighbour is None or self._last_of_neighbour[0] != text:
-            if self._last_of_neighbour is not None:
-                self._on_beat(self._neighbour, now - self._last_of_neighbour[1] - self.period)
-            self._last_of_neighbour = text, now
-        status = RankStatus.from_text(text)
-        return (
-            (self._neighbour, status)
-            if now - self._last_of_neighbour[1] > limit and not status.closed
-            else None
-        )
+        texts = self.texts(store, self._watched)
+        for rank in self._watched:
+            text, last = texts.get(rank, _NEVER_SEEN), self._last.get(rank)
+            if last is None or last[0] != text:
+                self._last[rank] = text, now
+                if last is not None and rank == neighbour:
+                    self._on_beat(rank, now - last[1] - self.period)
+        status = RankStatus.from_text(self._last[neighbour][0])
+        return (neighbour, status) if self.silence(neighbour) > limit and not status.closed else None
+
+    def silence(self, rank: int) -> float:
+        """For how many seconds no new heartbeat of ``rank`` was seen; 0 if it is not watched."""
+        last = self._last.get(rank)
+        return 0.0 if last is None else time.monotonic() - last[1]
 
     @property
     def others(self) -> set[int]:

@@ -45,6 +45,11 @@ class Outages:
         """The global ranks of a site."""
         return {rank for rank in self._rank_info.ranks if self._rank_info.site_of(rank) == site}
 
+    def other_sites(self) -> dict[Site, int]:
+        """The other sites to which the link may be down, each with its first rank."""
+        sites = {self.site_of(rank): rank for rank in reversed(self._rank_info.ranks)}
+        return {site: rank for site, rank in sites.items() if site is not None}
+
     def answered(self, rank: int, silent: float) -> None:
         """Count an outage if ``rank``, of another site, was silent for long. Called by one thread."""
         site = self.site_of(rank)

@@ -88,6 +88,7 @@ class Mesh:
             force_abort=self._groups.break_all,
             overdue=self._overdue,
             lost_connections=self._groups.lost_connections,
+            addresses=config.hosts.addresses,
         )
 
     # -- this rank -------------------------------------------------------------------------------------------

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health import connections
+from ldt.runtime.health.failure_detector import FailureDetector, HealthTimeouts
 from ldt.runtime.health.heartbeat import Heartbeats
 from ldt.runtime.health.outages import Outages
 from ldt.runtime.health.progress import Progress
@@ -44,6 +47,67 @@ def test_only_silence_of_another_site_counts_and_only_where_outages_are_expected
 def test_the_link_that_is_named_is_the_one_to_the_store(rank: int, site: str, ends: str) -> None:
     """Heartbeats pass through the store, so their absence says nothing of a link between two other sites."""
     assert f"the link between site {ends} has been down" in outages(rank).text(site, 5.0, 4.0)
+
+
+def detectors(topology: Topology, lost: dict[int, list[str]], outage: float = 0.0) -> list[FailureDetector]:
+    """Those of all ranks, on one store; ``lost`` are the connections that each has lost."""
+    store, ranks = dist.HashStore(), tuple(range(topology.world_size))
+    return [
+        FailureDetector(
+            RankInfo(topology, ranks, rank),
+            store,
+            "mesh",
+            HealthTimeouts(outage=timedelta(seconds=outage)),
+            shares_errors=True,
+            on_failure=lambda report: None,
+            force_abort=lambda: None,
+            overdue=lambda: "",
+            lost_connections=partial(lost.get, rank, []),
+            addresses={0: "10.0.0.1:1", 1: "10.0.0.2:2", 2: "10.0.0.3:3"},
+        )
+        for rank in ranks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("silent", "story"),
+    [
+        (5.5, "the mesh has failed: the link between site edge and site north has been down since"),
+        pytest.param(0.0, "rank 1 (stage 1, replica 0) failed first: no heartbeat", marks=pytest.mark.slow),
+    ],
+)
+def test_a_site_that_gave_up_is_not_taken_for_killed(silent: float, story: str) -> None:
+    """The site in the north closes its connections to the south because it does not reach the store, at the edge."""
+    lost: dict[int, list[str]] = {}
+    made = detectors(THREE_SITES, lost, outage=60.0)
+    time.sleep(1.5)
+    made[1].watchdog.close()
+    time.sleep(silent)
+    lost[2] = ["10.0.0.2:4711"]
+    for rank in (2, 0):
+        report = made[rank].watchdog.wait(10.0)
+        assert report is not None
+        assert report.describe().startswith(story)
+    for each in made:
+        each.watchdog.close()
+
+
+@pytest.mark.parametrize(
+    ("sites", "link"),
+    [
+        (["edge", "north", "south"], "the link between site north and site south was down for too long, or "),
+        (["edge", "north", "north"], ""),
+    ],
+)
+def test_lost_connections_are_named_if_all_ranks_are_alive(sites: list[str], link: str) -> None:
+    made = detectors(Topology([1, 1, 1], sites=sites), {1: ["10.0.0.3:4711"]})
+    report = made[0].watchdog.wait(10.0)
+    assert report is not None
+    assert report.rank is None
+    start = "connections were reset: rank 1 lost those to 10.0.0.3:4711 while all ranks are alive"
+    assert report.error.startswith(link + start)
+    for each in made:
+        each.watchdog.close()
 
 
 def test_heartbeats_of_large_meshes_are_not_late() -> None:
