@@ -25,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="where INTERFACE.conf is written (default: here); a key that is there is kept",
+        help="where INTERFACE.conf is written (default: here); its key and lines that you added are kept",
     )
 
 
@@ -56,11 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _write(file: Path, description: Description, site: str, peer: str | None) -> tuple[str, bool]:
     """Return the site's public key, and whether the file has that of the other site."""
     tunnel_of(description)
-    keys = SiteKeys.in_file(file)
+    keys = SiteKeys.in_file(file, other_site(description, site))
     public = keys.public
     if peer is not None:
         keys = SiteKeys(keys.private, check_key(peer))
     if keys.peer == public:
         raise LdtError(f"--peer {public} is the key of {site} itself: give that of the other site")
-    write_file(file, description, site, keys)
+    for line in write_file(file, description, site, keys):
+        print(f"replaced in {file}: {line}", file=sys.stderr)
     return public, keys.peer is not None

@@ -7,6 +7,7 @@ import binascii
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,19 +32,19 @@ class SiteKeys:
     peer: str | None = None
 
     @classmethod
-    def in_file(cls, file: Path) -> SiteKeys:
-        """The keys in ``file``, or a fresh one if there is no file. Raises LdtError for a file of somebody else."""
-        try:
-            lines = read_file(file, _MAX_BYTES).decode().splitlines()
-        except FileNotFoundError:
+    def in_file(cls, file: Path, other: str) -> SiteKeys:
+        """The keys in ``file``, or a fresh one if there is no file. ``other`` is the other site.
+
+        Raises LdtError for a file of somebody else.
+        """
+        lines = _lines_of(file)
+        if not lines:
             return cls(_wg("genkey"))
-        except (OSError, ValueError) as error:
-            raise LdtError(f"{file} cannot be read: {error}") from error
-        values = {name.strip(): value.strip() for name, _, value in (line.partition("=") for line in lines)}
-        private = values.get("PrivateKey", "")
-        if lines[:1] != [_MARK] or not _is_key(private):
+        found = {name: _values(section) for name, section in _sections(lines, other)}
+        private = found.get("[Interface]", {}).get("privatekey", "")
+        if lines[0] != _MARK or not _is_key(private):
             raise LdtError(f"{file} was not written by this command: move it away, or give another --folder")
-        return cls(private, values.get("PublicKey"))
+        return cls(private, found.get("[Peer]", {}).get("publickey"))
 
     @property
     def public(self) -> str:
@@ -71,32 +72,95 @@ def check_key(text: str) -> str:
     return text
 
 
-def write_file(file: Path, description: Description, site: str, keys: SiteKeys) -> None:
-    """Write the file, which only its owner may read."""
+def write_file(file: Path, description: Description, site: str, keys: SiteKeys) -> list[str]:
+    """Write the file, which only its owner may read. Lines that the user added stay.
+
+    Returns lines that had another value before.
+    """
+    own = _own_lines(description, site, keys)
+    lines, replaced = _updated(_lines_of(file), own, other_site(description, site))
     made = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         made.touch(0o600, exist_ok=False)
-        made.write_text(_text(description, site, keys))
+        made.write_text("\n".join([*lines, ""]))
         made.replace(file)
     except OSError as error:
         raise LdtError(f"{file} cannot be written: {error.strerror}") from error
     finally:
         made.unlink(missing_ok=True)
+    return replaced
 
 
-def _text(description: Description, site: str, keys: SiteKeys) -> str:
-    """The edge, site of the first stage, dials the other one, which listens."""
+def _own_lines(description: Description, site: str, keys: SiteKeys) -> dict[str, dict[str, str]]:
+    """The values of each section. The edge, site of the first stage, dials the other one, which listens."""
     tunnel, other = tunnel_of(description), other_site(description, site)
     own, peer = (_host_route(description.sites[name].address) for name in (site, other))
     dials = site == description.site_of(0)
-    lines = [_MARK, "[Interface]", f"PrivateKey = {keys.private}", f"Address = {own}", f"MTU = {tunnel.mtu}"]
+    sections = {"[Interface]": {"PrivateKey": keys.private, "Address": own, "MTU": str(tunnel.mtu)}}
     if not dials:
-        lines.append(f"ListenPort = {tunnel.endpoint.rpartition(':')[2]}")
+        sections["[Interface]"]["ListenPort"] = tunnel.endpoint.rpartition(":")[2]
     if keys.peer is not None:
-        lines += ["", f"# {other}", "[Peer]", f"PublicKey = {keys.peer}", f"AllowedIPs = {peer}"]
+        sections["[Peer]"] = {"PublicKey": keys.peer, "AllowedIPs": peer}
         if dials:
-            lines += [f"Endpoint = {tunnel.endpoint}", f"PersistentKeepalive = {_KEEPALIVE_SECONDS}"]
-    return "\n".join([*lines, ""])
+            sections["[Peer]"] |= {
+                "Endpoint": tunnel.endpoint,
+                "PersistentKeepalive": str(_KEEPALIVE_SECONDS),
+            }
+    return sections
+
+
+def _updated(lines: list[str], own: dict[str, dict[str, str]], other: str) -> tuple[list[str], list[str]]:
+    """Return ``lines`` with the ``own`` values, first in their sections, and the lines that had another value."""
+    lines = lines or [_MARK, "[Interface]"]
+    if "[Peer]" in own and "[Peer]" not in dict(_sections(lines, other)):
+        lines = [*lines, "", f"# {other}", "[Peer]"]
+    made: list[str] = []
+    replaced = []
+    for name, section in _sections(lines, other):
+        made += section[:1]
+        rest = section[1:]
+        for key, value in own.get(name, {}).items():
+            before = next((line for line in rest if _split(line)[0] == key.lower()), "")
+            is_same = _split(before)[1] == value
+            made.append(before if is_same else f"{key} = {value}")
+            if before:
+                rest.remove(before)
+                replaced += [] if is_same else [before]
+        made += rest
+    return made, replaced
+
+
+def _sections(lines: Sequence[str], other: str) -> list[tuple[str, list[str]]]:
+    """The sections in order, each with its header. Those that the user added have no name, as what is before them."""
+    found: list[tuple[str, list[str]]] = [("", [])]
+    for line in lines:
+        header = line.partition("#")[0].strip()
+        if header.startswith("["):
+            is_own = header == "[Interface]" or found[-1][1][-1:] == [f"# {other}"]
+            found.append((header if is_own else "", []))
+        found[-1][1].append(line)
+    return found
+
+
+def _values(section: Sequence[str]) -> dict[str, str]:
+    """The first value of each key."""
+    return dict(map(_split, reversed(section)))
+
+
+def _split(line: str) -> tuple[str, str]:
+    """The key, in lower case as WireGuard ignores that, and the value, without a comment."""
+    key, _, value = line.partition("#")[0].partition("=")
+    return key.strip().lower(), value.strip()
+
+
+def _lines_of(file: Path) -> list[str]:
+    """Raises LdtError for a file that cannot be read; none has no lines."""
+    try:
+        return read_file(file, _MAX_BYTES).decode().splitlines()
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise LdtError(f"{file} cannot be read: {error}") from error
 
 
 def _host_route(address: str) -> str:

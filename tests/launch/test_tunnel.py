@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import stat
 import subprocess
@@ -90,6 +91,33 @@ def test_each_private_key_stays_in_its_file(job: Path, capfd: pytest.CaptureFixt
     edge.unlink()
     assert run(job, "--site", "edge") == 0
     assert private not in edge.read_text()
+
+
+def test_lines_that_the_user_added_stay(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In their sections, also keys that the command writes once itself. What it wrote is replaced, and shown."""
+    check_wireguard()
+    file = job.parent / f"{INTERFACES['edge']}.conf"
+    keys = [base64.b64encode(bytes([number] * 32)).decode() for number in range(3)]
+    assert run(job, "--site", "edge") == 0
+    own = file.read_text()
+    added = "# of ours\nPostUp = iptables -A INPUT\naddress = 10.9.0.1/24\nListenPort = 7\n"
+    others = f"\n[Peer]\nPublicKey = {keys[0]}\nAllowedIPs = 10.9.0.7/32\n"
+    file.write_text(own + added + others)
+    assert run(job, "--site", "edge", "--peer", keys[1]) == 0
+    text = file.read_text()
+    assert text.startswith(own + added + others)
+    peer = text.removeprefix(own + added + others)
+    assert peer.splitlines()[:4] == ["", "# cloud", "[Peer]", f"PublicKey = {keys[1]}"]
+    assert "replaced" not in capsys.readouterr().err
+    file.write_text(text.replace("PersistentKeepalive = 25", "PersistentKeepalive = 9\nPresharedKey = x"))
+    job.write_text(job.read_text().replace("mtu = 1420 ", "mtu = 1400 "))
+    assert run(job, "--site", "edge", "--peer", keys[2]) == 0
+    wanted = text.replace("MTU = 1420", "MTU = 1400").replace(keys[1], keys[2]) + "PresharedKey = x\n"
+    assert file.read_text() == wanted
+    shown = capsys.readouterr().err
+    for line in ("MTU = 1420", f"PublicKey = {keys[1]}", "PersistentKeepalive = 9"):
+        assert f"replaced in {file}: {line}\n" in shown
+    assert shown.count("replaced") == 3
 
 
 def test_wrong_keys_and_files(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
