@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NamedTuple
 
 from ldt._torch_private import Store
@@ -88,26 +89,53 @@ def make_together(
 ) -> None:
     """Call ``make`` for all requests at once, each with a store, and ``swap`` when all that still run wait for it.
 
-    Raises the first error, of a call or of ``swap``, once all calls have ended.
+    Raises the first error, of a call or of ``swap``, once all calls have ended. An interrupt is raised at once: gloo,
+    which has no way to stop, is left to threads that nobody waits for.
     """
     events: SimpleQueue[Any] = SimpleQueue()  # an exchange that waits, or the future of a call that has ended
     exchanges = [GroupExchange(request, events) for request in requests]
-    with ThreadPoolExecutor(max(1, len(requests))) as threads:
-        try:
-            for request, exchange in zip(requests, exchanges, strict=True):
-                threads.submit(make, request, exchange).add_done_callback(events.put)
-            waiting: list[GroupExchange] = []
-            running = len(requests)
-            while running:
-                event = events.get()
-                if isinstance(event, GroupExchange):
-                    waiting.append(event)
-                else:
-                    event.result()
-                    running -= 1
-                if waiting and len(waiting) == running:
-                    swap(waiting)
-                    waiting = []
-        finally:
-            for exchange in exchanges:
-                exchange.end()
+    threads = []
+    try:
+        for request, exchange in zip(requests, exchanges, strict=True):
+            call: Future[None] = Future()
+            call.add_done_callback(events.put)
+            threads.append(Thread(target=_call, args=(call, make, request, exchange), daemon=True))
+            threads[-1].start()
+        _serve(events, len(threads), swap)
+    except BaseException as error:
+        _end(exchanges, threads if isinstance(error, Exception) else ())
+        raise
+    _end(exchanges, threads)
+
+
+def _serve(events: SimpleQueue[Any], running: int, swap: Swap) -> None:
+    """Call ``swap`` whenever all calls that are ``running`` wait for it, until none is. Raises the error of one."""
+    waiting: list[GroupExchange] = []
+    while running:
+        event = events.get()
+        if isinstance(event, GroupExchange):
+            waiting.append(event)
+        else:
+            event.result()
+            running -= 1
+        if waiting and len(waiting) == running:
+            swap(waiting)
+            waiting = []
+
+
+def _call(
+    call: Future[None], make: Callable[[GroupRequest, Store], None], request: GroupRequest, store: Store
+) -> None:
+    try:
+        make(request, store)
+        call.set_result(None)
+    except BaseException as error:
+        call.set_exception(error)
+
+
+def _end(exchanges: Sequence[GroupExchange], threads: Sequence[Thread]) -> None:
+    """No exchange waits any more; wait for ``threads``."""
+    for exchange in exchanges:
+        exchange.end()
+    for thread in threads:
+        thread.join()

@@ -84,7 +84,11 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         self._connections.update((request.name, connections) for request in requests)
 
         def make(request: GroupRequest, store: Store) -> None:
-            self._groups[request.name] = make_group(request.key, request.ranks, GLOO, timeout, store)
+            group = make_group(request.key, request.ranks, GLOO, timeout, store)
+            if self._broken:  # nobody waits for it any more
+                _unregister(group, abort=False)
+            else:
+                self._groups[request.name] = group
 
         try:
             with connected_gloo(), connections.recording(self._store):

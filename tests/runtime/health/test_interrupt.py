@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -56,6 +57,59 @@ except KeyboardInterrupt:
 dist.destroy_process_group()
 say("end")
 """
+
+CONNECT = """
+import os, signal, sys, time
+import torch.distributed as dist
+import ldt
+from ldt.runtime.comm.group_exchange import GroupExchange
+
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+signal.signal(signal.SIGINT, signal.default_int_handler)
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)
+if rank == 0:
+    print(store.port, flush=True)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+receive = GroupExchange.receive
+
+def receive_or_stop(exchange, announced):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    receive(exchange, announced)
+    print("known", flush=True)
+
+GroupExchange.receive = receive_or_stop
+try:
+    ldt.connect(ldt.Topology([1, 1]))
+except KeyboardInterrupt:
+    print("left", time.time(), flush=True)
+"""
+
+
+def test_an_interrupt_ends_connect_while_gloo_waits(tmp_path: Path) -> None:
+    """The peer has sent its addresses and is stopped then. gloo would wait for its connections for a minute or more."""
+    job = tmp_path / "connect.py"
+    job.write_text(CONNECT)
+    waiting = subprocess.Popen(
+        [sys.executable, str(job), "0", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert waiting.stdout is not None
+    peer = subprocess.Popen([sys.executable, str(job), "1", waiting.stdout.readline()])
+    try:
+        assert waiting.stdout.readline() == "known\n"
+        time.sleep(1.0)
+        interrupted = time.time()
+        waiting.send_signal(signal.SIGINT)
+        output, errors = waiting.communicate(timeout=allowed(40))
+        ended = time.time()
+    finally:
+        for process in (waiting, peer):
+            process.kill()
+            process.wait()
+    left = output.split("left ")[1]
+    assert in_time(float(left) - interrupted, SECONDS)
+    assert in_time(ended - float(left), SECONDS)
+    assert waiting.returncode == 0, errors
 
 
 @pytest.mark.parametrize(
