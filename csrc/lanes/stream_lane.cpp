@@ -158,7 +158,7 @@ void StreamLane::count_received(int64_t bytes, bool broadcasts) {
 
 Lane::Work StreamLane::finish(c10d::OpType type, std::shared_ptr<const Event> done,
                               MessageTensors tensors, const std::string& label) {
-  auto work = c10::make_intrusive<StreamWork>(type, options_.device, done, failure_);
+  auto work = c10::make_intrusive<StreamWork>(type, options_.device, done, failure_, stats_);
   const char* verb = type == c10d::OpType::SEND ? "send" : "receive";
   {
     const std::lock_guard<std::mutex> lock(mutex_);

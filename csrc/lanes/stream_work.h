@@ -1,4 +1,4 @@
-// A c10d::Work that completes on a device. wait() orders streams and never blocks the host.
+// A c10d::Work that completes on a device. wait() orders streams.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "common/event.h"
+#include "common/stats.h"
 
 namespace ldt {
 
@@ -17,11 +18,11 @@ class Failure;
 class StreamWork final : public c10d::Work {
  public:
   StreamWork(c10d::OpType type, c10::Device device, std::shared_ptr<const Event> done,
-             std::shared_ptr<const Failure> failure);
+             std::shared_ptr<const Failure> failure, std::shared_ptr<LaneStats> stats);
 
   bool isCompleted() override { return done_->is_done(); }
   bool isSuccess() const override;
-  /// Throws LaneError if the lane has failed. Ignores the timeout, as the host does not wait.
+  /// Throws LaneError if the lane has failed. Ignores the timeout.
   bool wait(std::chrono::milliseconds timeout) override;
   void synchronize() override { wait(kNoTimeout); }
   std::vector<at::Tensor> result() override { return {}; }
@@ -30,6 +31,7 @@ class StreamWork final : public c10d::Work {
   const c10::Device device_;
   std::shared_ptr<const Event> done_;
   std::shared_ptr<const Failure> failure_;
+  std::shared_ptr<LaneStats> stats_;
 };
 
 }  // namespace ldt

@@ -169,6 +169,7 @@ def _ended_wait(how: str) -> str:
             except (ldt.LdtError, ldt.LaneError, KeyboardInterrupt) as error:
                 found = f"{type(error).__name__}: {error}"
             assert time.monotonic() - start < 10
+            assert end.lane.stats()["wait_seconds"] > 0.2
             timer.join()
         dist.barrier()
         mesh.close()
