@@ -72,7 +72,7 @@ def detectors(topology: Topology, lost: dict[int, list[str]], outage: float = 0.
 @pytest.mark.parametrize(
     ("silent", "story"),
     [
-        (5.5, "the mesh has failed: the link between site edge and site north has been down since"),
+        (4.5, "the mesh has failed: the link between site edge and site north has been down since"),
         pytest.param(0.0, "rank 1 (stage 1, replica 0) failed first: no heartbeat", marks=pytest.mark.slow),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_site_that_gave_up_is_not_taken_for_killed(silent: float, story: str) 
     """The site in the north closes its connections to the south because it does not reach the store, at the edge."""
     lost: dict[int, list[str]] = {}
     made = detectors(THREE_SITES, lost, outage=60.0)
-    time.sleep(1.5)
+    time.sleep(1.2)
     made[1].watchdog.close()
     time.sleep(silent)
     lost[2] = ["10.0.0.2:4711"]

@@ -156,7 +156,7 @@ def over_a_link(
 @pytest.mark.parametrize(
     ("seconds", "outage", "connections"),
     [
-        (4.0, 5, 2),
+        pytest.param(4.0, 5, 2, marks=pytest.mark.slow),
         pytest.param(4.0, 5, None, marks=pytest.mark.slow),
         pytest.param(20.0, 20, 2, marks=pytest.mark.slow),
         pytest.param(20.0, 20, "auto", marks=pytest.mark.slow),
@@ -210,7 +210,10 @@ def test_a_link_that_stays_down_is_what_every_rank_names(tmp_path: Path, store_r
 def test_a_reset_of_connections_to_the_store_is_mended(
     tmp_path: Path, at: int, seconds: float, connections: int | None
 ) -> None:
-    """During an outage of 4 s, as it ends, and after it; at the end that has the store or at the other."""
+    """During an outage of 4 s, as it ends, and after it; at the end that has the store or at the other.
+
+    What else crosses outlasts the outage, as do the connections of rank 2 if rank 1 has the reset.
+    """
     cutting = Reset("the store", at, seconds)
     options = {"outage": timedelta(seconds=5), "heartbeat_timeout": timedelta(seconds=5)}
     answers = over_a_link(tmp_path, 4.0, cutting=cutting, connections=connections, **options)
