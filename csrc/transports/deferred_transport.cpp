@@ -3,11 +3,19 @@
 
 #include <c10/core/StreamGuard.h>
 
+#include <chrono>
 #include <utility>
 
 #include "common/error.h"
 
 namespace ldt {
+namespace {
+
+// A call of 16 transfers, the maximum, takes about 64 of the 1024 operations that a queue holds.
+constexpr size_t kMostCalls = 8;
+constexpr std::chrono::microseconds kPollInterval{50};
+
+}  // namespace
 
 DeferredTransport::DeferredTransport(std::unique_ptr<Transport> transport, c10::Device device)
     : transport_(std::move(transport)),
@@ -84,6 +92,7 @@ void DeferredTransport::run(Call& call) {
   attempt([&] {
     const c10::StreamGuard guard(stream_);
     attempt([&] {
+      wait_for_room();
       call.ready->block(stream_);
       call.run();
     });
@@ -91,9 +100,23 @@ void DeferredTransport::run(Call& call) {
     call.run = nullptr;
     // Of a failed call, too: the device may still use its memory.
     call.end = events_->record(stream_);
+    enqueued_.push_back(call.end);
   });
   if (error) return fail(std::move(call), error);
   call.done->set(std::move(call.end));
+}
+
+// A thread that enqueues into a full queue blocks in the driver, where no abort ends it.
+void DeferredTransport::wait_for_room() {
+  while (!enqueued_.empty()) {
+    if (enqueued_.front()->is_done()) {
+      enqueued_.pop_front();
+      continue;
+    }
+    if (enqueued_.size() < kMostCalls) return;
+    if (stopped_) throw_lane_error("the lane was aborted");
+    std::this_thread::sleep_for(kPollInterval);
+  }
 }
 
 void DeferredTransport::fail(Call call, const std::exception_ptr& error) {

@@ -1,6 +1,7 @@
 // Runs the calls of another transport on a thread, where they may wait for the host.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -44,6 +45,7 @@ class DeferredTransport final : public Transport {
   void work();
   bool take(Call& call);
   void run(Call& call);
+  void wait_for_room();
   void fail(Call call, const std::exception_ptr& error);
 
   const std::unique_ptr<Transport> transport_;
@@ -51,13 +53,14 @@ class DeferredTransport final : public Transport {
   const std::shared_ptr<EventPool> events_;
   const OwnerProcess process_;
   DelayedFailure failure_;
+  std::deque<std::shared_ptr<const Event>> enqueued_;  // ends of calls; the thread's own
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   // The first may have failed. It is done at the abort: a lane that is known to have failed raises
   // in wait().
   std::deque<Call> calls_;
-  bool stopped_ = false;
+  std::atomic<bool> stopped_{false};
   bool aborted_ = false;
   std::thread thread_;
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import npu
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from npu_lanes import assert_all, forward_end, send, sized
 
 import ldt
+from ldt._C import Lane, SocketLinks
 from ldt.testing import RankPool
 from ldt.topology import Topology
 
@@ -128,3 +130,27 @@ def _after_failure() -> float:
 
 def test_a_launch_after_a_failure_returns_at_once(pool: RankPool) -> None:
     assert pool.run(_after_failure, timeout=60)[1] < 1.0
+
+
+def _ahead_of_a_stuck_device() -> float:
+    """Seconds to drop a lane whose group takes no more messages and cannot be aborted, but times out."""
+    with npu.late(17, 0, copy_engine=False) as device:
+        group = dist.new_group([0, 1], backend=npu.WITHOUT_ABORT, timeout=timedelta(seconds=8))
+        took = 0.0
+        if dist.get_rank() == 0:
+            links = SocketLinks(links={}, lane=0)  # all peers are reached over the group
+            lane = Lane("stuck", p2p=group, stage=None, device=device, timeout=20.0, transport=links)
+            message = [torch.zeros(1 << 17, dtype=torch.uint8, device=device)] * 16
+            for _ in range(60):
+                lane.send(message, 1)
+            time.sleep(0.5)
+            start = time.monotonic()
+            lane.abort("the test aborts it")
+            del lane
+            took = time.monotonic() - start
+        dist.barrier()
+        return took
+
+
+def test_a_lane_ends_although_the_device_is_stuck(pool: RankPool) -> None:
+    assert pool.run(_ahead_of_a_stuck_device, timeout=60)[0] < 5.0
