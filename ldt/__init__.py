@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from ldt.topology import Node as Node
     from ldt.topology import Topology as Topology
     from ldt.train import GradScaler as GradScaler
+    from ldt.train import Leader as Leader
     from ldt.train import LoadedCheckpoint as LoadedCheckpoint
     from ldt.train import clip_grad_norm_ as clip_grad_norm_
+    from ldt.train import follow as follow
     from ldt.train import load_checkpoint as load_checkpoint
     from ldt.train import merge_checkpoint as merge_checkpoint
     from ldt.train import save_checkpoint as save_checkpoint
@@ -58,12 +60,14 @@ _NEEDS_TORCH = {
     "Compression": "ldt.runtime.comm.compression",
     "GradScaler": "ldt.train",
     "LaneError": "ldt._C",
+    "Leader": "ldt.train",
     "LoadedCheckpoint": "ldt.train",
     "Mesh": "ldt.runtime",
     "Pipeline": "ldt.runtime",
     "StepResult": "ldt.runtime",
     "connect": "ldt.runtime",
     "clip_grad_norm_": "ldt.train",
+    "follow": "ldt.train",
     "load_checkpoint": "ldt.train",
     "merge_checkpoint": "ldt.train",
     "save_checkpoint": "ldt.train",

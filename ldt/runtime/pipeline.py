@@ -132,6 +132,11 @@ class Pipeline:
         return tuple(runner.module for runner in self._runners.values())
 
     @property
+    def steps(self) -> StepRunner:
+        """Runs the calls of this pipeline. Used by ``ldt.Leader``."""
+        return self._steps
+
+    @property
     def loss_module(self) -> nn.Module | None:
         """The module with the parameters and buffers of ``loss_fn``, on the edge; None if it has none."""
         return self._loss_module

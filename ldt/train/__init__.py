@@ -1,13 +1,17 @@
-"""Gradient clipping, loss scaling and checkpoints over all stages, for the training loop around the pipeline."""
+"""Gradient clipping, loss scaling, checkpoints over all stages, and the loop: the edge leads, the cloud follows."""
 
 from ldt.train.checkpoint import LoadedCheckpoint, load_checkpoint, merge_checkpoint, save_checkpoint
+from ldt.train.follower import follow
 from ldt.train.grad_norm import clip_grad_norm_
 from ldt.train.grad_scaler import GradScaler
+from ldt.train.leader import Leader
 
 __all__ = [
     "GradScaler",
+    "Leader",
     "LoadedCheckpoint",
     "clip_grad_norm_",
+    "follow",
     "load_checkpoint",
     "merge_checkpoint",
     "save_checkpoint",

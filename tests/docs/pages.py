@@ -16,6 +16,7 @@ SESSIONS = {
     "docs/concepts/stages.md": "plain",
     "docs/contributing/extend.md": "plain",
     "docs/guides/failures.md": "job",
+    "docs/guides/follow.md": "job",
     "docs/guides/huggingface.md": "hugging_face",
     "docs/guides/links.md": "job",
     "docs/guides/model.md": "job",

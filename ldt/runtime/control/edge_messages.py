@@ -19,7 +19,8 @@ from ldt.runtime.health.failure_detector import FailureDetector
 __all__ = ["MAX_CONTENT_BYTES", "EdgeMessage", "Inbox", "Outbox", "Subject"]
 
 _FRAME_BYTES = 1 << 18  # size of a posted receive; gloo also receives shorter messages into it
-_HEAD_BYTES = 24  # subject, number and the bytes that follow, in 8 bytes each
+_HEAD_BYTES = 24  # subject, number and the bytes of the content, in 8 bytes each
+_SUBJECT_BITS = 8  # of the first; the rest has the bytes of the command
 MAX_CONTENT_BYTES = MAX_BYTES - _HEAD_BYTES  # the limit of the broadcast within a node
 # Posted receives: for the next step's message, this step's shapes (one message a lap), its token count.
 _AHEAD = 4
@@ -32,47 +33,51 @@ class Subject(IntEnum):
     SAME_STEP = 2  # everything as in the last step's message
     TOKENS = 3
     SHAPES = 4  # what chunks return
+    COMMAND = 5  # in place of a step's message: see ldt.follow
 
     @property
     def queue(self) -> Subject:
         """What it is asked for by."""
-        return Subject.STEP if self is Subject.SAME_STEP else self
+        return Subject.STEP if self in (Subject.SAME_STEP, Subject.COMMAND) else self
 
 
 class EdgeMessage(NamedTuple):
-    """A message of the edge, or to it, for the call with ``number``."""
+    """A message of the edge, or to it, for the call with ``number``. ``command`` is for ranks that follow the edge."""
 
     subject: Subject
     number: int
     content: bytes = b""
+    command: bytes = b""
 
     @property
     def nbytes(self) -> int:
         """Size on the wire, per receiving leader."""
-        return _HEAD_BYTES + len(self.content)
+        return _HEAD_BYTES + len(self.content) + len(self.command)
 
     def to_bytes(self) -> bytes:
-        head = (int(self.subject), self.number, len(self.content))
-        return b"".join(value.to_bytes(8, "little") for value in head) + self.content
+        head = (self.subject | len(self.command) << _SUBJECT_BITS, self.number, len(self.content))
+        return b"".join(value.to_bytes(8, "little") for value in head) + self.content + self.command
 
     @classmethod
     def from_bytes(cls, data: bytes) -> EdgeMessage:
         """Inverse of ``to_bytes``. Raises LdtError for anything else."""
-        subject, number, length = cls.head_of(data)
-        if len(data) != _HEAD_BYTES + length:
-            raise LdtError(f"expected an edge message of {_HEAD_BYTES + length} bytes, got {len(data)}")
-        return cls(subject, number, data[_HEAD_BYTES:])
+        subject, number, length, of_command = cls.head_of(data)
+        end = _HEAD_BYTES + length
+        if len(data) != end + of_command:
+            raise LdtError(f"expected an edge message of {end + of_command} bytes, got {len(data)}")
+        return cls(subject, number, data[_HEAD_BYTES:end], data[end:])
 
     @staticmethod
-    def head_of(data: bytes) -> tuple[Subject, int, int]:
-        """Subject, number and content length. Raises LdtError if ``data`` is not an edge message."""
-        subject, number, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8, 16))
-        if subject not in set(Subject) or length > MAX_CONTENT_BYTES:
+    def head_of(data: bytes) -> tuple[Subject, int, int, int]:
+        """Subject, number, and bytes of content and command. Raises LdtError if ``data`` is not an edge message."""
+        first, number, length = (int.from_bytes(data[at : at + 8], "little") for at in (0, 8, 16))
+        of_command, subject = divmod(first, 1 << _SUBJECT_BITS)
+        if subject not in set(Subject) or length + of_command > MAX_CONTENT_BYTES:
             raise LdtError(
-                f"expected an edge message of at most {MAX_CONTENT_BYTES} bytes, got subject {subject} and {length} "
-                "bytes: check that all ranks run the same version of ldt"
+                f"expected an edge message of at most {MAX_CONTENT_BYTES} bytes, got subject {subject} and "
+                f"{length + of_command} bytes: check that all ranks run the same version of ldt"
             )
-        return Subject(subject), number, length
+        return Subject(subject), number, length, of_command
 
 
 class Outbox:
@@ -112,7 +117,7 @@ class Inbox:
             raise detector.lost(f"waiting for {what}", error) from error
 
     def _take(self, subject: Subject) -> EdgeMessage:
-        """STEP also stands for SAME_STEP."""
+        """STEP also stands for SAME_STEP and COMMAND."""
         received = self._received[subject]
         while not received:
             edge_message = self._next()
@@ -121,10 +126,11 @@ class Inbox:
 
     def _next(self) -> EdgeMessage:
         data = self._next_frame()
-        subject, number, length = EdgeMessage.head_of(data)
-        while len(data) < _HEAD_BYTES + length:
+        _, _, *lengths = EdgeMessage.head_of(data)
+        size = _HEAD_BYTES + sum(lengths)
+        while len(data) < size:
             data += self._next_frame()
-        return EdgeMessage(subject, number, data[_HEAD_BYTES : _HEAD_BYTES + length])
+        return EdgeMessage.from_bytes(data[:size])
 
     def _next_frame(self) -> bytes:
         work, frame = self._frames.popleft() if self._frames else self._post()

@@ -109,7 +109,7 @@ class StepResult:
     ``loss`` is detached: the mean over this edge replica's microbatches, their sum with "sum" reduction, or the mean
     over tokens with "token". Gradients are those of the mean, or sum, over all replicas. ``metrics`` has what
     ``loss_fn`` returned beside the loss, by name: a tensor for each microbatch, in order, of those that returned one.
-    Empty on cloud ranks.
+    Empty on cloud ranks. ``grad_norm`` is that of a step of ``ldt.Leader`` that clips.
     """
 
     stats: StepStats
@@ -117,3 +117,4 @@ class StepResult:
     losses: list[torch.Tensor] | None = None
     outputs: list[Any] | None = None
     metrics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    grad_norm: torch.Tensor | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,7 @@ class StepRunner:
         *,
         keep_outputs: bool = False,
         loss_kwargs: Mapping[str, Any] | None = None,
+        command: bytes = b"",
         timer: StreamTimer | None = None,
     ) -> StepResult:
         """Run one step or eval. Without a ``timer`` times are the host's. See ``Pipeline.step`` for what it raises."""
@@ -98,7 +99,7 @@ class StepRunner:
             executor: Executor | None = None
             try:
                 stats = StepStatsCollector(self._mesh)
-                call, context = self._open(mode, microbatches, upcoming)
+                call, context = self._open(mode, microbatches, upcoming, command)
                 step = self._step_state(call, context)
                 step.keep_outputs = keep_outputs
                 if step.loss is not None:
@@ -136,11 +137,15 @@ class StepRunner:
 
     # -- the call --------------------------------------------------------------------------------------------
 
-    def _open(self, mode: Mode, microbatches: Any, upcoming: Any = None) -> tuple[Call, StepContext]:
+    def _open(
+        self, mode: Mode, microbatches: Any, upcoming: Any = None, command: bytes = b""
+    ) -> tuple[Call, StepContext]:
         """Agree with all ranks on the next call, and announce the ``upcoming`` microbatches of the one after it."""
         self._serial += 1
-        call = self._new_call(mode, microbatches)
-        following = None if upcoming is None else self._new_call(mode, upcoming, ahead=1)
+        call = replace(self._new_call(mode, microbatches), command=command)
+        following = None
+        if upcoming is not None:
+            following = replace(self._new_call(mode, upcoming, ahead=1), command=command)
         return call, self._handshake.open(call, following)
 
     def _new_call(self, mode: Mode, microbatches: Any, ahead: int = 0) -> Call:

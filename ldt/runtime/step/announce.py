@@ -84,7 +84,7 @@ class Announcer:
         self._last_content = content
         subject = Subject.SAME_STEP if same else Subject.STEP
         if self._mesh.is_leader:
-            edge_message = EdgeMessage(subject, call.number, b"" if same else content)
+            edge_message = EdgeMessage(subject, call.number, b"" if same else content, call.command)
             self._mesh.edge_broadcast.send(edge_message)
             if self._audit is not None:
                 self._audit.write("metadata", call.serial, edge_message.nbytes)
@@ -117,6 +117,11 @@ class Announcer:
         announced, given = announcement.call.microbatches, call.microbatches
         if announced is given or announcement.error is not None:
             return
+        if announcement.call.command != call.command:
+            raise LdtError(
+                f"{announcement.call.mode}() was announced (upcoming=) with update=, max_norm= and norm_type= of the "
+                "step before it: give it the same"
+            )
         if announcement.call.mode != call.mode:
             raise LdtError(
                 f"{announcement.call.mode}() was announced (upcoming=), but {call.mode}() was called: make the call "

@@ -32,7 +32,8 @@ class Call:
     """One call of step() or eval() on this rank, the ``serial``-th of its pipeline.
 
     ``microbatches`` are this rank's on the edge and None elsewhere. ``error`` is why this rank cannot make the call;
-    the edge's leaders broadcast theirs. ``pipeline`` is the pipeline's number in the mesh.
+    the edge's leaders broadcast theirs. ``pipeline`` is the pipeline's number in the mesh. ``command`` is what
+    ranks that follow the edge do.
     """
 
     mode: Mode
@@ -40,6 +41,7 @@ class Call:
     microbatches: list[Microbatch] | None = None
     pipeline: int = 0
     error: Exception | None = None
+    command: bytes = b""
 
     @property
     def number(self) -> int:

@@ -71,6 +71,11 @@ class Handshake:
             _check_leader(announcement, self._contents[mesh.replica])
         elif call.error is not None:
             raise call.error
+        if any(edge_message.subject is Subject.COMMAND for edge_message in edge_messages):
+            raise LdtError(
+                f"the edge has a command for ranks that follow it, but this rank called {call.mode}(): call "
+                "ldt.follow() here, or use no ldt.Leader there"
+            )
         messages = [
             self._step_message(replica, edge_message, call)
             for replica, edge_message in enumerate(edge_messages)

@@ -49,7 +49,7 @@ def built_with(at: int, mistake: str) -> str:
             elif mistake == "no plan at all":
                 del options["plan"]
             elif mistake == "reduction":
-                options["loss_reduction"] = "sum"
+                options["loss_reduction"] = "product"
         with pytest.raises((ValueError, TypeError, ldt.LdtError)) as caught:
             ldt.Pipeline(modules, mesh, loss_fn=toy_loss, **options)
         step_and_compare(mesh, build(mesh, chunks), chunks, toy_microbatches(2))
@@ -69,7 +69,7 @@ def built_with(at: int, mistake: str) -> str:
             "other lanes' plan",
             "the plan is for 'paired' lanes, the mesh was connected with lanes='dedicated'",
         ),
-        ("reduction", "loss_reduction must be 'mean' or 'token', got 'sum'"),
+        ("reduction", "loss_reduction must be 'mean', 'sum' or 'token', got 'product'"),
     ],
 )
 def test_wrong_arguments_of_pipeline(pool: RankPool, mistake: str, text: str, at: int) -> None:
