@@ -40,8 +40,8 @@ def link_complaints(
         yield f"ranks name different failures: {', '.join(sorted(stories))}"
     seconds = seconds_until_raised(fault, injected, endings)
     limit = max(HEARTBEAT_SECONDS + 2 * fault.outage, _STORE_SECONDS) + _RAISE_SECONDS
-    if fault.point == "connect":  # the store's own timeout counts until all ranks have come
-        limit += CONNECT_SECONDS
+    if fault.point == "connect":  # that of connect counts until all ranks have come
+        limit = max(limit, CONNECT_SECONDS + 2 * fault.outage + _RAISE_SECONDS)
     if seconds is not None and not in_time(seconds, limit):
         yield f"the last rank raised after {seconds:.2f} s, expected at most {limit:g} s"
 

@@ -1,4 +1,4 @@
-"""Injects faults of the link between two sites: one in CI, seven with `make slow`, more with `make faults`."""
+"""Injects faults of the link between two sites: one in CI, nine with `make slow`, more with `make faults`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SEEDS = range(len(LINK_KINDS))
 QUICK = (1,)
+CONNECTING = (16, 100)  # the link stays down as ranks check in, or make groups
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def link_harness() -> Iterator[LinkHarness]:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.slow) for seed in SEEDS],
+    [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.slow) for seed in (*SEEDS, *CONNECTING)],
     ids="seed-{}".format,
 )
 @pytest.mark.usefixtures("wide_area")

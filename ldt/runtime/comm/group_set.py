@@ -17,6 +17,7 @@ from ldt.runtime.comm.group_exchange import GroupRequest, Swap, make_together
 from ldt.runtime.comm.group_layout import GLOO, make_group
 from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.health.connections import Connections
+from ldt.runtime.health.store_connection import clone_of
 
 __all__ = ["GroupSet"]
 
@@ -54,13 +55,15 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
     def __len__(self) -> int:
         return len(self._groups)
 
-    def use_store(self, store: Any, *, own_connection: bool = True) -> None:
+    def use_store(self, store: Any, seconds: float = 30.0, *, own_connection: bool = True) -> None:
         """Create groups over ``store``. A connection of their own is shut down to unblock waits for other ranks there.
 
-        Only ``make`` needs it.
+        Only ``make`` needs it. Raises TimeoutError if the store does not answer within ``seconds``.
         """
-        with self._to_store.recording(store):
-            self._store = store.clone() if own_connection and hasattr(store, "clone") else store
+        self._store = store
+        if own_connection:
+            self._store, self._to_store = clone_of(store, seconds)
+            self._store.set_timeout(store.timeout)
 
     def make(
         self, name: str, key: str, ranks: Sequence[int], backend: str, timeout: timedelta

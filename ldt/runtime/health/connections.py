@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Connections", "host_of", "outlast", "outlast_served", "port_of"]
+__all__ = ["Connections", "host_of", "outlast", "outlast_served", "port_of", "unwrapped"]
 
 _DESCRIPTORS = Path("/proc/self/fd")
 _USER_TIMEOUT = 18  # TCP_USER_TIMEOUT of Linux
@@ -162,7 +162,7 @@ def _own_port(descriptor: int) -> int | None:
 
 def host_of(store: Any) -> str | None:
     """The host of the TCPStore that ``store`` is or wraps, as its clients name it."""
-    return getattr(_unwrapped(store), "host", None)
+    return getattr(unwrapped(store), "host", None)
 
 
 def _peer_port(descriptor: int) -> int | None:
@@ -181,10 +181,11 @@ def _peer_of(descriptor: int) -> str:
 
 def port_of(store: Any) -> int | None:
     """The port of the TCPStore that ``store`` is or wraps."""
-    return getattr(_unwrapped(store), "port", None)
+    return getattr(unwrapped(store), "port", None)
 
 
-def _unwrapped(store: Any) -> Any:
+def unwrapped(store: Any) -> Any:
+    """The store without its prefixes."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store

@@ -39,7 +39,7 @@ _COLLECTIVE_FILES = tuple(
 _OPERATOR_FILE = str(_DISTRIBUTED.parent / "_ops.py")  # the frame between those files and an operator
 _GLOO_ERROR = re.compile(r"(Gloo connectFullMesh failed with )?\[[^]]*gloo/(transport|rendezvous)/")
 _ACKNOWLEDGE_SECONDS = 2.0
-_MIN_STORE_TIMEOUT_SECONDS = 10.0  # on busy machines the store answers late
+_MIN_STORE_TIMEOUT = timedelta(seconds=10)  # on busy machines the store answers late
 MIN_HEARTBEAT_TIMEOUT = timedelta(seconds=1)  # ranks send a heartbeat a few times a second
 _CLOSING_SECONDS = 3.0  # time a rank takes to close all its connections when it closes its mesh
 _USER_CODE = "the code that uses the mesh"
@@ -66,6 +66,11 @@ class HealthTimeouts:
     def silence(self) -> timedelta:
         """After which a rank is reported dead."""
         return self.heartbeat + self.recovery
+
+    @property
+    def store(self) -> timedelta:
+        """After which a store that does not answer is lost."""
+        return max(self.silence, _MIN_STORE_TIMEOUT)
 
 
 class FailureDetector:
@@ -108,7 +113,7 @@ class FailureDetector:
         self._probe: LivenessProbe | None = None
         stall = timeouts.stall.total_seconds()
         self._silence = timeouts.silence.total_seconds()
-        self._store_timeout = max(self._silence, _MIN_STORE_TIMEOUT_SECONDS)
+        self._store_timeout = timeouts.store.total_seconds()
         self.outages = Outages(rank_info, bool(timeouts.outage))
         self.progress = Progress()
         self.desync = DesyncDetector(f"{key}/call", rank_info.global_rank)

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from ldt.runtime.health.failure_report import FailureReport
@@ -116,18 +115,13 @@ class Watchdog:
         """Publish a failure. Returns the first one, which may be another rank's."""
         self._own = self._own or report
         seconds = max(self._store_timeout - self._extra_wait, _PUBLISH_SECONDS)
-        limit = threading.Timer(seconds, self._store.shutdown)
-        if self._extra_wait:
-            with suppress(RuntimeError):  # at interpreter exit no thread starts
-                limit.start()
         try:
-            text = report.to_text()
-            written = self._request(lambda: self._store.compare_set(self._key, "", text), seconds)
+            with self._store.ended_after(seconds):
+                text = report.to_text()
+                written = self._request(lambda: self._store.compare_set(self._key, "", text), seconds)
             report = FailureReport.from_text(written)
         except Exception as error:  # the store itself may have failed
             logger.warning("could not publish a failure to the store: %s", error)
-        finally:
-            limit.cancel()
         return self._set_first(report)
 
     def _request(self, request: Callable[[], _T], seconds: float) -> _T:
@@ -234,6 +228,7 @@ class Watchdog:
                 lost_since, refused_since = lost_since or asked, refused_since or now
                 silent = now - lost_since
                 if silent >= self._store_timeout or now - refused_since > _STORE_ERROR_SECONDS:
+                    self._store.shutdown()  # a late answer would be taken for that to the next request
                     lost = self._lost_text(silent) or _lost_text(silent, error)
                     self._set_first(self._own or FailureReport.of_unknown(lost))
                 elif not self._store.renew() and self._store.may_return:

@@ -7,11 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,12 @@ from ldt.runtime.common.device import choose_device
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health.failure_detector import HealthTimeouts
 from ldt.runtime.health.fork_guard import check_world
-from ldt.runtime.health.store_connection import answers
+from ldt.runtime.health.store_connection import StoreConnection, check_host
 from ldt.runtime.mesh.autotune import tune_transfers
 from ldt.runtime.mesh.config import ConnectConfig, Timeouts
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.mesh.reachability import Hosts, facts_of
-from ldt.runtime.mesh.rendezvous import check_in, mesh_key, refuse, store_lost
+from ldt.runtime.mesh.rendezvous import answering, ask, check_in, mesh_key, refuse
 from ldt.topology import LanePolicy, Topology
 from ldt.topology import lanes as lanes_of
 
@@ -39,7 +40,7 @@ __all__ = ["connect"]
 
 logger = logging.getLogger(__name__)
 
-_Cards = dict[int, dict[str, str]]
+_LATER_SECONDS = 2.0  # than the watchdog gives up the store: it knows more of why
 
 _connecting: dict[int, int] = {}  # the connecting thread, by process, as a fork copies this
 
@@ -131,35 +132,43 @@ def connect(
 
 
 def _connect(config: ConnectConfig) -> Mesh:
-    global_rank = config.ranks[config.rank]
-    store, key = _store_and_key(global_rank, config.ranks)
-    process, thread = os.getpid(), threading.get_ident()
-    if _connecting.setdefault(process, thread) != thread:
-        # Waiting could deadlock: another rank may connect its meshes in another order.
-        refuse(
-            store,
-            key,
-            f"rank {global_rank} is connecting another mesh in another thread: connect meshes one after the other, in "
-            "one order on all ranks; then each thread may use one",
-        )
-    try:
-        return _check_in_and_open(config, store, key, global_rank)
-    finally:
-        _connecting.pop(process, None)
+    with closing(_own_connection(config.timeouts)) as store:
+        global_rank = config.ranks[config.rank]
+        key = mesh_key(store, global_rank, config.ranks) if dist.is_initialized() else "ldt/alone"
+        process, thread = os.getpid(), threading.get_ident()
+        if _connecting.setdefault(process, thread) != thread:
+            # Waiting could deadlock: another rank may connect its meshes in another order.
+            refuse(
+                store,
+                key,
+                f"rank {global_rank} is connecting another mesh in another thread: connect meshes one after the "
+                "other, in one order on all ranks; then each thread may use one",
+            )
+        try:
+            return _check_in_and_open(config, store, key, global_rank)
+        finally:
+            _connecting.pop(process, None)
 
 
-def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank: int) -> Mesh:
+def _own_connection(timeouts: Timeouts) -> StoreConnection:
+    """A connection to the store where ranks meet. That of the user has another timeout, and others may wait on it."""
+    seconds = timeouts.health.store.total_seconds() + _LATER_SECONDS
+    with answering():
+        store = default_store() if dist.is_initialized() else HashStore()
+        check_host(store)
+        return StoreConnection(store, seconds, seconds if timeouts.outage else 0.0)
+
+
+def _check_in_and_open(config: ConnectConfig, store: StoreConnection, key: str, global_rank: int) -> Mesh:
     seconds = config.timeouts.connecting.total_seconds()
     deadline = time.monotonic() + seconds
     rank_info = RankInfo(config.topology, config.ranks, config.rank)
     with facts_of(rank_info, store) as facts:
         check = partial(check_in, key=key, rank=global_rank, ranks=config.ranks, settings=config.settings)
-        store, found = _once_more(partial(check, seconds=seconds, facts=facts), store)
+        found = ask(store, partial(check, seconds=seconds, facts=facts))
         config = replace(config, hosts=Hosts.of(found, rank_info))
-        try:
+        with answering():
             mesh = Mesh(config, store, key, partial(_connect, config))
-        except (RuntimeError, OSError) as error:  # of its connection to the store
-            raise store_lost(error) from error
         try:
             mesh.open(config, deadline)
             mesh.endpoints.update(tune_transfers(mesh, deadline))
@@ -169,33 +178,11 @@ def _check_in_and_open(config: ConnectConfig, store: Any, key: str, global_rank:
     return mesh
 
 
-def _once_more(check: Callable[[Any], _Cards], store: Any) -> tuple[Any, _Cards]:
-    """Return the store and what ``check`` returns; over a new connection if the one there breaks. Raises LdtError."""
-    try:
-        return store, check(store)
-    except (RuntimeError, OSError) as error:
-        if not (hasattr(store, "clone") and answers(store)):
-            raise store_lost(error) from error
-    try:
-        store = store.clone()
-        return store, check(store)
-    except (RuntimeError, OSError) as error:
-        raise store_lost(error) from error
-
-
 def _fail(mesh: Mesh, error: BaseException) -> NoReturn:
     try:
         mesh.fail(error, "connect")
     finally:
         mesh.close()
-
-
-def _store_and_key(global_rank: int, ranks: tuple[int, ...]) -> tuple[Any, str]:
-    """The store where ranks meet, and the name of the mesh there."""
-    if dist.is_initialized():
-        store = default_store()
-        return store, mesh_key(store, global_rank, ranks)
-    return HashStore(), "ldt/alone"
 
 
 def _check_connections(

@@ -7,14 +7,18 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
 
 from ldt.errors import LdtError
 from ldt.runtime.common.peer_messages import as_str_dict, parse, plain, quoted, read_or_raise
+from ldt.runtime.health.store_connection import StoreConnection
 from ldt.runtime.health.watchdog import Watchdog
 
-__all__ = ["check_in", "mesh_key", "refuse", "share", "share_all", "store_lost"]
+__all__ = ["answering", "ask", "check_in", "mesh_key", "refuse", "share", "share_all"]
+
+_T = TypeVar("_T")
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 1.0
@@ -30,10 +34,8 @@ def mesh_key(store: Any, rank: int, ranks: Sequence[int]) -> str:
     """
     names = "_".join(map(str, ranks))
     mesh = f"ldt/{names if len(ranks) <= _MAX_SPELLED else hashlib.sha256(names.encode()).hexdigest()[:16]}"
-    try:
+    with answering():  # or else it may have counted, so asking again could count twice
         return f"{mesh}/{store.add(f'{mesh}/connects/{rank}', 1)}"
-    except (RuntimeError, OSError) as error:  # it may have counted, so asking again could count twice
-        raise store_lost(error) from error
 
 
 def check_in(
@@ -65,17 +67,42 @@ def check_in(
     return cards
 
 
-def store_lost(error: Exception) -> LdtError:
-    """Return the error to raise for a store that does not answer before the ranks watch each other."""
-    return LdtError(
-        f"connect: the store of the process group does not answer: {error}. The process that hosts it, rank 0 of the "
-        "world or the launcher, has exited, or the link to it is down: look at its output"
-    )
+@contextmanager
+def answering() -> Iterator[None]:
+    """Requests to the store before the ranks watch each other. Raises LdtError if it does not answer."""
+    try:
+        yield
+    except LdtError:  # RemoteStageError is a RuntimeError, too
+        raise
+    except (RuntimeError, OSError) as error:
+        text = str(error).partition("\n")[0]  # without torch's stack
+        raise LdtError(
+            f"connect: the store of the process group does not answer: {text}. The process that hosts it, rank 0 of "
+            "the world or the launcher, has exited, or the link to it is down: look at its output. If the link may be "
+            "down for so long, pass connect a longer outage"
+        ) from error
+
+
+def ask(store: StoreConnection, call: Callable[[Any], _T]) -> _T:
+    """Return ``call(store)``. Calls again over a new connection if this one breaks and the store is there.
+
+    Raises LdtError if the store does not answer, and what ``call`` raises.
+    """
+    with answering():
+        try:
+            return call(store)
+        except LdtError:
+            raise
+        except (RuntimeError, OSError):
+            if not store.renew():
+                raise
+        return call(store)
 
 
 def refuse(store: Any, key: str, why: str) -> NoReturn:
     """Refuse instead of checking in: raises LdtError here and on every rank that checks in."""
-    store.compare_set(f"{key}/verdict", "", why)
+    with answering():
+        store.compare_set(f"{key}/verdict", "", why)
     raise LdtError(f"connect: {why}")
 
 
@@ -139,8 +166,7 @@ def _wait_for_all(store: Any, key: str, ranks: Sequence[int], seconds: float) ->
             proposal = _missing_text(missing, ranks, seconds) if missing else _COMPLETE
         else:
             time.sleep(_POLL_SECONDS)
-    written = store.compare_set(verdict, "", proposal) if proposal else store.get(verdict)
-    text = written.decode(errors="replace")
+    text = store.compare_set(verdict, "", proposal or _COMPLETE).decode(errors="replace")
     if text != _COMPLETE:
         raise LdtError(f"connect: {plain(text)}")
 

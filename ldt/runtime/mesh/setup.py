@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -24,14 +26,17 @@ from ldt.runtime.control.collectives import Collectives
 from ldt.runtime.control.control_plane import ControlPlane
 from ldt.runtime.control.edge_broadcast import EdgeBroadcast, make_edge_broadcast
 from ldt.runtime.health.failure_detector import FailureDetector
+from ldt.runtime.health.store_connection import StoreConnection
 from ldt.runtime.mesh.config import ConnectConfig
 from ldt.runtime.mesh.reachability import check_dials
-from ldt.runtime.mesh.rendezvous import share, share_all
+from ldt.runtime.mesh.rendezvous import ask, share, share_all
 from ldt.topology import Channel
 
 __all__ = ["MeshSetup"]
 
 _DIAL_SECONDS = 10.0  # TCP tries three times by then
+_GLOO_TIMEOUTS = 5  # for which gloo waits for connections
+_LATER_SECONDS = 5.0  # than the watchdog knows of a link that is down
 
 
 class MeshSetup:
@@ -47,7 +52,7 @@ class MeshSetup:
         rank_info: RankInfo,
         detector: FailureDetector,
         groups: GroupSet,
-        store: Any,
+        store: StoreConnection,
         key: str,
         deadline: float,
     ) -> None:
@@ -79,12 +84,21 @@ class MeshSetup:
         ]
         of_gloo = [request for request in requests if request.backend == GLOO]
         others = [request for request in requests if request.backend != GLOO]
-        self._groups.use_store(self._store, own_connection=bool(others))
+        seconds = self._config.timeouts.health.store.total_seconds()
+        self._groups.use_store(self._store.origin, seconds, own_connection=bool(others))
         self._check_dials({rank for request in of_gloo for rank in request.ranks})
-        self._groups.make_gloo(of_gloo, time_left(self._deadline, at_least=1.0), self._swap)
+        self._groups.make_gloo(of_gloo, self._gloo_timeout(), self._swap)
         for request in others:
             self._watchdog.check()
             self._groups.make(*request, time_left(self._deadline, at_least=1.0))
+
+    def _gloo_timeout(self) -> timedelta:
+        """The timeout of groups of gloo while they are made. In debug mode torch keeps it for checks of its own."""
+        left = time_left(self._deadline, at_least=1.0)
+        if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+            return left
+        silence = self._config.timeouts.health.store + timedelta(seconds=_LATER_SECONDS)
+        return min(left, silence) / _GLOO_TIMEOUTS
 
     def _check_dials(self, peers: set[int]) -> None:
         """Raise LdtError if gloo would wait in vain for a connection to another site: its own error names no rank."""
@@ -93,16 +107,21 @@ class MeshSetup:
         check_dials(self._rank_info, self._config.hosts.addresses, peers, self._watchdog, seconds)
 
     def _swap(self, exchanges: Sequence[GroupExchange]) -> None:
-        """Send what gloo announces to its peers, and receive what they announce, for all ``exchanges`` together."""
+        """Send what gloo announces to its peers, and receive what they announce, for all ``exchanges`` together.
+
+        Waits for all ranks of the mesh, so that gloo does not: only its timeout ends its waits.
+        """
         by_key = {f"{one.key}/{one.rounds}": one for one in exchanges}
-        received = share_all(
-            self._store,
-            {key: one.ranks for key, one in by_key.items()},
-            {key: one.announced for key, one in by_key.items()},
-            self._rank_info.global_rank,
-            self._watchdog,
-            self._deadline,
+        ready = f"{self._key}/groups"
+        call = partial(
+            share_all,
+            ranks={ready: self._rank_info.ranks, **{key: one.ranks for key, one in by_key.items()}},
+            values={ready: True, **{key: one.announced for key, one in by_key.items()}},
+            rank=self._rank_info.global_rank,
+            watchdog=self._watchdog,
+            deadline=self._deadline,
         )
+        received = ask(self._store, call)
         for key, one in by_key.items():
             one.receive(received[key])
 
@@ -151,6 +170,13 @@ class MeshSetup:
 
     def _share(self, name: str, value: Any) -> list[Any]:
         """All-gather ``value`` under ``name``, in the order of the topology."""
-        info = self._rank_info
-        key = f"{self._key}/transports/{name}"
-        return share(self._store, key, info.global_rank, info.ranks, value, self._watchdog, self._deadline)
+        call = partial(
+            share,
+            key=f"{self._key}/transports/{name}",
+            rank=self._rank_info.global_rank,
+            ranks=self._rank_info.ranks,
+            value=value,
+            watchdog=self._watchdog,
+            deadline=self._deadline,
+        )
+        return ask(self._store, call)

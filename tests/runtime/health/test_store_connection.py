@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from contextlib import closing, suppress
-from datetime import timedelta
 from functools import partial
 
 import pytest
@@ -14,10 +13,8 @@ from pipeline_jobs import build, step_and_compare
 from torch.distributed import PrefixStore, TCPStore
 
 import ldt
-from ldt.runtime.health.connections import Connections
 from ldt.runtime.health.store_connection import StoreConnection
-from ldt.runtime.mesh.connect import _once_more
-from ldt.runtime.mesh.rendezvous import check_in, mesh_key
+from ldt.runtime.mesh.rendezvous import ask, check_in, mesh_key
 from ldt.testing import RankPool, toy_chunks, toy_microbatches
 from ldt.topology import Topology
 
@@ -78,34 +75,31 @@ def test_a_store_that_is_gone_is_not_waited_for() -> None:
 def test_a_store_that_ends_while_ranks_check_in_is_named() -> None:
     server = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
     client = TCPStore("127.0.0.1", server[0].port, None, False)
+    connection = StoreConnection(client, 5.0, 0.0)
     threading.Timer(0.3, server.clear).start()
     with pytest.raises(ldt.LdtError, match="connect: the store of the process group does not answer"):
-        _once_more(partial(check_in, key="mesh", rank=0, ranks=[0, 1], settings={}, seconds=20.0), client)
+        ask(connection, partial(check_in, key="mesh", rank=0, ranks=[0, 1], settings={}, seconds=20.0))
 
 
 def test_ranks_check_in_over_a_new_connection() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    recorded = Connections()
-    with recorded.recording(server):
-        client = TCPStore("127.0.0.1", server.port, None, False)
-    recorded.shutdown()
+    connection = StoreConnection(TCPStore("127.0.0.1", server.port, None, False), 5.0, 0.0)
+    connection.shutdown()
     check = partial(check_in, key="mesh", rank=0, ranks=[0], settings={"a": "b"}, seconds=20.0)
-    store, found = _once_more(check, client)
-    assert found[0]["a"] == "b"
-    assert store is not client
+    assert ask(connection, check)[0]["a"] == "b"
 
 
 def test_a_store_whose_port_another_program_has_is_named() -> None:
     """It takes connections but does not speak as a store does."""
     server = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
     port = server[0].port
-    client = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=2))
+    connection = StoreConnection(TCPStore("127.0.0.1", port, None, False), 2.0, 0.0)
     server.clear()
     check = partial(check_in, key="mesh", rank=0, ranks=[0], settings={}, seconds=5.0)
     with closing(socket.create_server(("127.0.0.1", port))) as other:
         threading.Thread(target=hang_up, args=(other,), daemon=True).start()
         with pytest.raises(ldt.LdtError, match="connect: the store of the process group does not answer"):
-            _once_more(check, client)
+            ask(connection, check)
 
 
 def hang_up(server: socket.socket) -> None:
