@@ -93,8 +93,9 @@ def check_dials(
         site = rank_info.site_of(target.rank)
         raise LdtError(
             f"connect: rank {own} of site {rank_info.site_of(own)} ({here.host}) cannot open a connection to rank "
-            f"{target.rank} of site {site} ({target.host}): {problem}. Process groups of gloo connect from the "
-            f"numerically larger address. Let the firewall of site {site} admit {here.host} to the ports of "
+            f"{target.rank} of site {site} ({target.host}): {problem}. Either the link between them is down; pass "
+            "connect a longer outage if it may be. Or a firewall blocks this direction, in which gloo connects, from "
+            f"the numerically larger address. Let the firewall of site {site} admit {here.host} to the ports of "
             "net.ipv4.ip_local_port_range, give that site the larger address, or join the sites by a tunnel "
             "(python -m ldt tunnel)"
         )
