@@ -85,10 +85,11 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         """Create and keep groups of gloo at once, which takes as long as one. See ``make_together``."""
         connections = Connections()
         self._connections.update((request.name, connections) for request in requests)
+        interrupted = threading.Event()
 
         def make(request: GroupRequest, store: Store) -> None:
             group = make_group(request.key, request.ranks, GLOO, timeout, store)
-            if self._broken:  # nobody waits for it any more
+            if interrupted.is_set():  # nobody waits for it any more
                 _unregister(group, abort=False)
             else:
                 self._groups[request.name] = group
@@ -96,6 +97,10 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
         try:
             with connected_gloo(), connections.recording(self._store):
                 make_together(requests, make, swap)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                interrupted.set()
+            raise
         finally:
             connections.outlast(self._outlast)
             if self._broken:
