@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ from ldt.errors import LdtError
 from ldt.runtime.common.peer_messages import read_or_raise
 
 __all__ = ["GroupExchange", "GroupRequest", "Swap", "make_together"]
+
+_POLL_SECONDS = 0.1
+_END_SECONDS = 5.0
 
 
 class GroupRequest(NamedTuple):
@@ -85,12 +89,15 @@ Swap = Callable[[Sequence[GroupExchange]], None]
 
 
 def make_together(
-    requests: Sequence[GroupRequest], make: Callable[[GroupRequest, Store], None], swap: Swap
+    requests: Sequence[GroupRequest],
+    make: Callable[[GroupRequest, Store], None],
+    swap: Swap,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
     """Call ``make`` for all requests at once, each with a store, and ``swap`` when all that still run wait for it.
 
-    Raises the first error, of a call or of ``swap``, once all calls have ended. An interrupt is raised at once: gloo,
-    which has no way to stop, is left to threads that nobody waits for.
+    Raises the first error, of a call, of ``swap`` or of ``check``, which is called often. Calls that have not ended 5 s
+    later, or at an interrupt, are left to their threads: gloo has no way to stop before its timeout.
     """
     events: SimpleQueue[Any] = SimpleQueue()  # an exchange that waits, or the future of a call that has ended
     exchanges = [GroupExchange(request, events) for request in requests]
@@ -101,18 +108,22 @@ def make_together(
             call.add_done_callback(events.put)
             threads.append(Thread(target=_call, args=(call, make, request, exchange), daemon=True))
             threads[-1].start()
-        _serve(events, len(threads), swap)
+        _serve(events, len(threads), swap, check)
     except BaseException as error:
-        _end(exchanges, threads if isinstance(error, Exception) else ())
+        _end(exchanges, threads, _END_SECONDS if isinstance(error, Exception) else 0.0)
         raise
-    _end(exchanges, threads)
+    _end(exchanges, threads, _END_SECONDS)
 
 
-def _serve(events: SimpleQueue[Any], running: int, swap: Swap) -> None:
+def _serve(events: SimpleQueue[Any], running: int, swap: Swap, check: Callable[[], None]) -> None:
     """Call ``swap`` whenever all calls that are ``running`` wait for it, until none is. Raises the error of one."""
     waiting: list[GroupExchange] = []
     while running:
-        event = events.get()
+        try:
+            event = events.get(timeout=_POLL_SECONDS)
+        except Empty:
+            check()
+            continue
         if isinstance(event, GroupExchange):
             waiting.append(event)
         else:
@@ -133,9 +144,10 @@ def _call(
         call.set_exception(error)
 
 
-def _end(exchanges: Sequence[GroupExchange], threads: Sequence[Thread]) -> None:
+def _end(exchanges: Sequence[GroupExchange], threads: Sequence[Thread], seconds: float) -> None:
     """No exchange waits any more; wait for ``threads``."""
     for exchange in exchanges:
         exchange.end()
+    deadline = time.monotonic() + seconds
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -81,25 +81,30 @@ class GroupSet(Mapping[str, dist.ProcessGroup]):
             self.break_all()
         return group
 
-    def make_gloo(self, requests: Sequence[GroupRequest], timeout: timedelta, swap: Swap) -> None:
+    def make_gloo(
+        self,
+        requests: Sequence[GroupRequest],
+        timeout: timedelta,
+        swap: Swap,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Create and keep groups of gloo at once, which takes as long as one. See ``make_together``."""
         connections = Connections()
         self._connections.update((request.name, connections) for request in requests)
-        interrupted = threading.Event()
+        failed = threading.Event()
 
         def make(request: GroupRequest, store: Store) -> None:
             group = make_group(request.key, request.ranks, GLOO, timeout, store)
-            if interrupted.is_set():  # nobody waits for it any more
+            if failed.is_set():  # nobody waits for it any more
                 _unregister(group, abort=False)
             else:
                 self._groups[request.name] = group
 
         try:
             with connected_gloo(), connections.recording(self._store):
-                make_together(requests, make, swap)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                interrupted.set()
+                make_together(requests, make, swap, check)
+        except BaseException:
+            failed.set()
             raise
         finally:
             connections.outlast(self._outlast)

@@ -231,8 +231,8 @@ class Watchdog:
                     self._store.shutdown()  # a late answer would be taken for that to the next request
                     lost = self._lost_text(silent) or _lost_text(silent, error)
                     self._set_first(self._own or FailureReport.of_unknown(lost))
-                elif not self._store.renew() and self._store.may_return:
-                    refused_since = None
+                elif self._own is None and not self._store.renew() and self._store.may_return:
+                    refused_since = None  # whoever publishes renews it or gives up
                 continue
             self._on_answer(time.monotonic() - (lost_since or asked))
             lost_since = refused_since = None

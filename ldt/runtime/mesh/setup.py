@@ -87,7 +87,7 @@ class MeshSetup:
         seconds = self._config.timeouts.health.store.total_seconds()
         self._groups.use_store(self._store.origin, seconds, own_connection=bool(others))
         self._check_dials({rank for request in of_gloo for rank in request.ranks})
-        self._groups.make_gloo(of_gloo, self._gloo_timeout(), self._swap)
+        self._groups.make_gloo(of_gloo, self._gloo_timeout(), self._swap, self._watchdog.check)
         for request in others:
             self._watchdog.check()
             self._groups.make(*request, time_left(self._deadline, at_least=1.0))

@@ -60,6 +60,7 @@ say("end")
 
 CONNECT = """
 import os, signal, sys, time
+from datetime import timedelta
 import torch.distributed as dist
 import ldt
 from ldt.runtime.comm.group_exchange import GroupExchange
@@ -80,34 +81,45 @@ def receive_or_stop(exchange, announced):
 
 GroupExchange.receive = receive_or_stop
 try:
-    ldt.connect(ldt.Topology([1, 1]))
-except KeyboardInterrupt:
-    print("left", time.time(), flush=True)
+    ldt.connect(ldt.Topology([1, 1]), heartbeat_timeout=timedelta(seconds=float(sys.argv[3])))
+except (KeyboardInterrupt, ldt.RemoteStageError) as error:
+    print(type(error).__name__, str(error)[:40], "left", time.time(), flush=True)
 """
 
 
-def test_an_interrupt_ends_connect_while_gloo_waits(tmp_path: Path) -> None:
-    """The peer has sent its addresses and is stopped then. gloo would wait for its connections for a minute or more."""
+@pytest.mark.parametrize("how", ["an interrupt", pytest.param("a heartbeat", marks=pytest.mark.slow)])
+def test_connect_ends_while_gloo_waits(tmp_path: Path, how: str) -> None:
+    """The peer has sent its addresses and is stopped then. gloo would wait for its connections for minutes."""
     job = tmp_path / "connect.py"
     job.write_text(CONNECT)
+    heartbeat = "2" if how == "a heartbeat" else "30"
     waiting = subprocess.Popen(
-        [sys.executable, str(job), "0", "0"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(job), "0", "0", heartbeat],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert waiting.stdout is not None
-    peer = subprocess.Popen([sys.executable, str(job), "1", waiting.stdout.readline()])
+    peer = subprocess.Popen([sys.executable, str(job), "1", waiting.stdout.readline(), heartbeat])
     try:
         assert waiting.stdout.readline() == "known\n"
         time.sleep(1.0)
         interrupted = time.time()
-        waiting.send_signal(signal.SIGINT)
+        if how == "an interrupt":
+            waiting.send_signal(signal.SIGINT)
         output, errors = waiting.communicate(timeout=allowed(40))
         ended = time.time()
     finally:
         for process in (waiting, peer):
             process.kill()
             process.wait()
-    left = output.split("left ")[1]
-    assert in_time(float(left) - interrupted, SECONDS)
+    error, left = output.splitlines()[-1].split("left ")
+    if how == "an interrupt":
+        assert error.startswith("KeyboardInterrupt")
+        assert in_time(float(left) - interrupted, SECONDS)
+    else:
+        assert error.startswith("RemoteStageError rank 1 (stage 1, replica 0) failed first")
+        assert in_time(float(left) - interrupted, 10.0)
     assert in_time(ended - float(left), SECONDS)
     assert waiting.returncode == 0, errors
 
