@@ -81,12 +81,7 @@ class _Follower:
         """Why this rank cannot follow."""
         if self._pipeline.mesh.is_edge:
             return LdtError("ldt.follow is for ranks of the cloud: use ldt.Leader on the edge")
-        trained = any(parameter.requires_grad for parameter in self._pipeline.parameters())
-        if trained and self.updater.optimizer is None:
-            return InputValueError(
-                "ldt.follow needs an optimizer: chunks of this rank have parameters to train"
-            )
-        return None
+        return self.updater.error()
 
     def next(self) -> Command:
         """The next command. A step's message stays where the step finds it."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.common.managed import managed
+from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.command import Command, agreed_command
-from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.pipeline import Pipeline
 from ldt.runtime.step.call import all_agree
 from ldt.train.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from ldt.train.checkpoint.catalog import Paths
-from ldt.train.checkpoint.save import HasState
+from ldt.train.checkpoint.save import HasState, check_numbers
 from ldt.train.checkpoint.tensor_names import Names
 from ldt.train.update import Updater
 
@@ -51,11 +52,12 @@ class Leader:
     ) -> None:
         self.pipeline = pipeline
         self._updater = Updater(pipeline, optimizer, scheduler, scaler)
-        self._closed = False
-        error = None
+        self._closed = self._announced = False
+        error = self._updater.error()
         if not pipeline.mesh.is_edge:
             error = LdtError("ldt.Leader is for the edge: call ldt.follow on ranks of the cloud")
         all_agree(pipeline.mesh, "ldt.Leader or ldt.follow", error, self._updater.settings)
+        pipeline.mesh.detector.followed = True
 
     def step(
         self,
@@ -84,40 +86,46 @@ class Leader:
             That of ``Pipeline.step``; ``grad_norm`` is the norm before clipping, None without ``max_norm``.
         """
         if max_norm is not None and not update:
-            raise ValueError("max_norm= clips before an update: it needs update=True")
-        command = Command("step", update, max_norm, norm_type)
-        result = self.pipeline.steps.run(
-            "step",
-            microbatches,
-            upcoming,
-            keep_outputs=keep_outputs,
-            loss_kwargs=loss_kwargs,
-            command=command.to_bytes(),
-        )
-        result.grad_norm = self._updater.run(command)
+            raise InputValueError("max_norm= clips before an update: it needs update=True")
+        limit, kind = None if max_norm is None else float(max_norm), float(norm_type)
+        if not kind > 0 or (limit is not None and not limit >= 0):
+            raise InputValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
+        command = Command("step", bool(update), limit, kind)
+        with self._leading():
+            self._announced = upcoming is not None
+            result = self.pipeline.steps.run(
+                "step",
+                microbatches,
+                upcoming,
+                keep_outputs=keep_outputs,
+                loss_kwargs=loss_kwargs,
+                command=command.to_bytes(),
+            )
+            result.grad_norm = self._updater.run(command)
         return result
 
     def eval(
         self, microbatches: Any, *, keep_outputs: bool = True, loss_kwargs: Mapping[str, Any] | None = None
     ) -> StepResult:
         """Run forward only on all ranks. See ``Pipeline.eval``."""
-        return self.pipeline.steps.run(
-            "eval",
-            microbatches,
-            keep_outputs=keep_outputs,
-            loss_kwargs=loss_kwargs,
-            command=Command("eval").to_bytes(),
-        )
+        with self._leading():
+            return self.pipeline.steps.run(
+                "eval",
+                microbatches,
+                keep_outputs=keep_outputs,
+                loss_kwargs=loss_kwargs,
+                command=Command("eval").to_bytes(),
+            )
 
     def train(self, mode: bool = True) -> None:
         """Switch the modules of all ranks to train mode, or without ``mode`` to eval mode."""
-        self._command(Command("train", mode=mode))
-        self._updater.train(mode)
+        with self._command(Command("train", mode=bool(mode))):
+            self._updater.train(bool(mode))
 
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
         """The statistics of all ranks in the last step or eval, whose ``result`` this is."""
-        self._command(Command("stats"))
-        return self.pipeline.gather_stats(result)
+        with self._command(Command("stats")):
+            return self.pipeline.gather_stats(result)
 
     def save(
         self,
@@ -129,34 +137,37 @@ class Leader:
         names: Names | None = None,
     ) -> None:
         """Save a checkpoint of all ranks; the cloud's go to the folder given to ``follow``. See ``save_checkpoint``."""
-        self._command(Command("save", step=step, keep=keep))
+        check_numbers(step, keep)
         updater = self._updater
-        save_checkpoint(
-            path,
-            self.pipeline,
-            updater.optimizer,
-            step=step,
-            position=position,
-            extra=updater.extra,
-            keep=keep,
-            names=names,
-        )
+        with self._command(Command("save", step=step, keep=keep)):
+            save_checkpoint(
+                path,
+                self.pipeline,
+                updater.optimizer,
+                step=step,
+                position=position,
+                extra=updater.extra,
+                keep=keep,
+                names=names,
+            )
 
     def load(
         self, path: Paths, *, step: int | None = None, names: Names | None = None
     ) -> LoadedCheckpoint | None:
         """Load a checkpoint on all ranks. See ``load_checkpoint``."""
-        self._command(Command("load", step=step))
+        if step is not None:
+            check_numbers(step)
         updater = self._updater
-        return load_checkpoint(
-            path, self.pipeline, updater.optimizer, step=step, extra=updater.extra, names=names
-        )
+        with self._command(Command("load", step=step)):
+            return load_checkpoint(
+                path, self.pipeline, updater.optimizer, step=step, extra=updater.extra, names=names
+            )
 
     def close(self) -> None:
         """End ``follow`` on the cloud. Idempotent; after a failure it does nothing, as all ranks know of that."""
         if not self._closed and not self.pipeline.mesh.failed:
-            self._command(Command("close"))
-        self._closed = True
+            with self._command(Command("close")):
+                self._closed = True
 
     def __enter__(self) -> Leader:
         return self
@@ -167,13 +178,35 @@ class Leader:
         if error is None:
             self.close()
 
-    def _command(self, command: Command) -> None:
-        """Send a command that no step carries. Called on all ranks of the edge."""
+    @managed
+    def _leading(self) -> Iterator[None]:
+        """Wraps a call that the cloud's ranks make, too."""
+        mesh = self.pipeline.mesh
+        if self._closed:
+            raise LdtError("this ldt.Leader is closed, so no rank follows it: make another one")
+        mesh.detector.followed = False
+        try:
+            yield
+        finally:
+            mesh.detector.followed = not self._closed
+
+    @managed
+    def _command(self, command: Command) -> Iterator[None]:
+        """Send a command that no step carries, and make its call within. Called on all ranks of the edge."""
         mesh = self.pipeline.mesh
         mesh.check_usable()
-        try:
-            if mesh.is_leader:
-                mesh.edge_broadcast.send(EdgeMessage(Subject.COMMAND, 0, command=command.to_bytes()))
-            agreed_command(mesh.edge_broadcast.receive())
-        except BaseException as error:
-            mesh.fail(error, f"ldt.Leader, sending {command.name!r}")
+        with self._leading():
+            try:
+                if self._announced:
+                    raise LdtError(
+                        f"a step was announced (upcoming=), so {command.name!r} must wait: make that step first"
+                    )
+                if mesh.is_leader:
+                    self.pipeline.steps.send_command(command.to_bytes())
+                if agreed_command(mesh.edge_broadcast.receive()) != command:
+                    raise LdtError(
+                        "the ranks of the edge must make the same calls of ldt.Leader: this one differs"
+                    )
+            except BaseException as error:
+                mesh.fail(error, f"ldt.Leader, sending {command.name!r}")
+            yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.command import Command
 from ldt.runtime.pipeline import Pipeline
 from ldt.train.checkpoint.save import HasState
@@ -23,16 +24,31 @@ class Updater:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self.optimizer = optimizer
+        # Unscaling is a collective call, once per optimizer: also on ranks where everything is frozen.
+        self._unscaled = optimizer or torch.optim.SGD([{"params": []}], lr=0.0)
         self._pipeline = pipeline
         self._scheduler = scheduler
         self._scaler = scaler
 
     @property
     def settings(self) -> dict[str, str]:
-        """What must be equal on all ranks. Unscaling is a collective call, once per optimizer."""
-        scaled = self._scaler is not None
-        unscales = scaled and self.optimizer is not None
-        return {"grad scalers": str(scaled), "optimizers under a grad scaler": str(unscales)}
+        """What must be equal on all ranks."""
+        return {"grad scalers": str(self._scaler is not None)}
+
+    def error(self) -> Exception | None:
+        """Why the arguments of this rank are wrong."""
+        scaler, of_pipeline = self._scaler, self._pipeline.steps.grad_scaler
+        if self._pipeline.mesh.is_edge and scaler is not of_pipeline:
+            return InputValueError("ldt.Leader must be given the grad scaler of the pipeline, if it has one")
+        if scaler is not None and not hasattr(scaler, "over_stages"):
+            return InputTypeError(f"scaler must be an ldt.GradScaler, got {type(scaler).__name__}")
+        trained = any(parameter.requires_grad for parameter in self._pipeline.parameters())
+        if trained and self.optimizer is None and (scaler is not None or not self._pipeline.mesh.is_edge):
+            return InputValueError(
+                "ldt.follow needs an optimizer, as does ldt.Leader under a grad scaler: chunks of "
+                "this rank have parameters to train"
+            )
+        return None
 
     @property
     def extra(self) -> dict[str, HasState]:
@@ -45,8 +61,8 @@ class Updater:
         if not command.update:
             return None
         norm = None
-        if self._scaler is not None and self.optimizer is not None:
-            self._scaler.unscale_(self.optimizer)
+        if self._scaler is not None:
+            self._scaler.unscale_(self._unscaled)
         if command.max_norm is not None:
             limit, kind = float(command.max_norm), float(command.norm_type)
             norm = clip_grad_norm_(self._pipeline.parameters(), limit, self._pipeline.mesh, kind)

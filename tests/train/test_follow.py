@@ -179,6 +179,17 @@ def test_a_step_has_no_message_of_its_own_for_followers(pool: RankPool) -> None:
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 
+MISTAKES: dict[str, Any] = {
+    "a step beside the leader": lambda leader: leader.pipeline.step(toy_microbatches(2)),
+    "a save beside the leader": lambda leader: ldt.save_checkpoint("unused", leader.pipeline, step=1),
+    "another leader": lambda leader: ldt.Leader(leader.pipeline),
+    "an announced step that is not made": lambda leader: leader.step(
+        toy_microbatches(2), upcoming=toy_microbatches(2)
+    ),
+    "a mesh closed early": lambda leader: leader.pipeline.mesh.close(),
+}
+
+
 def lead(leader: ldt.Leader, how: str) -> None:
     batch = toy_microbatches(2)
     if how == "a bad batch":
@@ -187,8 +198,18 @@ def lead(leader: ldt.Leader, how: str) -> None:
     elif how == "a save without a folder":
         with pytest.raises(ldt.RemoteStageError, match="needs checkpoints= on this rank"):
             leader.save("unused", step=1)
-    elif how == "a step beside the leader":
-        leader.pipeline.step(batch)
+    elif how == "wrong numbers":
+        for number in (-1, 1.0, True):
+            with pytest.raises((ValueError, TypeError), match="step must be"):
+                leader.save("unused", step=number)  # type: ignore[arg-type]
+        for norms in ({"max_norm": 1.0, "norm_type": -float("inf")}, {"max_norm": float("nan")}):
+            with pytest.raises(ValueError, match="must be positive"):
+                leader.step(batch, **norms)
+        leader.step(batch, update=1, max_norm=torch.tensor(1))  # type: ignore[arg-type]
+        leader.step(batch, update=True, max_norm=1.0)
+    elif how in MISTAKES:
+        MISTAKES[how](leader)
+        return
     elif how == "an error of the edge":
         raise RuntimeError("the edge trips")
     leader.step(batch)
@@ -214,7 +235,7 @@ def outcome(how: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("how", ["a bad batch", "a save without a folder"])
+@pytest.mark.parametrize("how", ["a bad batch", "a save without a folder", "wrong numbers"])
 def test_what_is_called_off_ends_nothing(pool: RankPool, how: str) -> None:
     assert pool.run(outcome, how, ranks=range(3)) == [""] * 3
 
@@ -225,6 +246,13 @@ def test_what_is_called_off_ends_nothing(pool: RankPool, how: str) -> None:
         ("no optimizer", "ldt.follow needs an optimizer"),
         ("a leader on the cloud", "ldt.Leader is for the edge"),
         ("a step beside the leader", "it must call those of ldt.Leader"),
+        ("a save beside the leader", "called save_checkpoint\\(\\) itself"),
+        ("another leader", "called ldt.Leader or ldt.follow itself"),
+        ("an announced step that is not made", "a step was announced .*, so 'close' must wait"),
+        (
+            "a mesh closed early",
+            "the mesh was closed before the ldt.Leader",
+        ),
         ("an error of the edge", "the edge trips|RuntimeError"),
         ("no leader", "step\\(\\)"),
         ("a rank that steps itself", "step\\(\\)"),
@@ -233,6 +261,135 @@ def test_what_is_called_off_ends_nothing(pool: RankPool, how: str) -> None:
 def test_mistakes_are_named_on_all_ranks(pool: RankPool, how: str, expected: str) -> None:
     for text in pool.run(outcome, how, ranks=range(3), timeout=60):
         assert re.search(expected, text), text
+
+
+def closed() -> None:
+    mesh, pipeline, _, (optimizer, _) = connected(TOPOLOGY)
+    with mesh:
+        if not mesh.is_edge:
+            ldt.follow(pipeline, optimizer)
+            return
+        leader = ldt.Leader(pipeline, optimizer)
+        leader.close()
+        for call in (leader.train, lambda: leader.step(toy_microbatches(2))):
+            with pytest.raises(ldt.LdtError, match="is closed"):
+                call()
+
+
+def test_a_closed_leader_makes_no_calls(pool: RankPool) -> None:
+    pool.run(closed, ranks=range(3))
+
+
+# -- grad scaler -------------------------------------------------------------------------------------------------
+
+
+def overflowing(chunks: list[nn.Module]) -> None:
+    """Freeze chunk 1, and let the second backward of chunk 2 overflow."""
+    for parameter in chunks[1].parameters():
+        parameter.requires_grad_(False)
+    calls = iter(range(100))
+    last = list(chunks[2].parameters())[-1]
+    last.register_hook(lambda grad: grad * float("inf") if next(calls) == 1 else grad)
+
+
+def scaled(max_norm: float | None) -> None:
+    options: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 2}
+    expected = toy_chunks(TOPOLOGY)
+    overflowing(expected)
+    trained = [p for p in nn.ModuleList(expected).parameters() if p.requires_grad]
+    reference, scaler = torch.optim.AdamW(trained, lr=1e-2), torch.amp.GradScaler("cpu", **options)
+    batches = [toy_microbatches(1, seed=step) for step in range(4)]
+    for ((x, target),) in batches:
+        scaler.scale(toy_loss(nn.Sequential(*expected)(x), target)).backward()
+        scaler.unscale_(reference)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(trained, max_norm)
+        scaler.step(reference)
+        scaler.update()
+        reference.zero_grad()
+    chunks = toy_chunks(TOPOLOGY)
+    overflowing(chunks)
+    with ldt.connect(TOPOLOGY, ranks=range(3)) as mesh:
+        indices = TOPOLOGY.chunks_of(mesh.stage)
+        of_rank = ldt.GradScaler(mesh, **options)
+        pipeline = ldt.Pipeline(
+            [chunks[index] for index in indices],
+            mesh,
+            loss_fn=toy_loss if mesh.is_edge else None,
+            grad_scaler=of_rank if mesh.is_edge else None,
+        )
+        mine = [parameter for parameter in pipeline.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(mine, lr=1e-2) if mine else None
+        if mesh.is_edge:
+            with ldt.Leader(pipeline, optimizer, scaler=of_rank) as leader:
+                for batch in batches:
+                    leader.step(batch, max_norm=max_norm)
+        else:
+            ldt.follow(pipeline, optimizer, scaler=of_rank)
+        assert of_rank.get_scale() == scaler.get_scale()
+        for index in indices:
+            for got, wanted in zip(chunks[index].parameters(), expected[index].parameters(), strict=True):
+                torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_scaled_steps_are_those_of_the_unsplit_model(pool: RankPool, max_norm: float | None) -> None:
+    pool.run(scaled, max_norm, ranks=range(3))
+
+
+def wrong_scaler(how: str) -> str:
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY, ranks=range(3)) as mesh:
+        mine = [chunks[index] for index in TOPOLOGY.chunks_of(mesh.stage)]
+        scaler = ldt.GradScaler(mesh)
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None, grad_scaler=scaler)
+        optimizer, _ = optimizer_of(pipeline.parameters())
+        other = torch.amp.GradScaler("cpu") if how == "torch" and not mesh.is_edge else scaler
+        with pytest.raises(ldt.LdtError) as caught:
+            (ldt.Leader if mesh.is_edge else ldt.follow)(
+                pipeline, optimizer, scaler=None if how == "none" else other
+            )
+        return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("none", "the grad scaler of the pipeline"), ("torch", "must be an ldt.GradScaler")]
+)
+def test_wrong_grad_scalers_are_named_on_all_ranks(pool: RankPool, how: str, expected: str) -> None:
+    for text in pool.run(wrong_scaler, how, ranks=range(3)):
+        assert expected in text
+
+
+# -- audit -------------------------------------------------------------------------------------------------------
+
+
+def audited(folder: str) -> None:
+    chunks = toy_chunks(TOPOLOGY)
+    with ldt.connect(TOPOLOGY, ranks=range(3)) as mesh:
+        mine = [chunks[index] for index in TOPOLOGY.chunks_of(mesh.stage)]
+        path = Path(folder) / "audit.jsonl" if mesh.is_edge else None
+        pipeline = ldt.Pipeline(mine, mesh, loss_fn=toy_loss if mesh.is_edge else None, audit=path)
+        optimizer, _ = optimizer_of(pipeline.parameters())
+        if not mesh.is_edge:
+            ldt.follow(pipeline, optimizer)
+            return
+        sent: list[int] = []
+        outbox = mesh.edge_broadcast._outbox
+        assert outbox is not None
+        send = outbox.send
+        outbox.send = lambda message: (sent.append(len(message.to_bytes())), send(message))[1]  # type: ignore[method-assign, func-returns-value]
+        with ldt.Leader(pipeline, optimizer) as leader:
+            leader.train()
+            leader.step(toy_microbatches(2))
+        assert path is not None
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found = [line for line in lines if "channel" not in line]
+        assert [line["bytes"] for line in found] == sent
+        assert [line["purpose"] for line in found].count("command") == 2
+
+
+def test_the_audit_has_the_bytes_of_commands(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(audited, str(tmp_path), ranks=range(3))
 
 
 # -- untrusted commands ------------------------------------------------------------------------------------------
@@ -286,6 +443,7 @@ def test_anything_else_is_refused(data: bytes) -> None:
         {"name": "save", "path": "/etc"},
         {"name": "save", "step": -1},
         {"name": "step", "update": 1},
+        {"name": "step", "max_norm": int("1" * 2000)},
     ],
 )
 def test_another_form_is_refused(fields: dict[str, Any]) -> None:

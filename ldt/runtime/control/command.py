@@ -17,6 +17,7 @@ __all__ = ["Command", "CommandName", "agreed_command"]
 
 CommandName = Literal["step", "eval", "train", "save", "load", "stats", "close"]
 _CACHED = 16  # most steps have the command of the one before
+_MAX_BYTES = 1000  # such a command has fewer than 200
 _Number = float | Literal["inf"]
 
 
@@ -60,6 +61,8 @@ def _to_bytes(command: Command) -> bytes:
 @functools.lru_cache(maxsize=_CACHED)
 def _from_bytes(data: bytes) -> Command:
     try:
+        if len(data) > _MAX_BYTES:
+            raise ValueError(f"it has {len(data)} bytes, the limit is {_MAX_BYTES}")
         return read_fields(Command, data)
     except ValueError as error:
         raise LdtError(
@@ -76,8 +79,7 @@ def agreed_command(edge_messages: Sequence[EdgeMessage]) -> Command:
     """The command of all edge replicas. Raises LdtError if they differ, or if a step comes without one."""
     if not all(edge_message.command for edge_message in edge_messages):
         raise LdtError(
-            "the edge called step() or eval() of its pipeline: while other ranks follow it, it must call those of "
-            "ldt.Leader"
+            "the edge called its pipeline itself: while other ranks follow it, it must call those of ldt.Leader"
         )
     commands = [Command.from_bytes(edge_message.command) for edge_message in edge_messages]
     subjects = {edge_message.subject is Subject.COMMAND for edge_message in edge_messages}

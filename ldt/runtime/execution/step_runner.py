@@ -12,6 +12,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
@@ -134,6 +135,18 @@ class StepRunner:
             except BaseException as error:
                 self._mesh.fail(error, "validate()")
         return context
+
+    def send_command(self, command: bytes) -> None:
+        """Send a command that no step carries to ranks that follow. Called on the edge's leaders."""
+        edge_message = EdgeMessage(Subject.COMMAND, 0, command=command)
+        self._mesh.edge_broadcast.send(edge_message)
+        if self._options.audit is not None:
+            self._options.audit.write("command", self._serial, edge_message.nbytes)
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """The grad scaler that the pipeline was given on this rank."""
+        return self._options.loss.grad_scaler
 
     # -- the call --------------------------------------------------------------------------------------------
 

@@ -107,6 +107,9 @@ class FailureDetector:
         self._overdue = overdue
         self._lost_connections = lost_connections
         self._addresses = addresses or {}
+        self.followed = (
+            False  # whether other ranks follow, so that only ``ldt.Leader`` makes collective calls
+        )
         self._seen_losses = 0
         self._seen_closed: frozenset[int] = frozenset()
         self._explained_until = 0.0
@@ -156,9 +159,14 @@ class FailureDetector:
 
     @managed
     def calling(self, name: str) -> Iterator[None]:
-        """Wraps a collective call of all ranks. Raises LdtError inside another one."""
+        """Wraps a collective call of all ranks. Raises LdtError inside another one, and beside ``ldt.Leader``."""
         with ExitStack() as held:
             try:
+                if self.followed:
+                    raise LdtError(
+                        f"the edge called {name} itself: while other ranks follow it, it must call those of "
+                        "ldt.Leader, or close that first"
+                    )
                 held.enter_context(self.desync.calling(name))
             except LdtError as error:
                 if not self.desync.in_this_thread:  # the other ranks wait in this call
@@ -188,17 +196,23 @@ class FailureDetector:
         return unredacted(error)[0] if self._shares_errors else redacted(error)
 
     def stop(self, how: str = CLOSED) -> None:
-        """Stop, and tell the ranks that wait for this one, now or later."""
+        """Stop, and tell the ranks that wait for this one, now or later. Raises LdtError if others follow this one."""
 
         def announce_exit(store: Any) -> FailureReport | None:
             self.progress.closed = True
             self.heartbeats.beat_now(store)
             return self._desync_report(self.desync.finish(store, how))
 
+        early: LdtError | None = None
+        if self.followed and self.watchdog.first is None and how == CLOSED:
+            early = LdtError("the mesh was closed before the ldt.Leader that other ranks follow")
+            self.publish(early, "close()")
         if self.watchdog.first is not None and self._rank_info.global_rank == 0:
             # Rank 0 may host the store and exit next: give the others time to read the report.
             self.watchdog.wait_acknowledged(len(self._rank_info.ranks), _ACKNOWLEDGE_SECONDS)
         self.watchdog.stop(announce_exit)
+        if early is not None:
+            raise early
 
     # -- failures of other ranks -----------------------------------------------------------------------------
 

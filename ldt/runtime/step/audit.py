@@ -27,7 +27,8 @@ class Audit:
 
     For an "activation" or a "gradient", a line has the call's number, channel, microbatch and tensor, with the shape,
     dtype and bytes of this rank's tensor. A tensor that crosses packed also has "compression", and its bytes are those
-    on the wire. For "metadata" and "tokens", which go to each other node, it has the call and the bytes. Raises
+    on the wire. For "metadata", "tokens" and
+    a "command" of ``ldt.Leader``, which go to each other node, it has the call and the bytes. Raises
     OSError, and LdtError if the file exists.
     """
 

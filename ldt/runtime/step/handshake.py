@@ -68,7 +68,7 @@ class Handshake:
         for replica in range(len(edge_messages)):
             self._raise_if_called_off(replica, call, announcement)
         if announcement is not None:
-            _check_leader(announcement, self._contents[mesh.replica])
+            _check_leader(announcement, self._contents[mesh.replica], edge_messages[mesh.replica].command)
         elif call.error is not None:
             raise call.error
         if any(edge_message.subject is Subject.COMMAND for edge_message in edge_messages):
@@ -162,7 +162,7 @@ class Handshake:
         return self._plans.get(counts[0], call.training)
 
 
-def _check_leader(announcement: Announcement, leaders: bytes) -> None:
+def _check_leader(announcement: Announcement, leaders: bytes, command: bytes) -> None:
     """Raise if this rank's announcement differs from that of its edge replica's leader."""
     if announcement.error is not None:  # on this rank alone: the leader is about to run the call
         raise announcement.error
@@ -171,3 +171,5 @@ def _check_leader(announcement: Announcement, leaders: bytes) -> None:
             "the ranks of the edge must have equal microbatches and plans, the same autocast and the same modules in "
             "train mode: this rank differs from its leader in number, shape, dtype, plan or mode"
         )
+    if announcement.call.command != command:
+        raise LdtError("the ranks of the edge must make the same calls of ldt.Leader: this one differs")

@@ -33,7 +33,7 @@ from ldt.train.checkpoint.stage_reader import StageReader
 from ldt.train.checkpoint.tensor_names import NamedTensors, Names, model_key, named_tensors
 from ldt.train.checkpoint.tensor_parallel import as_shard
 
-__all__ = ["HasState", "check_savable", "save_checkpoint"]
+__all__ = ["HasState", "check_numbers", "check_savable", "save_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def save_checkpoint(
     error: Exception | None = None
     own: list[Any] = []
     try:
-        _check_numbers(step, keep)
+        check_numbers(step, keep)
         draft = _PendingSave(folder_of(path), pipeline, optimizer, step, position, extra or {}, names)
         with layout.file_errors("the folder of the checkpoint cannot be read"):
             own = [secrets.token_hex(_SAVE_ID // 2), catalog([draft.path], mesh.shareable_text), draft.names]
@@ -122,7 +122,8 @@ def _clear(path: Path, save: Save, kept: list[Save]) -> None:
         logger.warning("could not remove older checkpoints in %s: %s", path, error)
 
 
-def _check_numbers(step: int, keep: int) -> None:
+def check_numbers(step: int, keep: int = 1) -> None:
+    """Raise TypeError or ValueError if these cannot be the number of a step and of saves to keep."""
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise InputTypeError(f"{name} must be a whole number, got {type(value).__name__}")
