@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import IO, Any
 
 import ldt
 from ldt._torch_abi import REBUILD
@@ -112,18 +112,23 @@ class _Rank:
     @property
     def reports(self) -> dict[str, Any]:
         """Everything it has reported, merged; later values win."""
-        self._files[0].seek(0)
         merged: dict[str, Any] = {}
-        for line in self._files[0].read().splitlines():
+        lines, _, _ = _written(self._files[0]).rpartition("\n")  # the rank may be writing the next one
+        for line in lines.splitlines():
             if line.startswith("{"):
                 merged |= json.loads(line)
         return merged
 
     def last_words(self) -> str:
         """The last line on standard error."""
-        self._files[1].seek(0)
-        lines = self._files[1].read().strip().splitlines()
+        lines = _written(self._files[1]).strip().splitlines()
         return lines[-1] if lines else ""
+
+
+def _written(file: IO[str]) -> str:
+    """What is in ``file``. Reads past its position, which the rank that writes to it shares."""
+    handle = file.fileno()
+    return os.pread(handle, os.fstat(handle).st_size, 0).decode(errors="replace")
 
 
 def _wait(ranks: list[_Rank], seconds: float) -> None:
