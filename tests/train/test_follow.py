@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from pathlib import Path
@@ -10,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import ldt
-from ldt.runtime.control.command import Command
 from ldt.testing import RankPool, toy_chunks, toy_loss, toy_microbatches
 from ldt.topology import Topology
 
@@ -390,62 +386,3 @@ def audited(folder: str) -> None:
 
 def test_the_audit_has_the_bytes_of_commands(pool: RankPool, tmp_path: Path) -> None:
     pool.run(audited, str(tmp_path), ranks=range(3))
-
-
-# -- untrusted commands ------------------------------------------------------------------------------------------
-
-NUMBERS = st.one_of(st.floats(0.1, 1e6), st.just(float("inf")))
-
-
-@given(
-    st.builds(
-        Command,
-        st.sampled_from(["step", "eval", "train", "save", "load", "stats", "close"]),
-        update=st.booleans(),
-        max_norm=st.none() | NUMBERS,
-        norm_type=NUMBERS,
-        step=st.none() | st.integers(0, 10**12),
-        keep=st.integers(1, 100),
-        mode=st.booleans(),
-    )
-)
-def test_commands_survive_their_way(command: Command) -> None:
-    read = Command.from_bytes(command.to_bytes())
-    for name in ("max_norm", "norm_type"):
-        value, other = getattr(command, name), getattr(read, name)
-        assert value is other is None or float(value) == float(other)
-    assert (read.name, read.update, read.step) == (command.name, command.update, command.step)
-
-
-@given(
-    st.one_of(
-        st.binary(max_size=100),
-        st.dictionaries(
-            st.sampled_from(["name", "update", "step", "keep", "path", "max_norm"]),
-            st.one_of(
-                st.none(), st.integers(-5, 5), st.text(max_size=5), st.lists(st.integers(), max_size=2)
-            ),
-        ).map(lambda found: json.dumps(found).encode()),
-    )
-)
-def test_anything_else_is_refused(data: bytes) -> None:
-    with contextlib.suppress(ldt.LdtError):
-        command = Command.from_bytes(data)
-        assert command.name in ("step", "eval", "train", "save", "load", "stats", "close")
-        assert command.step is None or command.step >= 0
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"name": "run"},
-        {"name": "save", "path": "/etc"},
-        {"name": "save", "step": -1},
-        {"name": "step", "update": 1},
-        {"name": "step", "max_norm": int("1" * 2000)},
-    ],
-)
-def test_another_form_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ldt.LdtError, match="this is not a command"):
-        Command.from_bytes(json.dumps(fields).encode())

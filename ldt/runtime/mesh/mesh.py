@@ -65,8 +65,7 @@ class Mesh:
         self.transfers = config.transfers
         self.compressions = config.compressions
         self.device = config.device
-        self._store = store
-        self._key = key
+        self._store, self._key = store, key
         self._connect_again = connect_again
         self._process = os.getpid()
         self._closed = False
