@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 _REACH_SECONDS = 0.5
 _RENEW_SECONDS = 5.0
 _TAKEN_OVER_SECONDS = 0.01  # in which a clone that has begun takes over the timeout of its store
+_SOON_SECONDS = 0.5
 _TORCH_LATER_SECONDS = 0.5  # than that timeout it gives up
 _ENDING_SECONDS = 2.0
 
@@ -32,18 +33,23 @@ class StoreConnection:
         store: Any store. Only a TCPStore, perhaps with prefixes, has connections.
         read_timeout: How long a request, and connecting, may take, in seconds. At least 1.
         outlast: How long the link may be down; 0 leaves TCP its limits.
+        borrows: Use that of ``store``, until it breaks: its requests then have no limit but the store's own.
 
     Raises:
         TimeoutError: The store's host does not answer. RuntimeError if the connection breaks.
     """
 
-    def __init__(self, store: Any, read_timeout: float, outlast: float) -> None:
+    def __init__(self, store: Any, read_timeout: float, outlast: float, *, borrows: bool = False) -> None:
         self.origin = store
         self._current: Any = None
         self.may_return = False  # nothing answered the last attempt: the link is down, and may be for a while
         self._read_timeout = read_timeout
         self._outlast = outlast
-        self._connect(store, read_timeout)
+        self._connections = Connections()
+        if borrows:
+            self._current = store
+        else:
+            self._connect(store, read_timeout)
 
     def __getattr__(self, name: str) -> Any:
         if self.may_return:  # the connection is broken
@@ -106,7 +112,7 @@ def clone_of(store: Any, seconds: float) -> tuple[Any, Connections]:
     """A clone of ``store``, and its connection. The store itself if it has no clones.
 
     The clone waits up to ``seconds`` for keys. Raises TimeoutError if the store's host does not answer for so long,
-    RuntimeError if it ends the connection.
+    ConnectionRefusedError if it is there without the store, RuntimeError if it ends the connection.
     """
     connections, port = Connections(), port_of(store)
     if not hasattr(store, "clone") or port is None:
@@ -119,7 +125,10 @@ def clone_of(store: Any, seconds: float) -> tuple[Any, Connections]:
             cloning.start()
             cloning.begun.wait()
             cloning.join(_TAKEN_OVER_SECONDS)
-        cloning.join(seconds + _TORCH_LATER_SECONDS)
+        cloning.join(_SOON_SECONDS)
+        if cloning.is_alive():  # no earlier: the store looks up the name of each host that connects
+            check_host(store)
+        cloning.join(seconds + _TORCH_LATER_SECONDS - _SOON_SECONDS)
     connections.keep_only_to(port)
     if cloning.is_alive():
         connections.shutdown()  # torch waits without end for the first answer

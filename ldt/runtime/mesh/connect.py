@@ -27,7 +27,7 @@ from ldt.runtime.common.device import choose_device
 from ldt.runtime.common.rank_info import RankInfo
 from ldt.runtime.health.failure_detector import HealthTimeouts
 from ldt.runtime.health.fork_guard import check_world
-from ldt.runtime.health.store_connection import StoreConnection, check_host
+from ldt.runtime.health.store_connection import StoreConnection
 from ldt.runtime.mesh.autotune import tune_transfers
 from ldt.runtime.mesh.config import ConnectConfig, Timeouts
 from ldt.runtime.mesh.mesh import Mesh
@@ -151,12 +151,15 @@ def _connect(config: ConnectConfig) -> Mesh:
 
 
 def _own_connection(timeouts: Timeouts) -> StoreConnection:
-    """A connection to the store where ranks meet. That of the user has another timeout, and others may wait on it."""
+    """A connection to the store where ranks meet. To survive outages it is one of its own, with limits for requests.
+
+    Else it is that of the user: the store looks up the name of each host that connects, which may take seconds.
+    """
     seconds = timeouts.health.store.total_seconds() + _LATER_SECONDS
     with answering():
         store = default_store() if dist.is_initialized() else HashStore()
-        check_host(store)
-        return StoreConnection(store, seconds, seconds if timeouts.outage else 0.0)
+        outlast = seconds if timeouts.outage else 0.0
+        return StoreConnection(store, seconds, outlast, borrows=not timeouts.outage)
 
 
 def _check_in_and_open(config: ConnectConfig, store: StoreConnection, key: str, global_rank: int) -> Mesh:
