@@ -124,12 +124,12 @@ class _Follower:
         self._pipeline.gather_stats(self._result)
 
     def _save(self, command: Command) -> None:
-        updater, step = self.updater, command.step or 0
+        updater = self.updater
         save_checkpoint(
             self._folder("save_checkpoint()"),
             self._pipeline,
             updater.optimizer,
-            step=step,
+            step=command.step,  # type: ignore[arg-type]  # checked there, on all ranks
             extra=updater.extra,
             keep=command.keep,
             names=self._names,

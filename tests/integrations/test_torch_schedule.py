@@ -162,6 +162,9 @@ ROWS = torch.ones(NUMBER, WIDTH)
     [
         ({"arg_mbs": [ROWS] * 3}, {}, "args: expected 4 microbatches, got 3"),
         ({"arg_mbs": [ROWS] * 4, "target_mbs": [ROWS]}, {}, "target: expected 4 microbatches, got 1"),
+        ({"arg_mbs": []}, {}, "args: expected 4 microbatches, got 0"),
+        ({"arg_mbs": [ROWS] * 4, "shift": ROWS}, {}, "give a whole batch, or arg_mbs="),
+        ({"arg_mbs": [ROWS] * 4, "target": ROWS}, {}, "give a whole batch, or arg_mbs="),
         ({"x": ROWS, "shift": ROWS, "target": ROWS}, {"x": ROWS}, "only the edge, stage 0, has samples"),
     ],
 )

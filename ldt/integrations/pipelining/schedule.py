@@ -90,12 +90,12 @@ class Schedule:
             The outputs, detached, on the edge with ``return_outputs``; else None.
 
         Raises:
-            ValueError: The batch has fewer samples than ``n_microbatches``, a list has another length, or a cloud rank
-                was given arguments.
+            ValueError: The batch has fewer samples than ``n_microbatches``, a list has another length, parts of a batch
+                were given both whole and split, or a cloud rank was given arguments.
         """
         batch = self._batch(args, kwargs, _Given(target, arg_mbs, kwarg_mbs, target_mbs))
         result = self.pipeline.step(batch, keep_outputs=return_outputs, loss_kwargs=loss_kwargs)
-        return self._finish(result, losses, return_outputs)
+        return self._finish(result, losses)
 
     def eval(
         self,
@@ -112,7 +112,7 @@ class Schedule:
         """Run forward only. Arguments and results are those of ``step``; there is no loss without a target."""
         batch = self._batch(args, kwargs, _Given(target, arg_mbs, kwarg_mbs, target_mbs))
         result = self.pipeline.eval(batch, keep_outputs=return_outputs, loss_kwargs=loss_kwargs)
-        return self._finish(result, losses, return_outputs)
+        return self._finish(result, losses)
 
     def _batch(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], given: _Given
@@ -121,34 +121,39 @@ class Schedule:
         values = (*args, *kwargs.values(), *given)
         if not self.pipeline.mesh.is_edge and all(value is None for value in values):
             return None
-        return self._microbatches(
-            args, kwargs, given
-        )  # raises within the pipeline's call, which tells all ranks
+        # A generator, so that it raises within the pipeline's call, which tells all ranks.
+        return self._microbatches(args, kwargs, given)
 
     def _microbatches(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], given: _Given
     ) -> Iterator[Microbatch]:
         number = self.n_microbatches
+        target, *split = given
+        if any(part is not None for part in split) and (args or kwargs or target is not None):
+            raise InputValueError(
+                "give a whole batch, or arg_mbs=, kwarg_mbs= and target_mbs=, not some of each"
+            )
         arg_mbs, kwarg_mbs, target_mbs = given.arg_mbs, given.kwarg_mbs, given.target_mbs
         if arg_mbs is None and kwarg_mbs is None:
             arg_mbs, kwarg_mbs = split_args_kwargs_into_chunks(
                 args, kwargs, number, self._args_chunk_spec, self._kwargs_chunk_spec
             )
-        if target_mbs is None and given.target is not None:
-            target_mbs = torch.tensor_split(given.target, number)
-        parts = {"args": arg_mbs or [()] * number, "kwargs": kwarg_mbs or [{}] * number}
-        parts["target"] = [None] * number if target_mbs is None else target_mbs
+        if target is not None:
+            target_mbs = torch.tensor_split(target, number)
+        parts = {
+            "args": [()] * number if arg_mbs is None else arg_mbs,
+            "kwargs": [{}] * number if kwarg_mbs is None else kwarg_mbs,
+            "target": [None] * number if target_mbs is None else target_mbs,
+        }
         for name, found in parts.items():
             if len(found) != number:
                 raise InputValueError(
                     f"{name}: expected {number} microbatches, got {len(found)}: does the batch have fewer samples?"
                 )
-        for one, named, target in zip(*parts.values(), strict=True):
-            yield Microbatch(one if isinstance(one, tuple) else (one,), dict(named), target)
+        for one, named, of_loss in zip(*parts.values(), strict=True):
+            yield Microbatch(one if isinstance(one, tuple) else (one,), dict(named), of_loss)
 
-    def _finish(self, result: StepResult, losses: list[torch.Tensor] | None, return_outputs: bool) -> Any:
+    def _finish(self, result: StepResult, losses: list[torch.Tensor] | None) -> Any:
         if losses is not None:
             losses[:] = result.losses or []
-        if result.outputs is None or not return_outputs:
-            return None
-        return merge_chunks(result.outputs, self._output_merge_spec)
+        return None if result.outputs is None else merge_chunks(result.outputs, self._output_merge_spec)

@@ -78,9 +78,10 @@ class StepLoss:
         scale: Callable[[torch.Tensor], Any] = lambda loss: loss,
         trained: Container[int] | None = None,
         replicas: int = 1,
+        loss_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._replicas = replicas
-        self.arguments: Mapping[str, Any] = {}  # keywords of ``loss_fn`` for all microbatches
+        self._loss_kwargs = loss_kwargs or {}
         self._scale = scale
         self._trained = trained
         self._loss_fn = loss_fn
@@ -94,7 +95,7 @@ class StepLoss:
 
     def forward(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of a microbatch as the loss function returns it."""
-        result, self._metrics[microbatch] = split_metrics(self._loss_fn(output, target, **self.arguments))
+        result, self._metrics[microbatch] = split_metrics(self._loss_fn(output, target, **self._loss_kwargs))
         loss, count = self._split(result) if self._reduction == "token" else (result, 1.0)
         _check_scalar(loss)
         # Clone: mse_loss and others return a view of the memory of all elements' losses.

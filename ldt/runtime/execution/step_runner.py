@@ -101,10 +101,7 @@ class StepRunner:
             try:
                 stats = StepStatsCollector(self._mesh)
                 call, context = self._open(mode, microbatches, upcoming, command)
-                step = self._step_state(call, context)
-                step.keep_outputs = keep_outputs
-                if step.loss is not None:
-                    step.loss.arguments = loss_kwargs or {}
+                step = self._step_state(call, context, keep_outputs, loss_kwargs or {})
                 with closing(self._messages(context)) as messages:
                     recorder, audit = Recorder(timer), self._options.audit
                     executor = Executor(self._mesh, self._runners, step, messages, recorder, audit)
@@ -193,14 +190,17 @@ class StepRunner:
 
     # -- the step --------------------------------------------------------------------------------------------
 
-    def _step_state(self, call: Call, context: StepContext) -> StepState:
+    def _step_state(
+        self, call: Call, context: StepContext, keep_outputs: bool, loss_kwargs: Mapping[str, Any]
+    ) -> StepState:
         step = StepState(
             context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
         )
         step.divergence = self._divergence
+        step.keep_outputs = keep_outputs
         if call.microbatches is not None:
             step.microbatches = call.microbatches
-            step.loss = self._step_loss(len(call.microbatches))
+            step.loss = self._step_loss(len(call.microbatches), loss_kwargs)
             audited = self._options.audit is not None
             step.guard = self._guard = Guard(call.microbatches, audited, self._guard)
         return step
@@ -212,11 +212,11 @@ class StepRunner:
         key = f"{self._mesh.watchdog.key}/pipeline-{self._number}/call-{self._serial}"
         return OnDemand(self._mesh, key, self._mesh.stage in context.lockstep)
 
-    def _step_loss(self, num_microbatches: int) -> StepLoss | None:
+    def _step_loss(self, num_microbatches: int, loss_kwargs: Mapping[str, Any]) -> StepLoss | None:
         loss = self._options.loss
         if loss.function is None:
             return None
-        optional: dict[str, Any] = {"replicas": self._mesh.topology.edge_dp}
+        optional: dict[str, Any] = {"replicas": self._mesh.topology.edge_dp, "loss_kwargs": loss_kwargs}
         if loss.grad_scaler is not None:
             optional["scale"] = loss.grad_scaler.scale
         if self._changes_gradients:

@@ -107,9 +107,7 @@ class FailureDetector:
         self._overdue = overdue
         self._lost_connections = lost_connections
         self._addresses = addresses or {}
-        self.followed = (
-            False  # whether other ranks follow, so that only ``ldt.Leader`` makes collective calls
-        )
+        self.followed = False  # by other ranks: then only ``ldt.Leader`` makes collective calls
         self._seen_losses = 0
         self._seen_closed: frozenset[int] = frozenset()
         self._explained_until = 0.0
@@ -136,19 +134,11 @@ class FailureDetector:
             limit=stall,
             shows_stack=shares_errors,
         )
-        health_checks = (
-            self._beat,
-            self._compare_calls,
-            self._find_overdue,
-            self._check_connections,
-            self._check_neighbour,
-            self._hang_detector.check,
-        )
         self.watchdog = Watchdog(
             store,
             f"{key}/failure",
             on_failure,
-            health_checks,
+            self._health_checks(),
             force_abort,
             self._store_timeout,
             extra_wait=timeouts.recovery.total_seconds(),
@@ -266,6 +256,16 @@ class FailureDetector:
         self.stop(EXITED)
 
     # -- health checks, polled by the watchdog ---------------------------------------------------------------
+
+    def _health_checks(self) -> tuple[Callable[[Any], FailureReport | None], ...]:
+        return (
+            self._beat,
+            self._compare_calls,
+            self._find_overdue,
+            self._check_connections,
+            self._check_neighbour,
+            self._hang_detector.check,
+        )
 
     def _beat(self, store: Any) -> None:
         self.heartbeats.beat(store)
