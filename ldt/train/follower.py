@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Literal
 
 import torch
 
@@ -30,6 +31,7 @@ def follow(
     scheduler: HasState | None = None,
     scaler: torch.amp.GradScaler | None = None,
     *,
+    learning_rate: Literal["own", "edge"] = "own",
     checkpoints: str | os.PathLike[str] | None = None,
     names: Names | None = None,
 ) -> None:
@@ -43,17 +45,26 @@ def follow(
         optimizer: The optimizer of this rank's parameters; None only if all are frozen.
         scheduler: Stepped after the optimizer. Each rank's must change the rate alike.
         scaler: This rank's ``ldt.GradScaler``, if the edge has one.
+        learning_rate: ``"own"`` for that of this rank's optimizer and scheduler, ``"edge"`` for that of the edge's
+            optimizer in each update: of each parameter group, or one for all. Then there is no ``scheduler`` here.
         checkpoints: Folder of checkpoints on this site.
         names: Names of tensors in the whole model; see ``save_checkpoint``.
 
     Raises:
-        ValueError: There are parameters to train but no optimizer.
+        ValueError: There are parameters to train but no optimizer, or ``learning_rate`` is wrong.
         LdtError: The edge asks for something that this rank cannot do, such as a save without ``checkpoints``.
         RemoteStageError: Another rank failed.
     """
     mesh = pipeline.mesh
-    follower = _Follower(pipeline, Updater(pipeline, optimizer, scheduler, scaler), checkpoints, names)
-    all_agree(mesh, "ldt.Leader or ldt.follow", follower.error(), follower.updater.settings)
+    updater, takes_lr = Updater(pipeline, optimizer, scheduler, scaler), learning_rate == "edge"
+    follower = _Follower(pipeline, updater, takes_lr, checkpoints, names)
+    error = follower.error()
+    if learning_rate not in ("own", "edge") or (scheduler is not None and takes_lr):
+        error = InputValueError(
+            "learning_rate must be 'own', or 'edge' without a scheduler on this rank, got "
+            f"{learning_rate!r} and {'no' if scheduler is None else 'a'} scheduler"
+        )
+    all_agree(mesh, "ldt.Leader or ldt.follow", error, updater.settings, takes_lr, bool)
     while (command := follower.next()).name != "close":
         try:
             follower.run(command)
@@ -68,10 +79,12 @@ class _Follower:
         self,
         pipeline: Pipeline,
         updater: Updater,
+        takes_lr: bool,
         checkpoints: str | os.PathLike[str] | None,
         names: Names | None,
     ) -> None:
         self._names = names
+        self._takes_lr = takes_lr
         self.updater = updater
         self._pipeline = pipeline
         self._checkpoints = checkpoints
@@ -108,6 +121,11 @@ class _Follower:
         }[command.name](command)
 
     def _step(self, command: Command) -> None:
+        if self._takes_lr and command.update and self.updater.optimizer is not None:
+            try:
+                self.updater.set_lr(command.lr)
+            except LdtError as error:
+                self._pipeline.mesh.fail(error, "ldt.follow")
         self._result = self._pipeline.step()
         self.updater.run(command)
 

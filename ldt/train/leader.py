@@ -34,7 +34,8 @@ class Leader:
     Args:
         pipeline: This rank's pipeline.
         optimizer: The optimizer of this rank's parameters, which ``step(update=True)`` steps. None if nothing is
-            trained on the edge, or if you step an optimizer yourself.
+            trained on the edge, or if you step an optimizer yourself. Its learning rates are those of ranks that
+            follow with ``learning_rate="edge"``.
         scheduler: Stepped after the optimizer.
         scaler: The ``ldt.GradScaler`` of the pipeline, if it has one.
 
@@ -56,7 +57,10 @@ class Leader:
         error = self._updater.error()
         if not pipeline.mesh.is_edge:
             error = LdtError("ldt.Leader is for the edge: call ldt.follow on ranks of the cloud")
-        all_agree(pipeline.mesh, "ldt.Leader or ldt.follow", error, self._updater.settings)
+        takes_lr = all_agree(
+            pipeline.mesh, "ldt.Leader or ldt.follow", error, self._updater.settings, False, bool
+        )
+        self._sends_lr = any(takes_lr)
         pipeline.mesh.detector.followed = True
 
     def step(
@@ -77,8 +81,8 @@ class Leader:
             update: Step optimizers and schedulers and drop gradients on all ranks. Without, gradients accumulate.
             max_norm: Clip the norm of all gradients to this before the update. See ``ldt.clip_grad_norm_``.
             norm_type: The type of that norm.
-            upcoming: The microbatches of the next step, which then has the same ``update``, ``max_norm`` and
-                ``norm_type``.
+            upcoming: The microbatches of the next step, which then has the same ``update``, ``max_norm``,
+                ``norm_type`` and, if the cloud takes them, learning rates.
             keep_outputs: Return ``outputs``.
             loss_kwargs: Keyword arguments of the loss.
 
@@ -90,7 +94,8 @@ class Leader:
         limit, kind = None if max_norm is None else float(max_norm), float(norm_type)
         if not kind > 0 or (limit is not None and not limit >= 0):
             raise InputValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-        command = Command("step", bool(update), limit, kind)
+        rates = self._updater.lr if update and self._sends_lr else ()
+        command = Command("step", bool(update), limit, kind, rates)
         with self._leading():
             self._announced = upcoming is not None
             result = self.pipeline.steps.run(

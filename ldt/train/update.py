@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.control.command import Command
 from ldt.runtime.pipeline import Pipeline
@@ -55,6 +56,32 @@ class Updater:
         """What a checkpoint has beside weights and optimizer."""
         found = {"scheduler": self._scheduler, "scaler": self._scaler}
         return {name: state for name, state in found.items() if state is not None}
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """The learning rate of each parameter group, or one if they are equal; empty without an optimizer."""
+        groups = () if self.optimizer is None else self.optimizer.param_groups
+        rates = tuple(float(group["lr"]) for group in groups)
+        return rates[:1] if len(set(rates)) == 1 else rates
+
+    def set_lr(self, rates: tuple[float, ...]) -> None:
+        """Give each parameter group its learning rate, or all groups the only one.
+
+        Raises LdtError if the optimizer has another number of groups.
+        """
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if len(rates) not in (1, len(groups)):
+            raise LdtError(
+                f"learning_rate='edge' needs one learning rate of the edge's optimizer, or one for each of the "
+                f"{len(groups)} parameter groups of this rank's; got {len(rates)}: give ldt.Leader an optimizer with "
+                "the same groups"
+            )
+        for index, group in enumerate(groups):
+            rate = rates[index] if len(rates) > 1 else rates[0]
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
     def run(self, command: Command) -> torch.Tensor | None:
         """Do what ``command`` says. Returns the norm of the gradients if they were clipped."""

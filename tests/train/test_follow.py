@@ -87,6 +87,84 @@ def test_weights_are_those_of_the_unsplit_model(
     pool.run(training, topology, max_norm, ranks=range(topology.world_size))
 
 
+# -- the learning rates of the edge ----------------------------------------------------------------------------
+
+
+def by_groups(chunks: list[nn.Module], groups: int, own: bool) -> torch.optim.Optimizer:
+    """One group of all parameters, or weights and biases; their rates are wrong where they are not ``own``."""
+    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parts = [weights] if groups == 1 else [weights[::2], weights[1::2]]
+    rates = [1e-2, 3e-2] if own else [5.0, 5.0]
+    return torch.optim.AdamW([{"params": p, "lr": lr} for p, lr in zip(parts, rates, strict=False)])
+
+
+def with_rates_of_the_edge(groups: int) -> None:
+    topology = TOPOLOGY
+    expected = toy_chunks(topology)
+    reference = by_groups(expected, groups, own=True)
+    halving = torch.optim.lr_scheduler.ExponentialLR(reference, 0.5)
+    for step in range(4):
+        for x, target in toy_microbatches(4, seed=step):
+            (toy_loss(nn.Sequential(*expected)(x), target) / 4).backward()
+        reference.step()
+        halving.step()
+        reference.zero_grad()
+    mesh, pipeline, chunks, _ = connected(topology)
+    with mesh:
+        mine = [chunks[index] for index in topology.chunks_of(mesh.stage)]
+        optimizer = by_groups(mine, groups, own=mesh.is_edge)
+        if not mesh.is_edge:
+            ldt.follow(pipeline, optimizer, learning_rate="edge")
+        else:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            with ldt.Leader(pipeline, optimizer, scheduler) as leader:
+                for step in range(4):
+                    leader.step(toy_microbatches(4, seed=step))
+        for index in topology.chunks_of(mesh.stage):
+            for got, wanted in zip(chunks[index].parameters(), expected[index].parameters(), strict=True):
+                assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_cloud_takes_the_learning_rates_of_the_edge(pool: RankPool, groups: int) -> None:
+    pool.run(with_rates_of_the_edge, groups, ranks=range(3))
+
+
+def refused_rates(how: str) -> str:
+    mesh, pipeline, chunks, (optimizer, scheduler) = connected(TOPOLOGY)
+    mine = [chunks[index] for index in TOPOLOGY.chunks_of(mesh.stage)]
+    try:
+        with mesh:
+            if not mesh.is_edge:
+                rate: Any = "theirs" if how == "an unknown choice" else "edge"
+                schedules = scheduler if how == "a scheduler" else None
+                ldt.follow(pipeline, optimizer, schedules, learning_rate=rate)
+                return ""
+            of_edge = None if how == "no optimizer" else by_groups(mine, 2, own=True)
+            falling = None if of_edge is None else torch.optim.lr_scheduler.ExponentialLR(of_edge, 0.5)
+            with ldt.Leader(pipeline, of_edge, falling) as leader:
+                batches = [toy_microbatches(2, seed=step) for step in range(2)]
+                leader.step(batches[0], upcoming=batches[1])
+                leader.step(batches[1])
+    except (ldt.LdtError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("a scheduler", "'edge' without a scheduler on this rank, got 'edge' and a scheduler"),
+        ("an unknown choice", "learning_rate must be 'own', or 'edge' .* got 'theirs'"),
+        ("no optimizer", "needs one learning rate of the edge's optimizer, .*; got 0"),
+        ("other groups", "one for each of the 1 parameter groups of this rank's; got 2"),
+    ],
+)
+def test_learning_rates_that_cannot_be_taken_are_refused(pool: RankPool, how: str, expected: str) -> None:
+    for text in pool.run(refused_rates, how, ranks=range(3), timeout=60):
+        assert re.search(expected, text), text
+
+
 # -- other calls -------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ NUMBERS = st.one_of(st.floats(0.1, 1e6), st.just(float("inf")))
         update=st.booleans(),
         max_norm=st.none() | NUMBERS,
         norm_type=NUMBERS,
+        lr=st.lists(st.floats(0, 10), max_size=3).map(tuple),
         step=st.none() | st.integers(0, 10**12),
         keep=st.integers(1, 100),
         mode=st.booleans(),
@@ -33,7 +35,8 @@ def test_commands_survive_their_way(command: Command) -> None:
     for name in ("max_norm", "norm_type"):
         value, other = getattr(command, name), getattr(read, name)
         assert value is other is None or float(value) == float(other)
-    assert (read.name, read.update, read.step) == (command.name, command.update, command.step)
+    names = ("name", "update", "step", "lr")
+    assert [getattr(read, name) for name in names] == [getattr(command, name) for name in names]
 
 
 @given(
@@ -55,6 +58,14 @@ def test_anything_else_is_refused(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
+    "rates", [b"1234567", struct.pack("<d", float("nan")), struct.pack("<600d", *[1.0] * 600)]
+)
+def test_other_learning_rates_are_refused(rates: bytes) -> None:
+    with pytest.raises(ldt.LdtError, match="this is not a command"):
+        Command.from_bytes(b'{"name": "step"}\n' + rates)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {},
@@ -62,6 +73,7 @@ def test_anything_else_is_refused(data: bytes) -> None:
         {"name": "save", "path": "/etc"},
         {"name": "save", "step": -1},
         {"name": "step", "update": 1},
+        {"name": "step", "lr": [0.1]},
         {"name": "step", "max_norm": int("1" * 2000)},
     ],
 )
