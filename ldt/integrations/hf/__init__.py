@@ -16,6 +16,7 @@ from ldt.integrations.hf.adapters import add_adapter
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.inputs import packed_position_ids, position_ids
 from ldt.integrations.hf.loss import token_loss
+from ldt.integrations.hf.optimizer import parameter_groups
 from ldt.integrations.hf.split import Split, split
 from ldt.integrations.hf.weights import init_weights, load_weights, state_dict
 
@@ -26,6 +27,7 @@ __all__ = [
     "init_weights",
     "load_weights",
     "packed_position_ids",
+    "parameter_groups",
     "position_ids",
     "split",
     "state_dict",
