@@ -14,6 +14,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "plan": ("ldt.cli.plan", "compare plans for your link and costs, draw and write the best"),
     "trace": ("ldt.cli.trace", "summarize the trace of a step"),
+    "follow": ("ldt.cli.follow", "run a rank of the cloud without a script"),
     "launch": ("ldt.cli.launch", "start this site's ranks of a job on two sites"),
     "tunnel": ("ldt.cli.tunnel", "write this site's WireGuard file for a job on two sites"),
     "merge": ("ldt.cli.merge", "write a checkpoint of all stages as one safetensors file"),

@@ -49,6 +49,9 @@ class SiteTable:
     interface: str  # the network interface that has this address
     port: int | None = None  # of the process group's store; launchers meet at the next. One site has it
     device: Literal["cpu", "cuda", "npu"] = "cpu"  # one for each rank
+    command: list[str] = field(
+        default_factory=list
+    )  # arguments of Python here, instead of the script and its own
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,10 @@ class Description:
         site = self.sites[self.host]
         return site.address, site.port or 0
 
+    def command_of(self, site: str) -> tuple[str, ...]:
+        """The arguments of Python at ``site``."""
+        return tuple(self.sites[site].command) or (str(self.script), *self.arguments)
+
     def site_of(self, rank: int) -> str:
         """The name of the site of ``rank``."""
         return str(self.topology.sites[self.topology.node_of(rank).stage])
@@ -204,6 +211,7 @@ def _site(name: str, table: dict[str, Any]) -> SiteTable:
     wrong = {
         "address": (not _ADDRESS.fullmatch(site.address), "a host name or an IP address"),
         "interface": (not _INTERFACE.fullmatch(site.interface), "the name of a network interface"),
+        "command": (not all(site.command), "a list of texts that are not empty"),
         "port": (site.port is not None and not 1 <= site.port <= _MAX_PORT, f"from 1 to {_MAX_PORT}"),
     }
     for key, (is_wrong, expected) in wrong.items():

@@ -61,7 +61,7 @@ def exports(description: Description, site: str, index: int | None = None) -> st
     if index is not None and not 0 <= index < len(found):
         raise LdtError(f"--print-env: {site} has the ranks 0 to {len(found) - 1}, counted there, got {index}")
     chosen = found if index is None else [found[index]]
-    command = shlex.join(["python", str(description.script), *description.arguments])
+    command = shlex.join(["python", *description.command_of(site)])
     return "\n".join(f"{_block(description, own)}\n# {command}" for own in chosen)
 
 

@@ -36,7 +36,7 @@ class Ranks:
         self._names = description.ranks_of(site)
         self._output = Output()
         envs = dict(enumerate(launched_environments(description, site, attempt)))
-        command = (sys.executable, str(description.script), *description.arguments)
+        command = (sys.executable, *description.command_of(site))
         arguments = ("-I", "-S", str(Path(tether.__file__)), str(os.getpid()), *command)
         files = _Files(
             {local: self._output.pipe(f"[{site} {rank}] ", sys.stdout) for local, rank in self._by_local()},

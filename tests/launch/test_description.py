@@ -83,6 +83,12 @@ def test_stages_are_at_the_edge_and_the_cloud_by_default(tmp_path: Path) -> None
         ("29500", "70000", "[sites.office] port must be from 1 to 65534, got 70000"),
         ("29500", '"29500"', "[sites.office] port is a text, expected a whole number"),
         ("port = 29500", "", "[sites]: one site keeps the store and has a port, got none"),
+        (
+            '"wg0"',
+            '"wg0"\ncommand = [""]',
+            "[sites.cloud] command must be a list of texts that are not empty",
+        ),
+        ('"wg0"', '"wg0"\ncommand = "-m ldt"', "[sites.cloud] command is a text, expected a list"),
         ('"cuda"', '"gpu"', "[sites.cloud] device is a text, expected 'cpu' or 'cuda' or 'npu'"),
         (
             '"wg0"',

@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 import torch
 from launchers import both, describe, is_gone, kill_hard, launch, wait_for
 
+from ldt.cli import main
 from ldt.testing.models import unsplit_training
 from ldt.topology import Topology
 
@@ -144,6 +145,18 @@ def test_the_exit_status_is_that_of_the_first_failing_rank(tmp_path: Path) -> No
     ]
     assert "got" not in edge.text + cloud.text
     wait_for(lambda: all(map(is_gone, pids(tmp_path))))  # also what they had started
+
+
+def test_a_site_may_have_a_command_instead_of_the_script(tmp_path: Path) -> None:
+    file = describe(tmp_path, "print('the script')")
+    command = "command = ['-c', 'import sys; print(sys.argv[1:])', 'a b']"
+    file.write_text(file.read_text() + command)  # into the last table, that of the cloud
+    with both(file) as (edge, cloud):
+        assert [edge.status(), cloud.status()] == [0, 0], edge.text + cloud.text
+    assert "[edge 0] the script" in edge.text
+    assert "[cloud 1] ['a b']" in cloud.text
+    (tmp_path / "train.py").unlink()
+    assert main(["launch", str(file), "--site", "edge"]) == 2
 
 
 def test_a_killed_launcher_leaves_no_rank_and_may_come_back(tmp_path: Path) -> None:

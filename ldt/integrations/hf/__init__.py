@@ -13,19 +13,29 @@ and a model family needs no code of its own.
 """
 
 from ldt.integrations.hf.adapters import add_adapter
+from ldt.integrations.hf.build import Built, build, follow
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.inputs import packed_position_ids, position_ids
 from ldt.integrations.hf.loss import token_loss
+from ldt.integrations.hf.make_chunks import make_optimizer
 from ldt.integrations.hf.optimizer import parameter_groups
+from ldt.integrations.hf.settings import Adapter, Optimizer, Settings
 from ldt.integrations.hf.split import Split, split
 from ldt.integrations.hf.weights import init_weights, load_weights, state_dict
 
 __all__ = [
+    "Adapter",
+    "Built",
     "Chunk",
+    "Optimizer",
+    "Settings",
     "Split",
     "add_adapter",
+    "build",
+    "follow",
     "init_weights",
     "load_weights",
+    "make_optimizer",
     "packed_position_ids",
     "parameter_groups",
     "position_ids",

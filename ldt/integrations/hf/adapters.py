@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ldt.integrations.hf.chunks import Chunk
-from ldt.integrations.hf.meta_model import has_layers
+from ldt.integrations.hf.meta_model import layers_of
 from ldt.integrations.hf.seeded_init import drawn_by_name
 
 __all__ = ["add_adapter"]
@@ -41,7 +41,7 @@ def add_adapter(
                 raise
             refusals.append(error)
             chunk.requires_grad_(False)
-    if len(refusals) == len(chunks) and any(has_layers(chunk.model) for chunk in chunks):
+    if len(refusals) == len(chunks) and any(layers_of(chunk.model) for chunk in chunks):
         raise refusals[0]
 
 

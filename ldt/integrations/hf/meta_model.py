@@ -17,9 +17,9 @@ from transformers import (
 
 __all__ = [
     "decoder_of",
-    "has_layers",
     "keep_text",
     "keep_vision",
+    "layers_of",
     "materialize",
     "meta_model",
     "model_class",
@@ -132,11 +132,11 @@ def _keep_items(modules: nn.ModuleList, kept: Iterable[int]) -> None:
             modules[index] = PassOn(modules[index])
 
 
-def has_layers(model: PreTrainedModel) -> bool:
-    """Whether the model still has layers of the language model or blocks of the vision tower."""
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the language model and blocks of the vision tower that the model still has."""
     decoder: Any = decoder_of(model)
-    parts = [*decoder.layers, *getattr(getattr(model.model, "visual", None), "blocks", ())]
-    return not all(isinstance(part, PassOn) for part in parts)
+    parts = [*getattr(getattr(model.model, "visual", None), "blocks", ()), *decoder.layers]
+    return [part for part in parts if not isinstance(part, PassOn)]
 
 
 def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, nn.Parameter]) -> None:

@@ -1,0 +1,92 @@
+"""Makes chunks and their optimizer by settings: weights, adapters, recomputation, compilation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, get_args, get_type_hints
+
+import torch
+from transformers import PreTrainedConfig
+
+from ldt.integrations.hf.adapters import add_adapter
+from ldt.integrations.hf.chunks import Chunk
+from ldt.integrations.hf.meta_model import layers_of
+from ldt.integrations.hf.optimizer import parameter_groups
+from ldt.integrations.hf.quantize import quantize
+from ldt.integrations.hf.settings import Adapter, Optimizer, Settings
+from ldt.integrations.hf.split import split
+from ldt.integrations.hf.weights import init_weights, load_weights
+from ldt.runtime.mesh.mesh import Mesh
+
+__all__ = ["make_chunks", "make_optimizer"]
+
+
+def make_chunks(
+    config: PreTrainedConfig, model: str | os.PathLike[str], settings: Settings, mesh: Mesh
+) -> list[Chunk]:
+    """Build the chunks of this rank's stage. Raises ValueError for settings that do not fit the model."""
+    parts = split(config, settings.layers, laps=settings.laps)
+    if parts.num_chunks != mesh.topology.num_chunks or settings.laps != mesh.topology.laps:
+        raise ValueError(
+            f"layers must have a number for each of the {mesh.topology.num_chunks} chunks of {mesh.topology}, "
+            f"got {settings.layers}"
+        )
+    adapter = settings.adapter
+    four_bit = adapter is not None and adapter.four_bit
+    device = torch.device("cpu") if four_bit else mesh.device
+    chunks = parts.build(
+        mesh.topology.chunks_of(mesh.stage), device, getattr(torch, str(settings.dtype)), settings.attention
+    )
+    if settings.weights == "random":
+        init_weights(chunks, settings.seed)
+    else:
+        load_weights(chunks, model)
+    if four_bit:
+        quantize(chunks, mesh.device)
+    if adapter is not None:
+        add_adapter(chunks, _lora(adapter), seed=settings.seed)
+    for chunk in chunks:
+        if settings.checkpointing:
+            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+        for layer in layers_of(chunk.model) if settings.compile else ():
+            layer.compile()
+    return chunks
+
+
+def make_optimizer(
+    chunks: Sequence[Chunk], settings: Optimizer, name: str | None = None
+) -> torch.optim.Optimizer:
+    """Make the optimizer of ``chunks``; ``name`` replaces that of the settings.
+
+    Two parameter groups, with and without weight decay, of which either may be empty. Raises ValueError for an unknown
+    name, and ImportError for one that needs bitsandbytes, if that is not installed.
+    """
+    known = get_args(get_type_hints(Optimizer)["name"])
+    if (name or settings.name) not in known:
+        raise ValueError(f"optimizer must be one of {', '.join(known)}, got {name!r}")
+    chosen: Any = replace(settings, name=name or settings.name)  # type: ignore[arg-type]  # checked above
+    groups = parameter_groups(chunks, chosen.weight_decay)
+    if chosen.name == "sgd":
+        return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum)
+    kind: Any = torch.optim.AdamW if chosen.name == "adamw" else _adamw_8bit()
+    made: torch.optim.Optimizer = kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
+    return made
+
+
+def _adamw_8bit() -> Any:
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit
+
+
+def _lora(adapter: Adapter) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=adapter.rank,
+        lora_alpha=round(adapter.scaling * adapter.rank),
+        lora_dropout=adapter.dropout,
+        target_modules=adapter.targets,
+    )

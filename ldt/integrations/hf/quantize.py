@@ -1,0 +1,42 @@
+"""Keeps the linear layers of chunks in 4 bits, for training adapters beside them (QLoRA)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ldt.integrations.hf.chunks import Chunk
+
+__all__ = ["quantize"]
+
+
+def quantize(chunks: Iterable[Chunk], device: torch.device) -> None:
+    """Replace linear layers, apart from the head, by those of bitsandbytes in 4 bits (NF4), and move all to ``device``.
+
+    Call it after loading weights and before adding adapters. Layers compute in the dtype that their weights had.
+    Raises ImportError without bitsandbytes, and what it raises for a device that it does not support.
+    """
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    for chunk in chunks:
+        head = chunk.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        for name, part in list(chunk.model.named_modules()):
+            if type(part) is not nn.Linear or part is head:
+                continue
+            dtype = part.weight.dtype
+            made: Any = Linear4bit(
+                part.in_features,
+                part.out_features,
+                bias=part.bias is not None,
+                compute_dtype=dtype,
+                quant_type="nf4",
+                device="meta",
+            )
+            made.weight = Params4bit(part.weight.detach(), requires_grad=False, quant_type="nf4")
+            made.bias = part.bias
+            owner, _, attribute = name.rpartition(".")
+            setattr(chunk.model.get_submodule(owner), attribute, made)
+        chunk.to(device)
