@@ -56,6 +56,7 @@ ON_GPUS = [  # the most important first
     Job("step_time_link", "step_time.py --link 10Gbit --transports nccl --preset medium --steps 3", 2, 80),
     Job("metadata", "metadata.py", 1, 60),
     Job("compression", "compression.py", 1, 60),
+    Job("random_weights", "random_weights.py", 1, 90),
 ]
 ON_CPU = [
     Job("p2p_overlap", "p2p_overlap.py --count 7 --latency-count 20"),
@@ -67,6 +68,7 @@ ON_CPU = [
     Job("transfer_link", "transfer.py --link 1Gbit --count 5"),
     Job("metadata", "metadata.py --count 20"),
     Job("compression", "compression.py --count 20"),
+    Job("random_weights", "random_weights.py --layers 4"),
 ]
 
 

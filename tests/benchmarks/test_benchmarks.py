@@ -122,6 +122,13 @@ def test_compression(tmp_path: Path) -> None:
     assert all(row["error"] < 0.03 for row in rows)
 
 
+def test_random_weights(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tables = rows_of("random_weights.py --layers 2 --width 64 --vocabulary 100", tmp_path)
+    assert [row["path"] for row in tables["DrawRow"]] == ["CPU, moved", "in place"]
+    assert all(row["parameters"] == 2 * 65_664 + 64 + 6_400 for row in tables["DrawRow"])
+
+
 @pytest.mark.slow
 def test_compression_quality(tmp_path: Path) -> None:
     small = "--steps 2 --at 0 1 --minibatches 2 --seeds 2 --processes 2"

@@ -1,4 +1,5 @@
 // Runs any operator with the CPU's kernel, on the thread of the current stream.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/native/CPUFallback.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -79,6 +80,18 @@ bool can_run_later(const c10::OperatorHandle& op) {
     return !is_view && (type->isSubtypeOf(*c10::TensorType::get()) ||
                         type->isSubtypeOf(*c10::ListType::ofTensors()));
   });
+}
+
+/// Gives the generator of the device to an operator that takes one and was given none.
+void use_generator_of(c10::Device device, const c10::FunctionSchema& schema,
+                      torch::jit::Stack& stack) {
+  const auto first = stack.size() - schema.arguments().size();
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    const auto optional = schema.arguments()[i].type()->cast<c10::OptionalType>();
+    const bool takes =
+        optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+    if (takes && stack[first + i].isNone()) stack[first + i] = generators()[device.index()];
+  }
 }
 
 // An operator runs twice, once on "meta", and some warn about results that torch itself passed in.
@@ -168,6 +181,15 @@ c10::Device device_of(const Values& inputs) {
 
 }  // namespace
 
+const std::vector<at::Generator>& generators() {
+  static const auto made = [] {
+    std::vector<at::Generator> each;
+    for (int i = 0; i < kDevices; ++i) each.push_back(at::detail::createCPUGenerator());
+    return each;
+  }();
+  return made;
+}
+
 void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto inputs = torch::jit::last(*stack, schema.arguments().size()).vec();
@@ -175,6 +197,7 @@ void run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   auto metas = converted(inputs, on_meta, c10::Device(at::kMeta));
   torch::jit::Stack inferred;
   if (device.is_cpu() || !can_run_later(op) || !infer(op, metas, inferred)) {
+    if (!device.is_cpu()) use_generator_of(device, schema, *stack);
     at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
     return;
   }

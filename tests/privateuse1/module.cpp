@@ -6,6 +6,7 @@
 
 #include "group.h"
 #include "memory.h"
+#include "operators.h"
 #include "streams.h"
 #include "thread_copy_engine.h"
 
@@ -43,6 +44,7 @@ PYBIND11_MODULE(_test_device, module) {
   module.def("synchronize_all", &synchronize_all, py::call_guard<py::gil_scoped_release>());
   module.def("fail_device", &fail_device, py::arg("text"));
   module.def("refuse_copy_engine", &refuse_copy_engine, py::arg("why"));
+  module.def("generators", &generators);
   module.def("writes_after_free", &writes_after_free);
   module.def("make_group", &make_group, py::arg("gloo"), py::arg("timeout"), py::arg("can_abort"));
 }

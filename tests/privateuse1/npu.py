@@ -48,7 +48,7 @@ def start() -> Any:
     compiled = importlib.util.module_from_spec(spec)
     loader.exec_module(compiled)
     torch.utils.rename_privateuse1_backend("npu")
-    torch._register_device_module("npu", _DeviceModule("torch.npu"))
+    torch._register_device_module("npu", _DeviceModule(compiled))
     for name, can_abort in (("hccl", True), (WITHOUT_ABORT, False)):
         make = functools.partial(_make_group, compiled, can_abort)
         dist.Backend.register_backend(name, make, devices=["npu"])
@@ -119,9 +119,22 @@ class _DeviceModule(ModuleType):
     def stream(stream: torch.Stream) -> torch.Stream:
         return stream  # is a context manager itself
 
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        """Use the random numbers of the CPU."""
+    def __init__(self, compiled: Any) -> None:
+        super().__init__("torch.npu")
+        self.default_generators: tuple[torch.Generator, ...] = tuple(compiled.generators())
+
+    def get_rng_state(self, device: int | torch.device) -> torch.Tensor:
+        return self._generator(device).get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: int | torch.device) -> None:
+        self._generator(device).set_state(state)
+
+    def manual_seed_all(self, seed: int) -> None:
+        for generator in self.default_generators:
+            generator.manual_seed(seed)
+
+    def _generator(self, device: int | torch.device) -> torch.Generator:
+        return self.default_generators[device.index if isinstance(device, torch.device) else device]
 
     @staticmethod
     def _is_in_bad_fork() -> bool:

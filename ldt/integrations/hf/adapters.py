@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ldt.integrations.hf.chunks import Chunk
@@ -23,8 +24,10 @@ def add_adapter(
     Use it instead of ``peft.get_peft_model``, which would wrap a chunk in a module that hides the keywords of its
     forward. A chunk without any target module of the config is frozen. Call it after loading weights;
     ``peft.get_peft_model_state_dict(chunk.model)`` then returns a chunk's adapter weights by their names in the whole
-    model. An adapter's random numbers depend on ``seed``, its name and its module's name, so they do not depend on how
-    the model is split and differ between stages.
+    model.
+
+    An adapter's random numbers depend on ``seed``, its name, its module's name and the device, as in ``init_weights``.
+    So they do not depend on how the model is split, and differ between stages.
 
     Raises ValueError if these chunks have layers but no target module, or if adapters of this kind are not added module
     by module.
@@ -59,12 +62,26 @@ def _drawing_by_name(config: Any, seed: int) -> Any:
 
     class Tuner(known):  # type: ignore[misc]  # known only at run time
         def _create_and_replace(
-            self, config: Any, adapter_name: str, *target: Any, current_key: str, **options: Any
+            self,
+            config: Any,
+            adapter_name: str,
+            target: nn.Module,
+            *place: Any,
+            current_key: str,
+            **options: Any,
         ) -> None:
-            with drawn_by_name(seed, f"{adapter_name} {current_key}"):
-                super()._create_and_replace(config, adapter_name, *target, current_key=current_key, **options)
+            device = _device_of(target)
+            options["current_key"] = current_key
+            with torch.device(device), drawn_by_name(seed, f"{adapter_name} {current_key}", device):
+                super()._create_and_replace(config, adapter_name, target, *place, **options)
 
     return Tuner
+
+
+def _device_of(target: nn.Module) -> torch.device:
+    """Return where adapters of ``target`` are drawn: on its device, if that has memory."""
+    devices = (parameter.device for parameter in target.parameters() if not parameter.is_meta)
+    return next(devices, torch.device("cpu"))
 
 
 def _has_adapters(chunk: nn.Module) -> bool:

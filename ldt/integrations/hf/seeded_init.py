@@ -12,10 +12,17 @@ __all__ = ["drawn_by_name"]
 
 
 @contextmanager
-def drawn_by_name(seed: int, name: str) -> Iterator[None]:
-    """Seed the CPU generator by ``seed`` and ``name`` within the context. No generator changes outside."""
+def drawn_by_name(seed: int, name: str, device: torch.device) -> Iterator[None]:
+    """Seed the generators of the CPU and of ``device`` by ``seed`` and ``name``. Their states are restored at the end.
+
+    The host does not wait for the device.
+    """
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would also seed accelerators, permanently.
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+    number = int.from_bytes(digest[:8], "big")
+    devices = [] if device.type == "cpu" else [device.index]
+    with torch.random.fork_rng(devices, device_type=device.type):
+        # Not torch.manual_seed, which would also seed all other accelerators, permanently.
+        torch.default_generator.manual_seed(number)
+        for index in devices:
+            torch.get_device_module(device).default_generators[index].manual_seed(number)
         yield

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,26 +38,30 @@ def state_dict(chunks: Iterable[Chunk]) -> dict[str, torch.Tensor]:
 def init_weights(chunks: Iterable[Chunk], seed: int) -> None:
     """Draw weights as transformers does for the model. A layer's weights do not depend on how the model is split.
 
-    Each module's random numbers depend only on ``seed`` and its name, and are drawn on the CPU whatever its device.
+    Each module's random numbers depend only on ``seed``, its name and its device: they are drawn in place by the
+    generator of the device, and differ between the CPU, CUDA and NPUs, and between models of GPUs. All generators keep
+    their states. For the same numbers everywhere, draw on the CPU and move the chunks.
+
     Raises LdtError naming the weights that transformers does not draw module by module, after drawing all others.
     """
     done: set[int] = set()
-    unset: list[str] = []
+    flags: dict[torch.device, dict[str, torch.Tensor]] = defaultdict(dict)  # whether a weight is still NaN
     for chunk in chunks:
         for name, part, model in with_owners(chunk.model):
             parameters = dict(part.named_parameters(recurse=False))
             if not parameters or done.issuperset(map(id, parameters.values())):
                 continue
             done.update(map(id, parameters.values()))
-            part._parameters.update({key: _nan_on_cpu(parameter) for key, parameter in parameters.items()})
-            with drawn_by_name(seed, name):
-                model._init_weights(part)
+            _draw(part, parameters, model, name, seed)
             for key, parameter in parameters.items():
-                drawn = part.get_parameter(key)
-                if drawn.isnan().any():
-                    unset.append(f"{name}.{key}")
-                parameter.copy_(drawn)
-                part._parameters[key] = parameter
+                flags[parameter.device][f"{name}.{key}"] = parameter.isnan().any()
+    # The host waits here, once for each device.
+    unset = [
+        name
+        for same in flags.values()
+        for name, is_unset in zip(same, torch.stack([*same.values()]).tolist(), strict=True)
+        if is_unset
+    ]
     if unset:
         kind = type(chunk.model).__name__
         raise LdtError(
@@ -65,8 +70,22 @@ def init_weights(chunks: Iterable[Chunk], seed: int) -> None:
         )
 
 
-def _nan_on_cpu(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.full_like(parameter, torch.nan, device="cpu"), parameter.requires_grad)
+def _draw(part: nn.Module, parameters: Mapping[str, nn.Parameter], model: Any, name: str, seed: int) -> None:
+    """Draw ``parameters``, all of ``part`` without its children; NaN remains where ``model`` draws nothing."""
+    (device,) = {parameter.device for parameter in parameters.values()}
+    if device.type == "meta":
+        raise LdtError(f"there is no memory to draw {name} in: build the chunk on another device than meta")
+    # Other Parameters over the same memory: transformers may have marked these, or put new ones in their place.
+    part._parameters.update({key: _as_new(parameter) for key, parameter in parameters.items()})
+    with drawn_by_name(seed, name, device):
+        model._init_weights(part)
+    for key, parameter in parameters.items():
+        parameter.copy_(part.get_parameter(key))
+        part._parameters[key] = parameter
+
+
+def _as_new(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().fill_(torch.nan), parameter.requires_grad)
 
 
 @torch.no_grad()
