@@ -111,6 +111,7 @@ class _Follower:
 
     def run(self, command: Command) -> None:
         """Make the call. Raises what it raises, on all ranks."""
+        torch.clear_autocast_cache()  # has casts of weights from before an update, if follow runs under autocast
         {
             "step": self._step,
             "eval": self._eval,

@@ -190,6 +190,7 @@ class Leader:
         if self._closed:
             raise LdtError("this ldt.Leader is closed, so no rank follows it: make another one")
         mesh.detector.followed = False
+        torch.clear_autocast_cache()  # has casts of weights from before an update, if all calls are under one autocast
         try:
             yield
         finally:

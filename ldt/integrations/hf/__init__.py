@@ -12,16 +12,21 @@ weights that return their input. So masks, rotary embeddings, layer types and we
 and a model family needs no code of its own.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from ldt.integrations.hf.adapters import add_adapter
 from ldt.integrations.hf.build import Built, build, follow
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.inputs import packed_position_ids, position_ids
-from ldt.integrations.hf.loss import token_loss
+from ldt.integrations.hf.loss import causal_lm_loss, token_loss
 from ldt.integrations.hf.make_chunks import make_optimizer
 from ldt.integrations.hf.optimizer import parameter_groups
 from ldt.integrations.hf.settings import Adapter, Optimizer, Settings
 from ldt.integrations.hf.split import Split, split
 from ldt.integrations.hf.weights import init_weights, load_weights, state_dict
+
+if TYPE_CHECKING:
+    from ldt.integrations.hf.trainer import Trainer, TrainerMixin, create_optimizer
 
 __all__ = [
     "Adapter",
@@ -30,8 +35,12 @@ __all__ = [
     "Optimizer",
     "Settings",
     "Split",
+    "Trainer",
+    "TrainerMixin",
     "add_adapter",
     "build",
+    "causal_lm_loss",
+    "create_optimizer",
     "follow",
     "init_weights",
     "load_weights",
@@ -43,3 +52,12 @@ __all__ = [
     "state_dict",
     "token_loss",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs accelerate when it is used."""
+    if name not in ("Trainer", "TrainerMixin", "create_optimizer"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ldt.integrations.hf import trainer
+
+    return getattr(trainer, name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch.nn import functional
+from transformers.loss.loss_utils import ForCausalLMLoss
 
-__all__ = ["token_loss"]
+__all__ = ["causal_lm_loss", "token_loss"]
 
 IGNORED = -100  # a label without loss, as everywhere in transformers
 
@@ -20,3 +21,15 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor
     predictions = logits[:, :-1].flatten(0, 1).float()
     loss = functional.cross_entropy(predictions, following, ignore_index=IGNORED, reduction="sum")
     return loss, (following != IGNORED).sum()
+
+
+def causal_lm_loss(
+    logits: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the loss that a causal language model of transformers returns, for ``Pipeline(loss_reduction="sum")``.
+
+    With ``num_items_in_batch``, the number of predicted tokens in all microbatches of a step, it is the sum of the
+    losses of ``logits`` divided by that: give it as ``loss_kwargs``, as ``hf.Trainer`` does. Without, it is their mean.
+    """
+    loss: torch.Tensor = ForCausalLMLoss(logits, labels, logits.shape[-1], num_items_in_batch)
+    return loss

@@ -145,6 +145,11 @@ class StepRunner:
         """The grad scaler that the pipeline was given on this rank."""
         return self._options.loss.grad_scaler
 
+    @property
+    def loss(self) -> LossOptions:
+        """The arguments of the pipeline about its loss, on this rank."""
+        return self._options.loss
+
     # -- the call --------------------------------------------------------------------------------------------
 
     def _open(
