@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from ldt.launch import Job as Job
     from ldt.runtime import Mesh as Mesh
     from ldt.runtime import Pipeline as Pipeline
+    from ldt.runtime import Profile as Profile
     from ldt.runtime import StepResult as StepResult
     from ldt.runtime import connect as connect
+    from ldt.runtime import scalars as scalars
     from ldt.runtime.comm.compression import Compression as Compression
     from ldt.topology import Node as Node
     from ldt.topology import Topology as Topology
@@ -64,6 +66,7 @@ _NEEDS_TORCH = {
     "LoadedCheckpoint": "ldt.train",
     "Mesh": "ldt.runtime",
     "Pipeline": "ldt.runtime",
+    "Profile": "ldt.runtime",
     "StepResult": "ldt.runtime",
     "connect": "ldt.runtime",
     "clip_grad_norm_": "ldt.train",
@@ -71,6 +74,7 @@ _NEEDS_TORCH = {
     "load_checkpoint": "ldt.train",
     "merge_checkpoint": "ldt.train",
     "save_checkpoint": "ldt.train",
+    "scalars": "ldt.runtime",
 }
 
 __all__ = ["__version__", "plan", *_PURE, *_NEEDS_TORCH]  # noqa: PLE0604 (all are strings)

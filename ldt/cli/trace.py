@@ -1,4 +1,7 @@
-"""Summarizes a trace of a step: what each node computed, where it waited longest, and what each channel carried."""
+"""Summarizes a trace of a step: what each node computed, where it waited longest, and what each channel carried.
+
+With ``--merge`` it also adds what ``torch.profiler`` recorded of each rank in an ``ldt.Profile``.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from ldt.cli import trace_kernels
 from ldt.cli.table import table
 from ldt.errors import PlanError
 from ldt.plan import Event, Kind, Timeline, draw_text, read_trace
@@ -26,15 +30,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "file", type=Path, metavar="FILE", help="written with chrome_trace(), or by Timeline.save()"
     )
     parser.add_argument("--draw", action="store_true", help="draw the step, too")
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="KERNELS",
+        help="what ranks of an ldt.Profile recorded, kernels-<rank>.json.gz: add it to the trace",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the file to write with --merge; ends with .gz to compress it"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the summary. Returns 2 and prints the error if the file cannot be read."""
+    """Print the summary, and write what is to be merged. Returns 2 and prints the error if a file cannot be read."""
     try:
+        if bool(arguments.merge) != (arguments.out is not None):
+            raise PlanError("--merge needs --out, the file to write, and the other way round")
         timeline = read_trace(arguments.file)
+        if arguments.merge:
+            trace_kernels.write(trace_kernels.merged(arguments.file, arguments.merge), arguments.out)
     except (PlanError, OSError) as error:
         print(f"python -m ldt trace: {error}", file=sys.stderr)
         return 2
+    if arguments.merge:
+        print(f"wrote {arguments.out} with the kernels of {len(arguments.merge)} ranks\n")
     print(f"{_ms(timeline.makespan)}, bubble {timeline.bubble:.1%}, {timeline.topology.to_text()}\n")
     if arguments.draw:
         print(draw_text(timeline, shutil.get_terminal_size((120, 24)).columns) + "\n")

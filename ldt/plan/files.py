@@ -18,13 +18,13 @@ _FORWARDS_OF_ANY_TEXT = 10_000  # that the header of any text may declare, howev
 _T = TypeVar("_T")
 
 
-def load(path: str | os.PathLike[str], read: Callable[[str], _T]) -> _T:
-    """Return ``read`` of the text in a file.
+def load(path: str | os.PathLike[str], read: Callable[[str], _T], max_bytes: int = _MAX_BYTES) -> _T:
+    """Return ``read`` of the text in a file of at most ``max_bytes``.
 
     Raises FileNotFoundError, or PlanError naming the file if it cannot be read or is of another kind.
     """
     try:
-        return read(read_file(path, _MAX_BYTES).decode())
+        return read(read_file(path, max_bytes).decode())
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -1,6 +1,8 @@
 """Connects ranks and executes plans."""
 
 from ldt.runtime.common.tensor_spec import TensorSpec
+from ldt.runtime.execution.profiler import Profile
+from ldt.runtime.execution.scalars import scalars
 from ldt.runtime.execution.step_result import StepResult, StepStats, Traffic, merge_timelines
 from ldt.runtime.mesh.connect import connect
 from ldt.runtime.mesh.mesh import Mesh
@@ -9,10 +11,12 @@ from ldt.runtime.pipeline import Pipeline
 __all__ = [
     "Mesh",
     "Pipeline",
+    "Profile",
     "StepResult",
     "StepStats",
     "TensorSpec",
     "Traffic",
     "connect",
     "merge_timelines",
+    "scalars",
 ]

@@ -16,6 +16,7 @@ from ldt.runtime.execution.edge_chunks import make_runner
 from ldt.runtime.execution.loss import LossFn, LossOptions, LossReduction
 from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.profile_costs import measure_costs
+from ldt.runtime.execution.profiler import Profile
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.execution.step_runner import StepOptions, StepRunner
 from ldt.runtime.execution.stream_timer import StreamTimer
@@ -70,6 +71,7 @@ class Pipeline:
         sync_buffers: Before each call, send the buffers of the first replica to the others: those in a
             ``state_dict``, such as running statistics. Chunks in DistributedDataParallel follow its
             ``broadcast_buffers`` instead, for all buffers.
+        profile: An ``ldt.Profile``: steps to record on all ranks, as one trace for Perfetto.
 
     Raises:
         ValueError: An argument of this rank is wrong, such as the number of chunks.
@@ -97,11 +99,12 @@ class Pipeline:
         sync_weights: bool = False,
         allow_equal_weights: bool = False,
         sync_buffers: bool = True,
+        profile: Profile | None = None,
     ) -> None:
         self._mesh = mesh
         self._weights = WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
         loss = LossOptions(loss_fn, loss_reduction, grad_scaler)
-        arguments = PipelineArguments(chunks, plan, plan_factory, loss, audit, self._weights)
+        arguments = PipelineArguments(chunks, plan, plan_factory, loss, audit, self._weights, profile)
         parts, summary = set_up(mesh, arguments)
         self._plans, self._loss_module = parts.plans, parts.loss_module
         number = mesh.next_pipeline_number()
@@ -118,7 +121,7 @@ class Pipeline:
             announcer = Announcer(mesh, self._shapes, parts.plans, summary.metadata, parts.audit)
         handshake = Handshake(mesh, self._shapes, parts.plans, announcer)
         nan_check = NanCheck(activations=check_finite, gradients=check_finite and not summary.scaled)
-        options = StepOptions(loss, parts.loss_module, nan_check, parts.audit)
+        options = StepOptions(loss, parts.loss_module, nan_check, parts.audit, parts.profiler)
         self._steps = StepRunner(mesh, number, self._runners, handshake, parts.buffers, options)
 
     @property
@@ -280,6 +283,6 @@ class Pipeline:
 
         def step(batch: Any) -> StepStats:
             timer = None if device.type == "cpu" else StreamTimer(device)
-            return self._steps.run("step", batch, timer=timer).stats
+            return self._steps.run("step", batch, timer=timer, profiled=False).stats
 
         return measure_costs(self._mesh, step, microbatches, steps, self.parameters())

@@ -14,6 +14,7 @@ from ldt.runtime.common.peer_messages import as_str_dict, as_str_list
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.loss import LossOptions
+from ldt.runtime.execution.profiler import Profile, Profiler
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.buffer_sync import BufferSync
 from ldt.runtime.model.data_parallel import check_equal_sharding, check_groups, sharding_of, unwrapped
@@ -143,6 +144,7 @@ class PipelineArguments:
     loss: LossOptions
     audit: str | Path | None
     weights: WeightOptions
+    profile: Profile | None = None
 
 
 class PipelineParts:
@@ -159,9 +161,11 @@ class PipelineParts:
             check_groups("loss_fn", self.loss_module, mesh.rank_info)
         check_hooks_and_layers(modules, self.loss_module, mesh, arguments.loss.per_token)
         self.plans = PlanCache(mesh.topology, mesh.lanes, arguments.plan, arguments.plan_factory)
+        self.profiler = None if arguments.profile is None else Profiler(arguments.profile, mesh)
         self.required_equal = {
             "plans": self.plans.digest_of_all(),
             "values of loss_reduction": arguments.loss.reduction,
+            "steps of profile": "none" if self.profiler is None else str(self.profiler.steps),
             **arguments.weights.required_equal(),
         }
         self.report = SetupReport(

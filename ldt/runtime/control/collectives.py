@@ -89,11 +89,14 @@ class Collectives:
         """
         return data if self._node is None else self._broadcast(self._node, 0, data, no_timeout)
 
+    def gather(self, data: bytes) -> list[bytes]:
+        """Gather ``data`` of every rank, in topology order, on the first rank. Elsewhere returns none."""
+        messages = self._gather_messages(self._node, [data])
+        return self._gather_messages(self._leaders, messages) if self._rank_info.is_leader else []
+
     def all_gather(self, data: bytes) -> list[bytes]:
         """Gather ``data`` of every rank, in topology order, on every rank."""
-        node_messages = self._gather_messages(self._node, [data])
-        messages = self._gather_messages(self._leaders, node_messages) if self._rank_info.is_leader else []
-        messages = _unpacked(self.broadcast(_packed(messages), self._rank_info.topology.nodes[0]))
+        messages = _unpacked(self.broadcast(_packed(self.gather(data)), self._rank_info.topology.nodes[0]))
         if len(messages) != self._rank_info.topology.world_size:
             raise LdtError(f"expected {self._rank_info.topology.world_size} messages, got {len(messages)}")
         return messages

@@ -55,6 +55,11 @@ class ControlPlane:
         gathered = self._collectives.all_gather(_encode([self._call(), message]))
         return [self._open(data, source, read) for source, data in enumerate(gathered)]
 
+    def gather(self, message: Any, read: Read = _identity) -> list[Any]:
+        """Gather ``read(message)`` of every rank, in topology order, on the first rank. Elsewhere returns none."""
+        gathered = self._collectives.gather(_encode([self._call(), message]))
+        return [self._open(data, source, read) for source, data in enumerate(gathered)]
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over all ranks, in double precision."""
         tensor = torch.tensor([*values, self._call_checksum()], dtype=torch.float64, device="cpu")

@@ -13,6 +13,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.plan import Action, Kind
 from ldt.plan.checks.error_context import error_context
+from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.packed_message import Arrival, receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
 from ldt.runtime.common.chunk_outputs import check_device
@@ -64,7 +65,7 @@ class Executor:
         self._gradients = GradMemory()
         self._receives: dict[Slot, Entry] = {}
         self._local: dict[tuple[int, int], HopSpecs] = {}  # specs of local hops, by microbatch and hop
-        self.traffic: dict[Channel, list[int]] = {}  # messages and bytes
+        self.traffic: dict[Channel, list[int]] = {}  # messages, bytes, bytes before compression
         self.recorder = recorder or Recorder()
         self._audit = audit
         self.position = "the start of the row"
@@ -134,7 +135,7 @@ class Executor:
             earlier.popleft()
         work = endpoint.send_parts(message.parts, _label(action))
         if work is not None:
-            self._count(action, message_bytes(endpoint, message.specs))
+            self._count(action, endpoint, message.specs)
             if self._audit is not None:
                 self._audit.write_tensors(
                     self._step.serial,
@@ -155,7 +156,7 @@ class Executor:
         assert endpoint is not None, "every rank of the node receives"
         shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
-        self._count(action, message_bytes(endpoint, specs))
+        self._count(action, endpoint, specs)
         self._stash.put(slot, receive_message(endpoint, specs, shapes, self._mesh.device, _label(action)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
@@ -320,11 +321,10 @@ class Executor:
             self._step.guard.check(parts, what)
         return parts
 
-    def _count(self, action: Action, nbytes: int) -> None:
+    def _count(self, action: Action, endpoint: Endpoint, specs: Sequence[TensorSpec]) -> None:
         """Count a message with all its bytes, whether or not this rank carries them."""
-        counts = self.traffic.setdefault(self._channel(action), [0, 0])
-        counts[0] += 1
-        counts[1] += nbytes
+        counts = self.traffic.setdefault(self._channel(action), [0, 0, 0])
+        counts[:] = map(sum, zip(counts, (1, *message_bytes(endpoint, specs)), strict=True))
 
     def _enter(self, position: str) -> None:
         """Record that this rank is now at ``position``. Raises RemoteStageError if the mesh has failed."""

@@ -49,6 +49,7 @@ class Outgoing:
         return [None if tensor.is_meta else tensor for tensor in self.tensors]
 
 
-def message_bytes(endpoint: Endpoint, specs: Sequence[TensorSpec]) -> int:
-    """Bytes of a whole message on the wire, as if each tensor were packed in one part."""
-    return sum(wire_bytes(endpoint.scheme, spec) for spec in specs)
+def message_bytes(endpoint: Endpoint, specs: Sequence[TensorSpec]) -> tuple[int, int]:
+    """Bytes of a whole message on the wire, as if each tensor were packed in one part, and of its tensors."""
+    sent = sum(wire_bytes(endpoint.scheme, spec) for spec in specs)
+    return sent, sent if endpoint.scheme == "none" else sum(wire_bytes("none", spec) for spec in specs)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ldt.plan import Action
+from ldt.plan import Action, Kind
 from ldt.runtime.common.managed import managed
 
 __all__ = ["Entry", "Recorder"]
@@ -38,6 +38,8 @@ class Entry:
 class Timer(Protocol):
     """The interface of StreamTimer."""
 
+    @property
+    def moments(self) -> bool: ...
     def begin(self, entry: Entry) -> None: ...
     def end(self, entry: Entry) -> None: ...
     def resolve(self) -> None: ...
@@ -47,7 +49,8 @@ class Timer(Protocol):
 class Recorder:
     """The entries of one step on one rank.
 
-    With a ``timer``, ``finish`` replaces the host times of compute actions by times on the stream.
+    With a ``timer``, ``finish`` replaces the host times of compute actions by times on the stream. If these have
+    moments, transfers are moved to them: as late as their message was computed, and as late as it was needed.
     """
 
     timer: Timer | None = None
@@ -81,6 +84,23 @@ class Recorder:
     def finish(self) -> None:
         if self.timer is not None:
             self.timer.resolve()
+            if self.timer.moments:
+                self._fit_transfers()
+
+    def _fit_transfers(self) -> None:
+        """Streams send after the action that computed the message, and have received before the one that needs it."""
+        computed = {
+            (entry.action.chunk, "F" if entry.action.kind is Kind.F else "B", entry.action.microbatch): entry
+            for entry in self.entries
+            if entry.action.kind.is_compute and entry.action.kind is not Kind.W
+        }
+        for entry in self.entries:
+            action = entry.action
+            if action.kind.is_comm:
+                user = computed[action.chunk, action.kind.direction, action.microbatch]
+                if action.kind.is_send:
+                    entry.start = max(entry.start, user.end)
+                entry.end = max(entry.end, entry.start if action.kind.is_send else user.start)
 
     @property
     def computing(self) -> float:

@@ -31,7 +31,8 @@ class StepStats:
         computing: Time in chunks, losses and gradient reduction.
         waiting: Time blocked on transfers.
         idle: The rest: waiting for the step to begin, and the runtime's own work.
-        channels: Payload by channel name.
+        channels: Payload by channel name, on the wire.
+        uncompressed: Its bytes before compression, for channels that compress.
         lanes: The counters of ``ldt._C.Lane.stats`` for this step.
         outages: How often a link between sites was down for 3 s or more and is back, as this rank saw it since the call
             before this one. A rank of another site, or this one, that is stopped for so long counts, too. 0 unless
@@ -50,6 +51,7 @@ class StepStats:
     lanes: dict[str, dict[str, float]] = field(default_factory=dict)
     entries: list[Entry] = field(default_factory=list)
     outages: int = 0
+    uncompressed: dict[str, int] = field(default_factory=dict)
 
     @property
     def node(self) -> Node:
@@ -75,6 +77,7 @@ class StepStats:
             "lanes": self.lanes,
             "entries": [entry.to_json() for entry in self.entries],
             "outages": self.outages,
+            "uncompressed": self.uncompressed,
         }
 
     @classmethod
@@ -83,6 +86,7 @@ class StepStats:
         fields["topology"] = Topology.from_text(fields["topology"])
         fields["channels"] = {name: Traffic(*counts) for name, counts in fields["channels"].items()}
         fields["entries"] = [Entry.from_json(entry) for entry in fields["entries"]]
+        fields["uncompressed"] = {name: int(size) for name, size in fields["uncompressed"].items()}
         fields |= {name: float(fields[name]) for name in ("seconds", "computing", "waiting")}
         return cls(**fields)
 

@@ -20,6 +20,7 @@ from ldt.runtime.execution.grad_reduce import EarlierGradients
 from ldt.runtime.execution.loss import LossOptions, StepLoss, TokenScale
 from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.on_demand import Messages, OnDemand
+from ldt.runtime.execution.profiler import Profiler
 from ldt.runtime.execution.recorder import Recorder
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.execution.step_state import StepState
@@ -47,6 +48,7 @@ class StepOptions:
     loss_module: nn.Module | None
     nan_check: NanCheck
     audit: Audit | None
+    profiler: Profiler | None = None
 
 
 class StepRunner:
@@ -74,6 +76,7 @@ class StepRunner:
         self._first_use = FirstUse(mesh.topology, mesh.device)
         self._serial = 0  # of the current call
         self._guard: Guard | None = None
+        self._profiler = options.profiler
 
     def parameters(self) -> dict[nn.Parameter, None]:
         """The parameters of this rank's chunks and, on the edge, of the loss function, in order and each once."""
@@ -93,12 +96,19 @@ class StepRunner:
         loss_kwargs: Mapping[str, Any] | None = None,
         command: bytes = b"",
         timer: StreamTimer | None = None,
+        profiled: bool = True,
     ) -> StepResult:
-        """Run one step or eval. Without a ``timer`` times are the host's. See ``Pipeline.step`` for what it raises."""
+        """Run one step or eval. Without a ``timer`` times are the host's. See ``Pipeline.step`` for what it raises.
+
+        Steps that are not ``profiled`` do not count for a profile.
+        """
         self._mesh.check_usable()
+        profiler = self._profiler if profiled and mode == "step" else None
         with self._mesh.calling(f"{mode}()"):
             executor: Executor | None = None
             try:
+                if profiler is not None:
+                    timer = profiler.begin_step()
                 stats = StepStatsCollector(self._mesh)
                 call, context = self._open(mode, microbatches, upcoming, command)
                 step = self._step_state(call, context, keep_outputs, loss_kwargs or {})
@@ -109,12 +119,17 @@ class StepRunner:
                 executor.recorder.finish()
                 if self._guard is not None:
                     self._guard.end()
-                return self._result(step, stats.collect(executor))
+                result = self._result(step, stats.collect(executor))
+                if profiler is not None and profiler.end_step(result.stats):
+                    self._profiler = None
+                return result
             except StepRejected as rejected:
                 raise rejected.error from None
             except BaseException as error:
                 for runner in self._runners.values():
                     runner.drop()
+                if profiler is not None:
+                    profiler.abort()
                 if executor is None:
                     self._mesh.fail(error, f"the beginning of {mode}()")
                 self._mesh.fail(error, executor.position, executor.error_context())

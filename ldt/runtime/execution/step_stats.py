@@ -28,7 +28,12 @@ class StepStatsCollector:
             seconds=time.perf_counter() - self._start,
             computing=recorder.computing,
             waiting=recorder.waiting,
-            channels={channel.name: Traffic(*counts) for channel, counts in executor.traffic.items()},
+            channels={channel.name: Traffic(*counts[:2]) for channel, counts in executor.traffic.items()},
+            uncompressed={
+                channel.name: before
+                for channel, (_, sent, before) in executor.traffic.items()
+                if before != sent
+            },
             lanes={
                 lane: {name: value - self._before[lane][name] for name, value in counters.items()}
                 for lane, counters in self._counters().items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from ldt.runtime.common.device import current_stream, synchronize_current_stream
@@ -11,11 +13,24 @@ __all__ = ["StreamTimer"]
 
 
 class StreamTimer:
-    """Times actions on the current stream of ``device``. The stream runs behind the host, as in any step."""
+    """Times actions on the current stream of ``device``. The stream runs behind the host, as in any step.
 
-    def __init__(self, device: torch.device) -> None:
+    With ``moments`` it also says when they began there. For this it waits for the stream once, when it is made.
+    """
+
+    def __init__(self, device: torch.device, moments: bool = False) -> None:
         self._device = device
+        self._zero: tuple[torch.Event, float] | None = None
+        if moments:
+            event = torch.Event(device, enable_timing=True)
+            synchronize_current_stream(device)
+            event.record(current_stream(device))
+            self._zero = event, time.time()
         self._spans: dict[int, tuple[Entry, torch.Event, torch.Event]] = {}
+
+    @property
+    def moments(self) -> bool:
+        return self._zero is not None
 
     def begin(self, entry: Entry) -> None:
         """Start timing ``entry``. Called again after a wait, which drops the time before it."""
@@ -31,6 +46,9 @@ class StreamTimer:
         """Wait for the stream, then set each entry's duration to its time there and ``waited`` to 0."""
         synchronize_current_stream(self._device)
         for entry, begin, end in self._spans.values():
+            if self._zero is not None:
+                event, moment = self._zero
+                entry.start = moment + event.elapsed_time(begin) / 1e3
             entry.end = entry.start + begin.elapsed_time(end) / 1e3
             entry.waited = 0.0
         self._spans.clear()

@@ -1,0 +1,173 @@
+"""Records some steps of a run on each rank, and gathers them on the edge into one trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ldt.runtime.common.peer_messages import plain
+from ldt.runtime.common.redact import InputTypeError, InputValueError
+from ldt.runtime.execution.profile_trace import profile_trace
+from ldt.runtime.execution.step_result import StepStats
+from ldt.runtime.execution.stream_timer import StreamTimer
+from ldt.runtime.mesh.mesh import Mesh
+from ldt.site import Site
+from ldt.topology import Node
+
+__all__ = ["Profile", "Profiler"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_STEPS = 100
+_ROUND_TRIPS = 5  # of which the fastest counts
+_TRACE = "trace.json"
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The steps of a pipeline to record, and the folder for what is recorded: ``Pipeline(profile=...)``.
+
+    After the last of ``steps``, rank 0 writes ``trace.json``: a Chrome trace with all actions and transfers of all
+    ranks. With ``kernels`` each rank writes what ``torch.profiler`` recorded of it to ``kernels-<rank>.json.gz``, which
+    ``python -m ldt trace --merge`` adds to the trace.
+
+    Attributes:
+        folder: Made if it is not there. May differ by rank.
+        steps: For example ``range(10, 13)``. The pipeline's first step is 0; evals and ``measure_costs`` do not count.
+            Equal on all ranks.
+        kernels: Record operators and kernels of this rank, too, which takes time in each of them.
+    """
+
+    folder: str | os.PathLike[str]
+    steps: range
+    kernels: bool = True
+
+
+class Profiler:
+    """Records what ``profile`` says, on this rank. Raises ValueError or TypeError for a profile that is wrong."""
+
+    def __init__(self, profile: Profile, mesh: Mesh) -> None:
+        if not isinstance(profile, Profile):
+            raise InputTypeError(f"profile must be an ldt.Profile, got {type(profile).__name__}")
+        steps = profile.steps
+        contiguous = isinstance(steps, range) and steps.step == 1 and steps.start >= 0
+        if not contiguous or not 1 <= len(steps) <= _MOST_STEPS:
+            raise InputValueError(
+                f"steps of a profile must be a range of 1 to {_MOST_STEPS} steps such as range(10, 13), got "
+                f"{str(steps)[:80]}"
+            )
+        self.steps = steps
+        self._folder = Path(profile.folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._kernels = bool(profile.kernels)
+        self._mesh = mesh
+        self._step = 0
+        self._recorded: list[StepStats] = []
+        self._torch: torch.profiler.profile | None = None
+
+    def begin_step(self) -> StreamTimer | None:
+        """Begin a step. Returns what times it on the device, if it is recorded and there is one."""
+        if self._step not in self.steps:
+            return None
+        self._start()
+        return None if self._mesh.device.type == "cpu" else StreamTimer(self._mesh.device, moments=True)
+
+    def end_step(self, stats: StepStats) -> bool:
+        """End a step that succeeded. Returns whether all is recorded and written: with the last of the steps.
+
+        A collective call of all ranks then.
+        """
+        if self._step in self.steps:
+            self._recorded.append(stats)
+        self._step += 1
+        if self._step == self.steps.start:
+            self._start()  # takes long the first time, so not within a step
+        if self._step < self.steps.stop:
+            return False
+        self._stop()
+        self._gather()
+        return True
+
+    def abort(self) -> None:
+        """Stop recording, as the mesh has failed."""
+        if self._torch is not None:
+            torch_profiler, self._torch = self._torch, None
+            with suppress(RuntimeError):
+                torch_profiler.stop()
+
+    # -- kernels ---------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if not self._kernels or self._torch is not None:
+            return
+        self._torch = torch.profiler.profile(
+            activities=torch.profiler.supported_activities(),  # type: ignore[no-untyped-call]
+            acc_events=True,
+        )
+        try:
+            self._torch.start()
+        except RuntimeError as error:  # such as another profiler that runs
+            self._torch, self._kernels = None, False
+            logger.warning("kernels are not recorded: %s", error)
+
+    def _stop(self) -> None:
+        """Write what torch recorded."""
+        if self._torch is None:
+            return
+        path = self._folder / f"kernels-{self._mesh.rank}.json.gz"
+        try:
+            self._torch.add_metadata_json("ldt", json.dumps({"rank": self._mesh.rank}))
+            self._torch.stop()
+            self._torch.export_chrome_trace(str(path))
+            logger.info("wrote the kernels of this rank to %s", path)
+        except (OSError, RuntimeError) as error:
+            logger.warning("the kernels of this rank could not be written to %s: %s", path, error)
+        self._torch = None
+
+    # -- records ---------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """Bring the records of all ranks to rank 0, which writes the trace."""
+        mesh = self._mesh
+        ahead = _clocks(mesh)
+        mine = [stats.to_json() for stats in self._recorded]
+        gathered = mesh.control.gather(mine, lambda found: [StepStats.from_json(one) for one in found])
+        if mesh.rank != 0:
+            return
+        path = self._folder / _TRACE
+        try:
+            records = [
+                [replace(stats, topology=mesh.topology, rank=rank) for stats in found]
+                for rank, found in enumerate(gathered)
+            ]
+            clocks = [ahead.get(mesh.rank_info.site_of(rank), 0.0) for rank in mesh.ranks]
+            path.write_text(json.dumps(profile_trace(records, self.steps, clocks)), encoding="utf-8")
+            logger.info("wrote the profile of all ranks to %s", path)
+        except Exception as error:  # a disk that is full must not end the training
+            logger.warning("the profile of all ranks could not be written to %s: %s", path, plain(str(error)))
+
+
+def _clocks(mesh: Mesh) -> dict[Site, float]:
+    """On rank 0, by how many seconds the clock of each other site is ahead, as the fastest of some round trips says.
+
+    A collective call of all ranks.
+    """
+    ahead: dict[Site, float] = {}
+    first = {site: Node(stage, 0) for stage, site in reversed([*enumerate(mesh.topology.sites)][1:])}
+    for site, node in first.items():
+        trips = []
+        for _ in range(_ROUND_TRIPS):
+            before, start = time.time(), time.perf_counter()
+            mesh.control.broadcast(None, Node(0, 0))
+            theirs = mesh.control.broadcast(time.time(), node, float)
+            seconds = time.perf_counter() - start
+            trips.append((seconds, theirs - before - seconds / 2))
+        ahead[site] = min(trips)[1]
+    return ahead
