@@ -1,6 +1,7 @@
 # Everything a developer runs. All of it works in a virtual environment that it makes itself.
 #
-#   make demo                       a real training job in three processes (ARGS="--steps 50 ..." is passed on)
+#   make demo                       a real training job in three processes, on GPUs if there are some
+#                                   (ARGS="--steps 50 ..." is passed on)
 #   make build | test | lint | format | clean
 #   make docs                       builds the documentation into build/site; a warning is an error
 #   make slow                       tests that take long and rarely break, property tests with many examples
@@ -21,6 +22,7 @@
 # WORKERS        how many test files run side by side (default 3): each waits for its ranks more than it computes
 # INSTALL        what each target does first to build and install; `:` does nothing, where all is there
 # NPROC          processes of the demo; the sum of --stages in ARGS unless given
+# DEVICE         of the demo: auto (default), cpu, cuda or npu
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,6 +31,7 @@ ARGS ?=
 WORKERS ?= 3
 STAGES = $(shell echo '$(ARGS)' | sed -n 's/.*--stages[ =]*\([0-9,]*\).*/\1/p')
 NPROC ?= $(shell echo $$(($(or $(subst $(comma),+,$(STAGES)),3))))
+DEVICE ?= auto
 comma := ,
 
 BIN := $(abspath $(VENV))/bin
@@ -91,7 +94,8 @@ docs: $(READY)
 
 demo: $(READY)
 	$(INSTALL)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_text.py \
+	  --device $(DEVICE) $(ARGS)
 
 # libFuzzer runs until it is stopped unless ARGS say otherwise, such as -max_total_time=60.
 fuzz: $(READY)

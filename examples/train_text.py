@@ -7,9 +7,9 @@ Every process runs this file. Only the edge, stage 0, ever has a sample, a label
 
 from __future__ import annotations
 
-import torch
 from text.check import Checker
 from text.data import Corpus
+from text.device import select_device
 from text.generate import continue_text
 from text.launch import one_sentence_errors, one_sentence_errors_together, process_group, quiet_interrupt
 from text.measure import Meter
@@ -25,16 +25,16 @@ import ldt.plan
 
 def main() -> None:
     options = parse_options()
-    torch.set_num_threads(1)  # one core per process
     with one_sentence_errors():
+        device = select_device(options.device)
         topology = ldt.Topology(options.stages, dp=options.dp, edge_dp=options.edge_dp, laps=options.laps)
-    with quiet_interrupt(), process_group(topology.world_size):
+    with quiet_interrupt(), process_group(topology.world_size, device.backends):
         with one_sentence_errors():
             model = ByteModel.of(options, topology)
-            mesh = ldt.connect(topology, lanes=options.lanes)
-        with mesh:
+            mesh = ldt.connect(topology, device.backend, options.lanes, device=device.device)
+        with mesh, device.autocast(options.dtype):
             with one_sentence_errors_together(mesh):
-                corpus = Corpus.load(options) if mesh.is_edge else None
+                corpus = Corpus.load(options, device) if mesh.is_edge else None
             pipeline = build_pipeline(options, mesh, model)
             checker = Checker(options, pipeline, model, corpus) if options.check else None
             meter = train(options, pipeline, corpus, checker)
@@ -43,7 +43,7 @@ def main() -> None:
 
 def build_pipeline(options: Options, mesh: ldt.Mesh, model: ByteModel) -> ldt.Pipeline:
     """Build this rank's chunks and the plan of all ranks."""
-    chunks = [model.chunk(index) for index in mesh.topology.chunks_of(mesh.stage)]
+    chunks = [model.chunk(index).to(mesh.device) for index in mesh.topology.chunks_of(mesh.stage)]
     for chunk in chunks:
         split_over(mesh.tp_mesh, chunk)
     plan = ldt.plan.ushape(mesh.topology, options.microbatches, lanes=mesh.lanes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from text.device import CPU, Device
 from text.options import Options
 
 __all__ = ["Corpus", "Microbatch"]
@@ -21,21 +22,22 @@ class Corpus:
     Raises ValueError if the text is too short for sequences of ``sequence`` bytes.
     """
 
-    def __init__(self, text: bytes, batch: int, sequence: int, seed: int) -> None:
+    def __init__(self, text: bytes, batch: int, sequence: int, seed: int, device: Device = CPU) -> None:
         data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         cut = round(len(data) * (1 - HELD_OUT))
         self._learned, self._held_out = data[:cut], data[cut:]
         self._shape = (batch, sequence)
         self._seed = seed
+        self._device = device
         if len(self._held_out) <= sequence:
             needed = round((sequence + 1) / HELD_OUT)
             raise ValueError(f"the text has {len(data)} bytes; --sequence {sequence} needs at least {needed}")
 
     @classmethod
-    def load(cls, options: Options) -> Corpus:
+    def load(cls, options: Options, device: Device = CPU) -> Corpus:
         """Read the text that ``options`` name. Raises OSError if that fails."""
         text = _documentation() if options.text is None else options.text.read_bytes()
-        return cls(text, options.batch, options.sequence, options.seed)
+        return cls(text, options.batch, options.sequence, options.seed, device)
 
     def training(self, step: int, number: int, replica: int = 0) -> list[Microbatch]:
         """The ``number`` microbatches of a training step, at random positions that depend only on the step.
@@ -54,7 +56,8 @@ class Corpus:
         generator = torch.Generator().manual_seed(seed)
         starts = torch.randint(len(data) - sequence, (batch, 1), generator=generator)
         windows = data[starts + torch.arange(sequence + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
+        text, following = self._device.put((windows[:, :-1], windows[:, 1:]))
+        return text, following
 
 
 def _documentation() -> bytes:

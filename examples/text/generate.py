@@ -28,8 +28,9 @@ def continue_text(pipeline: ldt.Pipeline, options: Options) -> str:
         padding = [0] * (
             options.sequence - len(seen)
         )  # keeps one shape; causal attention ignores what follows the text
-        outputs = pipeline.eval([(torch.tensor([seen + padding]), None)]).outputs
+        inputs = torch.tensor([seen + padding], device=pipeline.mesh.device)
+        outputs = pipeline.eval([(inputs, None)]).outputs
         assert outputs is not None
-        scores = outputs[0][0, len(seen) - 1]
+        scores = outputs[0][0, len(seen) - 1].float().cpu()
         text.append(int(torch.multinomial(torch.softmax(scores / TEMPERATURE, -1), 1, generator=generator)))
     return bytes(text[begin:]).decode(errors="replace")

@@ -20,10 +20,10 @@ INTERRUPTED = 128 + signal.SIGINT  # exit status that a shell reports for Ctrl-C
 
 
 @contextmanager
-def process_group(ranks: int) -> Iterator[None]:
+def process_group(ranks: int, backend: str = "gloo") -> Iterator[None]:
     """The default process group, under torchrun. A job of one rank needs none."""
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
     elif ranks > 1:
         sys.exit(
             f"this needs {ranks} processes: torchrun --standalone --nproc-per-node {ranks} {sys.argv[0]}"

@@ -26,15 +26,18 @@ ROTATION_BASE = 10_000.0
 class ByteModel:
     """The recipe of a model of ``layers`` layers: part 0 is the embedding, the last part returns the logits.
 
-    Every part draws its weights from a seed of its own, so that a rank can build its chunks and nothing else.
-    Raises ValueError if there are fewer layers than chunks.
+    Every part draws its weights on the CPU from a seed of its own, so that a rank can build its chunks and nothing
+    else, and has the same weights on any device. Raises ValueError if there are fewer layers than chunks.
     """
 
-    def __init__(self, topology: Topology, layers: int, width: int, sequence: int, seed: int) -> None:
+    def __init__(
+        self, topology: Topology, layers: int, width: int, sequence: int, seed: int, *, compiled: bool = False
+    ) -> None:
         self._layers = layers
         self._width = width
         self._sequence = sequence
         self._seed = seed
+        self._compiled = compiled
         counts = deal(layers, topology)
         counts[0] += 1
         counts[-1] += 1
@@ -42,7 +45,8 @@ class ByteModel:
 
     @classmethod
     def of(cls, options: Options, topology: Topology) -> ByteModel:
-        return cls(topology, options.layers, options.width, options.sequence, options.seed)
+        sizes = options.layers, options.width, options.sequence
+        return cls(topology, *sizes, options.seed, compiled=options.compile)
 
     @property
     def num_chunks(self) -> int:
@@ -59,7 +63,10 @@ class ByteModel:
             if number == 0:
                 return Embedding(self._width)
             if number <= self._layers:
-                return Layer(self._width, self._layers, self._sequence)
+                layer = Layer(self._width, self._layers, self._sequence)
+                if self._compiled:
+                    layer.compile()
+                return layer
             return Output(self._width)
 
 

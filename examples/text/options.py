@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from text.arguments import count, count_or_zero, positive
+from text.device import add_device_options
 
 __all__ = ["Options", "parse_options"]
 
@@ -25,6 +26,9 @@ class Options(argparse.Namespace):
     layers: int = 0
     sequence: int
     steps: int
+    device: Literal["auto", "cpu", "cuda", "npu"]
+    dtype: Literal["float32", "bfloat16"]
+    compile: bool
     batch: int
     lr: float
     loss_reduction: Literal["mean", "token"]
@@ -46,6 +50,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     _add_split(parser.add_argument_group("how the model is split"))
     _add_model(parser.add_argument_group("model and text"))
     _add_training(parser.add_argument_group("training"))
+    _add_device(parser.add_argument_group("where it runs"))
     _add_results(parser.add_argument_group("results"))
     options = parser.parse_args(arguments, namespace=Options())
     options.layers = options.layers or len(options.stages) * (options.laps + 1)
@@ -93,6 +98,12 @@ def _add_training(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--check", action="store_true",
                        help="repeat the first steps in one process and compare, bit for bit where sums are made in "
                             "one order, that is, without replicas and with one rank in each stage")
+
+
+def _add_device(group: argparse._ArgumentGroup) -> None:
+    add_device_options(group)
+    group.add_argument("--compile", action="store_true",
+                       help="compile the layers with torch.compile")
 
 
 def _add_results(group: argparse._ArgumentGroup) -> None:

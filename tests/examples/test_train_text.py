@@ -31,7 +31,7 @@ INTERRUPT_SECONDS = 3.0
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, SCRIPT, *arguments]
+    return [*launcher, SCRIPT, "--device=cpu", *arguments]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,8 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("ranks", "split", "exact"),
     [
-        pytest.param(2, "--stages 1,1", True, marks=pytest.mark.slow),
+        pytest.param(2, "--stages 1,1 --dtype bfloat16", True, marks=pytest.mark.slow),
+        pytest.param(2, "--stages 1,1 --compile", True, marks=pytest.mark.slow),
         (3, "--stages 1,1,1 --laps 2 --lanes paired --loss-reduction token", True),
         pytest.param(5, "--stages 1,2 --dp 2 --edge-dp 1", False, marks=pytest.mark.slow),
     ],
@@ -69,6 +70,7 @@ def test_training_equals_one_process(ranks: int, split: str, exact: bool, tmp_pa
         "measured",
     ):
         assert text in done.stdout
+    assert "runs on the CPU: --device cpu\n" in done.stdout
     assert "tokens/s" in done.stderr
     assert "Traceback" not in done.stderr
     events = json.loads((output / "trace.json").read_text())["traceEvents"]
@@ -122,7 +124,7 @@ def test_missing_text_is_one_sentence_on_every_rank() -> None:
     ],
 )
 def test_wrong_arguments_are_one_sentence(arguments: list[str], sentence: str) -> None:
-    done = run([sys.executable, SCRIPT, *arguments])
+    done = run([sys.executable, SCRIPT, "--device=cpu", *arguments])
     assert done.returncode != 0
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
