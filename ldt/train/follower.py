@@ -127,11 +127,17 @@ class _Follower:
                 self.updater.set_lr(command.lr)
             except LdtError as error:
                 self._pipeline.mesh.fail(error, "ldt.follow")
-        self._result = self._pipeline.step()
+        with self._autocast(command):
+            self._result = self._pipeline.step()
         self.updater.run(command)
 
     def _eval(self, command: Command) -> None:
-        self._result = self._pipeline.eval()
+        with self._autocast(command):
+            self._result = self._pipeline.eval()
+
+    def _autocast(self, command: Command) -> torch.autocast:
+        dtype = None if command.autocast is None else getattr(torch, command.autocast)
+        return torch.autocast(self._pipeline.mesh.device.type, dtype, enabled=dtype is not None)
 
     def _train(self, command: Command) -> None:
         self.updater.train(command.mode)

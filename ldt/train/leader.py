@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.common.device import autocast_dtype
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.command import Command, agreed_command
@@ -95,7 +96,7 @@ class Leader:
         if not kind > 0 or (limit is not None and not limit >= 0):
             raise InputValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
         rates = self._updater.lr if update and self._sends_lr else ()
-        command = Command("step", bool(update), limit, kind, rates)
+        command = Command("step", bool(update), limit, kind, rates, autocast=self._autocast())
         with self._leading():
             self._announced = upcoming is not None
             result = self.pipeline.steps.run(
@@ -119,7 +120,7 @@ class Leader:
                 microbatches,
                 keep_outputs=keep_outputs,
                 loss_kwargs=loss_kwargs,
-                command=Command("eval").to_bytes(),
+                command=Command("eval", autocast=self._autocast()).to_bytes(),
             )
 
     def train(self, mode: bool = True) -> None:
@@ -182,6 +183,9 @@ class Leader:
     ) -> None:
         if error is None:
             self.close()
+
+    def _autocast(self) -> Any:
+        return autocast_dtype(self.pipeline.mesh.device)
 
     @managed
     def _leading(self) -> Iterator[None]:

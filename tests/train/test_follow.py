@@ -165,6 +165,45 @@ def test_learning_rates_that_cannot_be_taken_are_refused(pool: RankPool, how: st
         assert re.search(expected, text), text
 
 
+# -- autocast ----------------------------------------------------------------------------------------------------
+
+
+def gradients_under(autocast: bool, batch: list[Any]) -> list[list[torch.Tensor]]:
+    """The gradients of the unsplit model, by chunk."""
+    chunks = toy_chunks(TOPOLOGY)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for x, target in batch:
+            (toy_loss(nn.Sequential(*chunks)(x), target) / len(batch)).backward()
+    return [
+        [parameter.grad for parameter in chunk.parameters() if parameter.grad is not None] for chunk in chunks
+    ]
+
+
+def under_autocast() -> None:
+    batch = toy_microbatches(4)
+    lower, full = (gradients_under(autocast, batch) for autocast in (True, False))
+    mesh, pipeline, chunks, (optimizer, _) = connected(TOPOLOGY)
+    with mesh:
+        if not mesh.is_edge:
+            optimizer.zero_grad = lambda *_: None  # type: ignore[method-assign]  # to compare gradients
+            ldt.follow(pipeline, optimizer)
+        else:
+            with ldt.Leader(pipeline, optimizer) as leader:
+                with torch.autocast("cpu", torch.bfloat16):
+                    leader.step(batch)
+                    leader.eval(batch)
+                leader.eval(batch)
+        for index in () if mesh.is_edge else TOPOLOGY.chunks_of(mesh.stage):
+            for got, wanted, other in zip(chunks[index].parameters(), lower[index], full[index], strict=True):
+                assert got.grad is not None
+                near, far = (float((got.grad - each).abs().max()) for each in (wanted, other))
+                assert 10 * near < far
+
+
+def test_the_cloud_computes_in_the_autocast_of_the_edge(pool: RankPool) -> None:
+    pool.run(under_autocast, ranks=range(3))
+
+
 # -- other calls -------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "autocast_dtype",
     "choose_backend",
     "choose_device",
     "current_stream",
@@ -91,6 +92,13 @@ def warm_up_libraries(device: torch.device, check: Callable[[], None]) -> None:
         check()
         time.sleep(_POLL_SECONDS)
     warm.add(device)
+
+
+def autocast_dtype(device: torch.device) -> str | None:
+    """The dtype that autocast computes in on ``device``, as "bfloat16"; None if it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return None
+    return str(torch.get_autocast_dtype(device.type)).removeprefix("torch.")
 
 
 def current_stream(device: torch.device) -> torch.Stream:

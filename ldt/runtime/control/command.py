@@ -37,6 +37,7 @@ class Command:
         max_norm: Before that, clip the gradients' norm to this; None does not.
         norm_type: The type of that norm.
         lr: The learning rate of each parameter group of the edge's optimizer, or one for all groups.
+        autocast: The dtype that autocast computes in during a step or an eval; None without it.
         step: The step to save, or to load; None loads the newest.
         keep: How many saves to keep.
         mode: Whether modules are in train mode from now on.
@@ -47,6 +48,7 @@ class Command:
     max_norm: _Number | None = None
     norm_type: _Number = 2.0
     lr: tuple[float, ...] = ()
+    autocast: Literal["bfloat16", "float16"] | None = None
     step: int | None = None
     keep: int = 2
     mode: bool = True

@@ -25,7 +25,7 @@ class CompressionAdvice:
     def check(self, hops: Sequence[HopSpecs], autocast: str | None) -> None:
         """``hops`` are those of a microbatch, ``autocast`` is the name of its dtype, None if it is off."""
         mesh, topology = self._mesh, self._mesh.topology
-        if autocast != "torch.bfloat16" or not (mesh.is_edge and mesh.is_leader):
+        if autocast != "bfloat16" or not (mesh.is_edge and mesh.is_leader):
             return
         for hop, specs in enumerate(hops):
             wide = [i for i, spec in enumerate(specs) if spec.requires_grad and spec.dtype == torch.float32]

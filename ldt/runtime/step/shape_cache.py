@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ldt.errors import LdtError
+from ldt.runtime.common.device import autocast_dtype
 from ldt.runtime.common.lru import LruCache
 from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
@@ -75,9 +76,8 @@ class ShapeCache:
         return any(self._reads.values())
 
     def autocast(self) -> str | None:
-        """Return the autocast dtype on this rank's device, None if autocast is off."""
-        kind = self._mesh.device.type
-        return str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+        """Return the name of the autocast dtype on this rank's device, None if autocast is off."""
+        return autocast_dtype(self._mesh.device)
 
     def setting(self) -> str:
         """Describe the modes that may change shapes for equal inputs: autocast, and which modules are in train mode.

@@ -25,6 +25,7 @@ NUMBERS = st.one_of(st.floats(0.1, 1e6), st.just(float("inf")))
         max_norm=st.none() | NUMBERS,
         norm_type=NUMBERS,
         lr=st.lists(st.floats(0, 10), max_size=3).map(tuple),
+        autocast=st.sampled_from([None, "bfloat16", "float16"]),
         step=st.none() | st.integers(0, 10**12),
         keep=st.integers(1, 100),
         mode=st.booleans(),
@@ -35,7 +36,7 @@ def test_commands_survive_their_way(command: Command) -> None:
     for name in ("max_norm", "norm_type"):
         value, other = getattr(command, name), getattr(read, name)
         assert value is other is None or float(value) == float(other)
-    names = ("name", "update", "step", "lr")
+    names = ("name", "update", "step", "lr", "autocast")
     assert [getattr(read, name) for name in names] == [getattr(command, name) for name in names]
 
 
@@ -74,6 +75,7 @@ def test_other_learning_rates_are_refused(rates: bytes) -> None:
         {"name": "save", "step": -1},
         {"name": "step", "update": 1},
         {"name": "step", "lr": [0.1]},
+        {"name": "step", "autocast": "float64"},
         {"name": "step", "max_norm": int("1" * 2000)},
     ],
 )

@@ -127,7 +127,7 @@ def test_autocast_between_steps(pool: RankPool) -> None:
 
 def test_autocast_on_one_rank_only(pool: RankPool) -> None:
     for text in pool.run(under_autocast, False):
-        assert "autocast must be the same on all ranks: here it is torch.bfloat16, on the edge off" in text
+        assert "autocast must be the same on all ranks: here it is bfloat16, on the edge off" in text
 
 
 @pytest.mark.parametrize("laps", [1, 2])
