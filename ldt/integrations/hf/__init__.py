@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ldt.integrations.hf.adapters import add_adapter
 from ldt.integrations.hf.build import Built, build, follow
 from ldt.integrations.hf.chunks import Chunk
+from ldt.integrations.hf.export import save_pretrained
 from ldt.integrations.hf.inputs import packed_position_ids, position_ids
 from ldt.integrations.hf.loss import causal_lm_loss, token_loss
 from ldt.integrations.hf.make_chunks import make_optimizer
@@ -48,6 +49,7 @@ __all__ = [
     "packed_position_ids",
     "parameter_groups",
     "position_ids",
+    "save_pretrained",
     "split",
     "state_dict",
     "token_loss",

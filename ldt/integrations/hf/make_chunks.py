@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ldt.integrations.hf.split import split
 from ldt.integrations.hf.weights import init_weights, load_weights
 from ldt.runtime.mesh.mesh import Mesh
 
-__all__ = ["make_chunks", "make_optimizer"]
+__all__ = ["lora_config", "make_chunks", "make_optimizer"]
 
 
 def make_chunks(
@@ -46,7 +47,7 @@ def make_chunks(
     if four_bit:
         quantize(chunks, mesh.device)
     if adapter is not None:
-        add_adapter(chunks, _lora(adapter), seed=settings.seed)
+        add_adapter(chunks, lora_config(adapter), seed=settings.seed)
     for chunk in chunks:
         if settings.checkpointing:
             chunk.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
@@ -70,18 +71,15 @@ def make_optimizer(
     groups = parameter_groups(chunks, chosen.weight_decay)
     if chosen.name == "sgd":
         return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum)
-    kind: Any = torch.optim.AdamW if chosen.name == "adamw" else _adamw_8bit()
+    kind: Any = torch.optim.AdamW
+    if chosen.name == "adamw_8bit":
+        kind = importlib.import_module("bitsandbytes.optim").AdamW8bit
     made: torch.optim.Optimizer = kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
     return made
 
 
-def _adamw_8bit() -> Any:
-    from bitsandbytes.optim import AdamW8bit
-
-    return AdamW8bit
-
-
-def _lora(adapter: Adapter) -> Any:
+def lora_config(adapter: Adapter) -> Any:
+    """The config of ``peft`` for ``adapter``."""
     from peft import LoraConfig
 
     return LoraConfig(

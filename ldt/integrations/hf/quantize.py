@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,15 +20,14 @@ def quantize(chunks: Iterable[Chunk], device: torch.device) -> None:
     Call it after loading weights and before adding adapters. Layers compute in the dtype that their weights had.
     Raises ImportError without bitsandbytes, and what it raises for a device that it does not support.
     """
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
+    bnb: Any = importlib.import_module("bitsandbytes.nn")
     for chunk in chunks:
         head = chunk.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         for name, part in list(chunk.model.named_modules()):
             if type(part) is not nn.Linear or part is head:
                 continue
             dtype = part.weight.dtype
-            made: Any = Linear4bit(
+            made: Any = bnb.Linear4bit(
                 part.in_features,
                 part.out_features,
                 bias=part.bias is not None,
@@ -35,7 +35,8 @@ def quantize(chunks: Iterable[Chunk], device: torch.device) -> None:
                 quant_type="nf4",
                 device="meta",
             )
-            made.weight = Params4bit(part.weight.detach(), requires_grad=False, quant_type="nf4")
+            weight = bnb.Params4bit(part.weight.detach(), requires_grad=False, quant_type="nf4", module=made)
+            made.weight = weight.to(device)  # which quantizes it
             made.bias = part.bias
             owner, _, attribute = name.rpartition(".")
             setattr(chunk.model.get_submodule(owner), attribute, made)

@@ -1,0 +1,115 @@
+"""Writes the trained model of a checkpoint as a folder that transformers loads."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from ldt.errors import LdtError
+from ldt.integrations.hf.checkpoint import some
+from ldt.integrations.hf.make_chunks import lora_config
+from ldt.integrations.hf.settings import Adapter
+from ldt.train.checkpoint import merge_checkpoint
+from ldt.train.checkpoint.catalog import Paths
+
+__all__ = ["save_pretrained"]
+
+logger = logging.getLogger(__name__)
+_IN_ADAPTER = "lora_"
+
+
+def save_pretrained(
+    paths: Paths,
+    model: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    adapter: Adapter | None = None,
+    step: int | None = None,
+) -> int:
+    """Write weights, config and tokenizer to ``folder``, for ``from_pretrained``. Returns the step of the checkpoint.
+
+    Needs memory for the whole model, but no process group. Adapters are merged into the weights of ``model``, and are
+    written by themselves to ``folder/adapter``, for ``peft.PeftModel.from_pretrained``.
+
+    Args:
+        paths: Folders of checkpoints that together have all stages; see ``ldt.merge_checkpoint``.
+        model: The model that was trained, its folder or hub name.
+        folder: Where to write.
+        adapter: The adapters of the settings that it was trained with.
+        step: The checkpoint of this step; default: the newest that is complete.
+
+    Raises:
+        CheckpointError: As ``ldt.merge_checkpoint``.
+        LdtError: The checkpoint has adapters and ``adapter`` is None, or its tensors are not those of the model.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target, prefix=".unfinished-") as unfinished:
+        file = Path(unfinished) / "model.safetensors"
+        done = merge_checkpoint(paths, file, step=step)
+        tensors = load_file(file)
+    adapters = {name: tensor for name, tensor in tensors.items() if _IN_ADAPTER in name}
+    if bool(adapters) != (adapter is not None):
+        raise LdtError(
+            f"the checkpoint has {'' if adapters else 'no '}adapters, got adapter={adapter}: give that of the settings "
+            "which it was trained with"
+        )
+    if adapter is None:
+        _save_weights(tensors, model, target)
+    else:
+        _save_merged(adapters, adapter, model, target)
+    _copy_tokenizer(model, target)
+    logger.info("wrote step %d to %s", done, target)
+    return done
+
+
+def _save_weights(tensors: Mapping[str, torch.Tensor], model: str | os.PathLike[str], target: Path) -> None:
+    with torch.device("meta"):
+        whole: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))  # type: ignore[no-untyped-call]
+    whole.tie_weights()
+    found = whole.load_state_dict(tensors, strict=False, assign=True)
+    whole.tie_weights()
+    lacking = [name for name, tensor in whole.named_parameters() if tensor.is_meta]
+    if lacking or found.unexpected_keys:
+        raise LdtError(
+            f"the checkpoint is not of {os.fspath(model)}: it lacks {some(lacking) or 'nothing'} and has in addition "
+            f"{some(found.unexpected_keys) or 'nothing'}"
+        )
+    whole.save_pretrained(target)
+
+
+def _save_merged(
+    adapters: Mapping[str, torch.Tensor], adapter: Adapter, model: str | os.PathLike[str], target: Path
+) -> None:
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    whole: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model, dtype="auto"), lora_config(adapter)
+    )
+    named = {f"base_model.model.{name.replace('.default', '')}": tensor for name, tensor in adapters.items()}
+    expected = {name.replace(".default", "") for name, _ in whole.named_parameters() if _IN_ADAPTER in name}
+    if named.keys() != expected:
+        raise LdtError(
+            f"the checkpoint has other adapters than {adapter} gives {os.fspath(model)}: "
+            f"{some(sorted(named.keys() ^ expected))} are in one of them"
+        )
+    set_peft_model_state_dict(whole, named)
+    whole.save_pretrained(target / "adapter")
+    whole.merge_and_unload().save_pretrained(target)
+
+
+def _copy_tokenizer(model: str | os.PathLike[str], target: Path) -> None:
+    """Copy what else the model's folder has, if it has it."""
+    for kind in (AutoTokenizer, GenerationConfig):
+        try:
+            kind.from_pretrained(model).save_pretrained(target)
+        except (OSError, ValueError, KeyError):
+            logger.info("%s has no %s to copy", model, kind.__name__)

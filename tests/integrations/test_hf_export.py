@@ -1,0 +1,81 @@
+"""A checkpoint of all stages becomes a folder that transformers loads, with adapters merged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hf_models import text_config
+from test_hf_build import SETTINGS, TOPOLOGY, batches
+from transformers import AutoModelForCausalLM
+
+import ldt
+from ldt.cli import main
+from ldt.integrations import hf
+from ldt.testing import RankPool
+
+WORLD_SIZE = 3
+ADAPTER = hf.Adapter(rank=4, alpha=4)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "not tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("model")
+    config = text_config("llama", initializer_range=0.2, tie_word_embeddings=request.param)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(found)
+    return found
+
+
+def logits_after_saving(model: str, saves: str, settings: hf.Settings) -> torch.Tensor | None:
+    with ldt.connect(TOPOLOGY) as mesh:
+        if not mesh.is_edge:
+            hf.follow(mesh, model, checkpoints=saves)
+            return None
+        built = hf.build(mesh, model, settings)
+        with ldt.Leader(built.pipeline, built.optimizer) as leader:
+            leader.step(batches(0))
+            leader.save(saves, step=1)
+            leader.train(False)
+            outputs = leader.eval(batches(1)[:1]).outputs
+            assert outputs is not None
+            return outputs[0]
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER], ids=["weights", "adapters"])
+def test_the_folder_is_the_trained_model(
+    pool: RankPool, folder: Path, tmp_path: Path, adapter: hf.Adapter | None
+) -> None:
+    settings = replace(SETTINGS, adapter=adapter, optimizer=hf.Optimizer(lr=0.1))
+    (logits, *_) = pool.run(logits_after_saving, str(folder), str(tmp_path / "saves"), settings, timeout=120)
+    target = tmp_path / "trained"
+    assert hf.save_pretrained(tmp_path / "saves", folder, target, adapter=adapter) == 1
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    inputs = batches(1)[0][0]
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, logits, rtol=1e-4, atol=1e-4)
+        before = AutoModelForCausalLM.from_pretrained(folder).eval()(**inputs).logits
+    assert not torch.allclose(before, logits, atol=1e-2)
+    assert (target / "adapter" / "adapter_config.json").exists() == (adapter is not None)
+
+
+def test_the_command_and_its_refusals(
+    pool: RankPool, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(SETTINGS, adapter=ADAPTER)
+    pool.run(logits_after_saving, str(folder), str(tmp_path / "saves"), settings, timeout=120)
+    command = ["merge", str(tmp_path / "saves"), str(tmp_path / "trained"), "--model", str(folder)]
+    assert main(command) == 2
+    assert "the checkpoint has adapters, got adapter=None" in capsys.readouterr().err
+    file = tmp_path / "settings.json"
+    for rank, status in ((4, 0), (8, 2)):
+        other = replace(
+            settings, adapter=replace(ADAPTER, rank=rank, targets=["q_proj"] if rank == 8 else "all-linear")
+        )
+        file.write_text(json.dumps(other.to_json()))
+        assert main([*command, "--settings", str(file)]) == status, capsys.readouterr().err
+    assert "the checkpoint has other adapters than" in capsys.readouterr().err
