@@ -16,7 +16,7 @@ from ldt.runtime.execution.edge_chunks import make_runner
 from ldt.runtime.execution.loss import LossFn, LossOptions, LossReduction
 from ldt.runtime.execution.nan_check import NanCheck
 from ldt.runtime.execution.profile_costs import measure_costs
-from ldt.runtime.execution.profiler import Profile
+from ldt.runtime.execution.profiler import Profile, Profiler
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.execution.step_runner import StepOptions, StepRunner
 from ldt.runtime.execution.stream_timer import StreamTimer
@@ -71,7 +71,8 @@ class Pipeline:
         sync_buffers: Before each call, send the buffers of the first replica to the others: those in a
             ``state_dict``, such as running statistics. Chunks in DistributedDataParallel follow its
             ``broadcast_buffers`` instead, for all buffers.
-        profile: An ``ldt.Profile``: steps to record on all ranks, as one trace for Perfetto.
+        profile: An ``ldt.Profile`` on the edge: steps to record on all ranks, as one trace for Perfetto. That of a rank
+            of the cloud says where its kernels are written.
 
     Raises:
         ValueError: An argument of this rank is wrong, such as the number of chunks.
@@ -121,7 +122,8 @@ class Pipeline:
             announcer = Announcer(mesh, self._shapes, parts.plans, summary.metadata, parts.audit)
         handshake = Handshake(mesh, self._shapes, parts.plans, announcer)
         nan_check = NanCheck(activations=check_finite, gradients=check_finite and not summary.scaled)
-        options = StepOptions(loss, parts.loss_module, nan_check, parts.audit, parts.profiler)
+        profiler = None if summary.profile is None else Profiler(mesh, summary.profile, profile)
+        options = StepOptions(loss, parts.loss_module, nan_check, parts.audit, profiler)
         self._steps = StepRunner(mesh, number, self._runners, handshake, parts.buffers, options)
 
     @property

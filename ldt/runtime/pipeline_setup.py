@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import nn
 
+from ldt.errors import LdtError
 from ldt.plan import Plan
 from ldt.runtime.common.peer_messages import as_str_dict, as_str_list
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.loss import LossOptions
-from ldt.runtime.execution.profiler import Profile, Profiler
+from ldt.runtime.execution.profiler import Profile, check_profile
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.buffer_sync import BufferSync
 from ldt.runtime.model.data_parallel import check_equal_sharding, check_groups, sharding_of, unwrapped
@@ -25,6 +26,7 @@ from ldt.runtime.model.ties import Ties
 from ldt.runtime.step.audit import Audit
 from ldt.runtime.step.call import all_agree
 from ldt.runtime.step.plan_cache import PlanCache, PlanFactory
+from ldt.topology import Topology
 
 __all__ = ["PipelineArguments", "PipelineParts", "SetupSummary", "WeightOptions", "check_ties", "set_up"]
 
@@ -40,6 +42,7 @@ class SetupReport:
         scaled: Whether there is a GradScaler.
         weights: Digests of parameters and buffers.
         marks: Marks of trainable parameters, see ``Ties``.
+        profile: The first step to record and the one after the last; empty without a profile.
     """
 
     sharding: Mapping[str, list[str]] = field(default_factory=dict)
@@ -48,6 +51,7 @@ class SetupReport:
     scaled: bool = False
     weights: Mapping[str, str] = field(default_factory=dict)
     marks: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    profile: Sequence[int] = ()
 
     def to_json(self) -> list[Any]:
         return list(astuple(self))
@@ -55,7 +59,7 @@ class SetupReport:
     @classmethod
     def from_json(cls, value: Any) -> SetupReport:
         """Raises TypeError or ValueError for anything else."""
-        sharding, metadata, reads, scaled, weights, marks = value
+        sharding, metadata, reads, scaled, weights, marks, profile = value
         return cls(
             _by_chunk(sharding),
             as_str_list(metadata),
@@ -63,6 +67,7 @@ class SetupReport:
             bool(scaled),
             as_str_dict(weights),
             _by_chunk(marks),
+            [int(step) for step in profile],
         )
 
 
@@ -77,12 +82,32 @@ class SetupSummary:
         metadata: Names of the metadata that any chunk on the cloud accepts, sorted.
         reads: By chunk the names of the metadata that its output shapes depend on.
         scaled: Whether the edge has a GradScaler, which scales the gradients of all ranks.
+        profile: The steps to record, those of the edge; None if there are none.
+
+    Raises LdtError, on all ranks, if the profiles of two ranks have other steps.
     """
 
-    def __init__(self, reports: Sequence[SetupReport]) -> None:
+    def __init__(self, reports: Sequence[SetupReport], topology: Topology) -> None:
         self.metadata = sorted({name for report in reports for name in report.metadata})
         self.reads = {chunk: names for report in reports for chunk, names in report.reads.items()}
         self.scaled = any(report.scaled for report in reports)
+        self.profile = _profiled([list(report.profile) for report in reports], topology)
+
+
+def _profiled(profiles: Sequence[list[int]], topology: Topology) -> range | None:
+    """The steps to record. A rank of the cloud may leave them to the edge."""
+    of_edge = profiles[0]
+    for rank, steps in enumerate(profiles):
+        if steps != of_edge and (steps or topology.node_of(rank).stage == 0):
+            raise LdtError(
+                f"all profiles must have the steps of the edge's, {_text(of_edge)}: rank {rank} of the topology has "
+                f"{_text(steps)}"
+            )
+    return range(*of_edge) if of_edge else None
+
+
+def _text(steps: list[int]) -> str:
+    return str(range(*steps)) if steps else "none"
 
 
 @dataclass(frozen=True)
@@ -161,11 +186,9 @@ class PipelineParts:
             check_groups("loss_fn", self.loss_module, mesh.rank_info)
         check_hooks_and_layers(modules, self.loss_module, mesh, arguments.loss.per_token)
         self.plans = PlanCache(mesh.topology, mesh.lanes, arguments.plan, arguments.plan_factory)
-        self.profiler = None if arguments.profile is None else Profiler(arguments.profile, mesh)
         self.required_equal = {
             "plans": self.plans.digest_of_all(),
             "values of loss_reduction": arguments.loss.reduction,
-            "steps of profile": "none" if self.profiler is None else str(self.profiler.steps),
             **arguments.weights.required_equal(),
         }
         self.report = SetupReport(
@@ -173,6 +196,7 @@ class PipelineParts:
             metadata=[] if mesh.is_edge else metadata_accepted(modules),
             reads=metadata_read_by_output_spec(modules),
             scaled=arguments.loss.grad_scaler is not None,
+            profile=[] if arguments.profile is None else check_profile(arguments.profile),
         )
         self.weights = WeightChecks(mesh, modules, self.loss_module, arguments.weights)
         self.weights.fill(self.report)
@@ -197,12 +221,13 @@ def set_up(mesh: Mesh, arguments: PipelineArguments) -> tuple[PipelineParts, Set
         assert parts is not None, "all_agree raises the error"
         shardings = [report.sharding for report in reports]
         parts.plans.require_lockstep(check_equal_sharding(mesh.rank_info, shardings))
+        summary = SetupSummary(reports, mesh.topology)
         parts.weights.compare(reports)
     except BaseException:
         if parts is not None and parts.audit is not None:
             parts.audit.discard()
         raise
-    return parts, SetupSummary(reports)
+    return parts, summary
 
 
 def check_ties(mesh: Mesh, modules: Mapping[int, nn.Module], options: WeightOptions) -> None:

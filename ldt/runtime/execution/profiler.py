@@ -21,7 +21,7 @@ from ldt.runtime.mesh.mesh import Mesh
 from ldt.site import Site
 from ldt.topology import Node
 
-__all__ = ["Profile", "Profiler"]
+__all__ = ["Profile", "Profiler", "check_profile"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Profile:
     Attributes:
         folder: Made if it is not there. May differ by rank.
         steps: For example ``range(10, 13)``. The pipeline's first step is 0; evals and ``measure_costs`` do not count.
-            Equal on all ranks.
+            The edge decides; ranks of the cloud have the same, or no profile, and then record their actions alone.
         kernels: Record operators and kernels of this rank, too, which takes time in each of them.
     """
 
@@ -50,23 +50,28 @@ class Profile:
     kernels: bool = True
 
 
-class Profiler:
-    """Records what ``profile`` says, on this rank. Raises ValueError or TypeError for a profile that is wrong."""
+def check_profile(profile: Profile) -> list[int]:
+    """Make the folder. Returns the first step and the one after the last. Raises ValueError, TypeError or OSError."""
+    if not isinstance(profile, Profile):
+        raise InputTypeError(f"profile must be an ldt.Profile, got {type(profile).__name__}")
+    steps = profile.steps
+    contiguous = isinstance(steps, range) and steps.step == 1 and steps.start >= 0
+    if not contiguous or not 1 <= len(steps) <= _MOST_STEPS:
+        raise InputValueError(
+            f"steps of a profile must be a range of 1 to {_MOST_STEPS} steps such as range(10, 13), got "
+            f"{str(steps)[:80]}"
+        )
+    Path(profile.folder).mkdir(parents=True, exist_ok=True)
+    return [steps.start, steps.stop]
 
-    def __init__(self, profile: Profile, mesh: Mesh) -> None:
-        if not isinstance(profile, Profile):
-            raise InputTypeError(f"profile must be an ldt.Profile, got {type(profile).__name__}")
-        steps = profile.steps
-        contiguous = isinstance(steps, range) and steps.step == 1 and steps.start >= 0
-        if not contiguous or not 1 <= len(steps) <= _MOST_STEPS:
-            raise InputValueError(
-                f"steps of a profile must be a range of 1 to {_MOST_STEPS} steps such as range(10, 13), got "
-                f"{str(steps)[:80]}"
-            )
-        self.steps = steps
-        self._folder = Path(profile.folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._kernels = bool(profile.kernels)
+
+class Profiler:
+    """Records ``steps`` on this rank, and writes to the folder of ``profile`` if this rank has one."""
+
+    def __init__(self, mesh: Mesh, steps: range, profile: Profile | None) -> None:
+        self._steps = steps
+        self._folder = Path("" if profile is None else profile.folder)
+        self._kernels = profile is not None and bool(profile.kernels)
         self._mesh = mesh
         self._step = 0
         self._recorded: list[StepStats] = []
@@ -74,7 +79,7 @@ class Profiler:
 
     def begin_step(self) -> StreamTimer | None:
         """Begin a step. Returns what times it on the device, if it is recorded and there is one."""
-        if self._step not in self.steps:
+        if self._step not in self._steps:
             return None
         self._start()
         return None if self._mesh.device.type == "cpu" else StreamTimer(self._mesh.device, moments=True)
@@ -84,12 +89,12 @@ class Profiler:
 
         A collective call of all ranks then.
         """
-        if self._step in self.steps:
+        if self._step in self._steps:
             self._recorded.append(stats)
         self._step += 1
-        if self._step == self.steps.start:
+        if self._step == self._steps.start:
             self._start()  # takes long the first time, so not within a step
-        if self._step < self.steps.stop:
+        if self._step < self._steps.stop:
             return False
         self._stop()
         self._gather()
@@ -148,7 +153,7 @@ class Profiler:
                 for rank, found in enumerate(gathered)
             ]
             clocks = [ahead.get(mesh.rank_info.site_of(rank), 0.0) for rank in mesh.ranks]
-            path.write_text(json.dumps(profile_trace(records, self.steps, clocks)), encoding="utf-8")
+            path.write_text(json.dumps(profile_trace(records, self._steps, clocks)), encoding="utf-8")
             logger.info("wrote the profile of all ranks to %s", path)
         except Exception as error:  # a disk that is full must not end the training
             logger.warning("the profile of all ranks could not be written to %s: %s", path, plain(str(error)))
