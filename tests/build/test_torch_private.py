@@ -16,6 +16,7 @@ THE_MODULE = PACKAGE / "_torch_private.py"
 ALLOWED = {
     *("_ArgumentGroup", "_current_frames", "_exit", "_asdict", "_replace", "_fields", "_make"),
     *("_from_config", "_init_weights", "_keys_to_ignore_on_load_unexpected"),  # of transformers
+    *("_get_num_items_in_batch", "_n_gpu", "_prepare_inputs", "_reset_state"),  # of its Trainer and accelerate
     *("_version", "_parameters", "_buffers", "_modules"),
 }
 

@@ -22,6 +22,7 @@ SESSIONS = {
     "docs/guides/model.md": "job",
     "docs/guides/privacy.md": "job",
     "docs/guides/profiling.md": "job",
+    "docs/guides/trainer.md": "hugging_face",
     "docs/guides/unequal.md": "ranks",
 }
 

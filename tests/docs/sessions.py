@@ -114,6 +114,7 @@ def _hugging_face() -> Names:
         "ids": ids,
         "mask": torch.ones_like(ids),
         "labels": ids.clone(),
+        "texts": [{"input_ids": row, "labels": row} for row in torch.randint(32, (20, 8))],
     }
 
 

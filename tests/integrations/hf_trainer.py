@@ -41,7 +41,9 @@ class Texts(Dataset[dict[str, torch.Tensor]]):
         return self.rows[index]
 
 
-def arguments(folder: Path, **changes: Any) -> transformers.TrainingArguments:
+def arguments(
+    folder: Path, kind: Any = transformers.TrainingArguments, **changes: Any
+) -> transformers.TrainingArguments:
     options: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 6,
@@ -58,7 +60,7 @@ def arguments(folder: Path, **changes: Any) -> transformers.TrainingArguments:
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    return transformers.TrainingArguments(**{**options, **changes})
+    return kind(**{**options, **changes})
 
 
 def data() -> dict[str, Any]:
@@ -80,18 +82,30 @@ def pipeline_of(chunks: list[hf.Chunk], mesh: ldt.Mesh, **options: Any) -> ldt.P
     return ldt.Pipeline(chunks, mesh, loss_fn=loss_fn, **{"loss_reduction": "sum", **options})
 
 
-def whole(folder: Path, use: Use, changes: dict[str, Any], tied: bool = False) -> Any:
+def whole(
+    folder: Path,
+    use: Use,
+    changes: dict[str, Any],
+    tied: bool = False,
+    trainer_of: Callable[..., Any] = transformers.Trainer,
+) -> Any:
     """``use(trainer)`` for transformers.Trainer, in this process alone."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     chunks = built(range(4), tied)
     model = unsplit(chunks[0].config, chunks, 1, "sdpa")
-    trainer = transformers.Trainer(model, arguments(folder, **changes), **data())
+    trainer = trainer_of(model, arguments(folder, **changes), **data())
     trainer.remove_callback(transformers.PrinterCallback)
     return use(trainer)
 
 
-def split(folder: Path, use: Use, changes: dict[str, Any], tied: bool = False) -> Any:
+def split(
+    folder: Path,
+    use: Use,
+    changes: dict[str, Any],
+    tied: bool = False,
+    trainer_of: Callable[..., Any] | None = None,
+) -> Any:
     """``use(trainer)`` for hf.Trainer on the edge; None on the cloud."""
     torch.set_num_threads(1)
     with ldt.connect(TOPOLOGY, ranks=RANKS) as mesh:
@@ -99,13 +113,14 @@ def split(folder: Path, use: Use, changes: dict[str, Any], tied: bool = False) -
         args = arguments(folder, **changes)
         if not mesh.is_edge:
             optimizer = hf.create_optimizer(pipeline, args)
-            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16):
+            # Steps compute in the edge's autocast dtype, whether or not all of follow is under autocast.
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and mesh.stage == 1):
                 ldt.follow(
                     pipeline, optimizer, learning_rate="edge", checkpoints=folder / f"stage-{mesh.stage}"
                 )
             return None
         environment = dict(os.environ)
-        with hf.Trainer(pipeline, args, **data()) as trainer:
+        with (trainer_of or hf.Trainer)(pipeline, args, **data()) as trainer:
             assert dict(os.environ) == environment
             trainer.remove_callback(transformers.PrinterCallback)
             return use(trainer)

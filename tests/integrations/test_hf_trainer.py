@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import string
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_trainer import RANKS, TOPOLOGY, arguments, as_of_torchrun, built, data, pipeline_of, split, whole
-from transformers import EarlyStoppingCallback, EvalPrediction
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import EarlyStoppingCallback, EvalPrediction, PreTrainedTokenizerFast
 
 import ldt
 from ldt.integrations import hf
@@ -72,7 +77,45 @@ def predict(trainer: Any) -> Any:
 USES = {"train": train, "resume": resume, "best": best, "predict": predict}
 
 
+def sft(trainer: Any) -> Any:
+    """Losses of TRL's SFTTrainer, which adds metrics of its own."""
+    trainer.train()
+    trainer.evaluate()
+    return [
+        {name: value for name, value in entry.items() if name in ("loss", "eval_loss", "grad_norm")}
+        for entry in trainer.state.log_history
+    ]
+
+
+def sft_trainer(model: Any, args: Any, **_: Any) -> Any:
+    """TRL's SFTTrainer for texts: for a pipeline or a whole model."""
+    import trl
+    from datasets import Dataset
+
+    class SFTTrainer(hf.TrainerMixin, trl.SFTTrainer): ...
+
+    texts = Dataset.from_dict({"text": [f"{letter} is a letter" for letter in "abcdefghij"]})
+    kind = SFTTrainer if isinstance(model, ldt.Pipeline) else trl.SFTTrainer
+    return kind(model, args, train_dataset=texts, eval_dataset=texts, processing_class=tokenizer())
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {word: index for index, word in enumerate(["<pad>", "<s>", "</s>", *string.ascii_lowercase, " "])}
+    letters = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    letters.pre_tokenizer = Split("", "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=letters, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
 def job(folder: str, kind: str, use: str, changes: dict[str, Any], tied: bool) -> Any:
+    if use == "sft":
+        import trl
+
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        changes = {**changes, "kind": trl.SFTConfig}
+        run = whole if kind == "whole" else split
+        return run(Path(folder) / kind, sft, changes, tied, sft_trainer)
     if kind == "whole":
         return whole(Path(folder) / kind, USES[use], changes, tied)
     as_of_torchrun(dist.get_rank())
@@ -146,6 +189,13 @@ def test_predictions_and_metrics(pool: RankPool, tmp_path: Path) -> None:
 def test_bfloat16_autocast(pool: RankPool, tmp_path: Path) -> None:
     found, expected = both(pool, tmp_path, changes={"bf16": True, "eval_strategy": "steps", "eval_steps": 3})
     refuse_other(found, expected, norms=1e-6)
+
+
+def test_trl_sft_trainer(pool: RankPool, tmp_path: Path) -> None:
+    """It computes the loss from fused log-probabilities, so it differs in the last bits."""
+    pytest.importorskip("trl")
+    found, expected = both(pool, tmp_path, "sft", {"bf16": False, "max_length": 16})
+    refuse_other(found, expected, norms=1e-5, others=1e-6)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
