@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ldt.topology import Topology as Topology
     from ldt.train import GradScaler as GradScaler
     from ldt.train import Leader as Leader
+    from ldt.train import LiveView as LiveView
     from ldt.train import LoadedCheckpoint as LoadedCheckpoint
     from ldt.train import clip_grad_norm_ as clip_grad_norm_
     from ldt.train import follow as follow
@@ -63,6 +64,7 @@ _NEEDS_TORCH = {
     "GradScaler": "ldt.train",
     "LaneError": "ldt._C",
     "Leader": "ldt.train",
+    "LiveView": "ldt.train",
     "LoadedCheckpoint": "ldt.train",
     "Mesh": "ldt.runtime",
     "Pipeline": "ldt.runtime",

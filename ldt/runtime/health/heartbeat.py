@@ -12,6 +12,7 @@ __all__ = ["Heartbeats", "LivenessProbe"]
 
 _BEAT_SECONDS = 0.2
 _CHECK_SECONDS = 1.0  # how often a rank checks its neighbour
+_LOOK_SECONDS = 1.0  # how often it reads the heartbeats of all ranks, if somebody looks at them
 _BEATS_TO_WAIT = 7.5
 _NEVER_SEEN = RankStatus(0).to_text().encode()
 _RANKS_PER_BEAT = 250  # ranks of larger meshes beat less often, to bound the load on the store
@@ -41,6 +42,10 @@ class Heartbeats:
         self.period = _BEAT_SECONDS * max(1.0, len(ranks) / _RANKS_PER_BEAT)
         self._next_beat = 0.0
         self._next_check = 0.0
+        self._next_look = 0.0
+        self.on_look: Callable[[dict[int, RankStatus]], None] | None = (
+            None  # gets all statuses; must not raise
+        )
         neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self._neighbour = None if neighbour == rank else neighbour
         self._watched = {*watched} if neighbour == rank else {*watched, neighbour}
@@ -52,6 +57,9 @@ class Heartbeats:
         if now >= self._next_beat:
             self._next_beat = now + self.period
             self.beat_now(store)
+        if self.on_look is not None and now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self.on_look(self.statuses(store))
 
     def beat_now(self, store: Any) -> None:
         store.set(f"{self._key}/{self._rank}", self._progress.status().to_text())
