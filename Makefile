@@ -121,7 +121,7 @@ sanitize: export TSAN_OPTIONS = halt_on_error=1:second_deadlock_stack=1
 sanitize: export OMP_NUM_THREADS := 1
 sanitize: sanitize-address sanitize-thread
 sanitize-%: $(READY)
-	cmake -G Ninja -S . -B build/sanitize-$* -DLDT_SANITIZE=$* -DLDT_UNITY=OFF -DLDT_BUILD_TESTS=ON -DLDT_WITH_CUDA=off \
+	cmake -G Ninja -S . -B build/sanitize-$* -DLDT_SANITIZE=$* -DLDT_UNITY=off -DLDT_BUILD_TESTS=ON -DLDT_WITH_CUDA=off \
 	  -DPython_EXECUTABLE=$(BIN)/python
 	cmake --build build/sanitize-$* --target cpp_tests
 	$(BIN)/ctest --test-dir build/sanitize-$* --output-on-failure $(ARGS)

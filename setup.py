@@ -51,7 +51,9 @@ class CMakeBuild(build_ext):
         torch = find_torch()
         cmake = require_tool("cmake")
         target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
-        build_dir = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.version}"
+        # What an editable install has compiled is used again, whatever wheels are built in between.
+        kind = "editable" if self.editable else "wheel"
+        build_dir = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}-torch-{torch.version}-{kind}"
         build_dir.mkdir(parents=True, exist_ok=True)
         fresh = ["--fresh"] if compiler_changed(build_dir) else []
         self._run(
@@ -59,7 +61,8 @@ class CMakeBuild(build_ext):
         )
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         self._run([cmake, "--build", str(build_dir), "--parallel", jobs])
-        point_latest_to(build_dir)
+        if self.editable:
+            point_latest_to(build_dir)
         self._run([cmake, "--install", str(build_dir), "--prefix", str(target), "--component", "python"])
         prove(target, build_dir / "proven.txt", torch)
         print(f"ldt: built {ext.name} against torch {torch.version} in {target}")
@@ -79,6 +82,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_MAKE_PROGRAM={require_tool('ninja')}",
             f"-DLDT_WITH_CUDA={os.environ.get('LDT_WITH_CUDA', 'auto').lower()}",
+            f"-DLDT_UNITY={'folder' if self.editable else 'auto'}",  # an editable one is often built again
             f"-DLDT_BUILD_TESTS={os.environ.get('LDT_BUILD_TESTS', 'OFF')}",
             f"-DCMAKE_BUILD_TYPE={os.environ.get('LDT_BUILD_TYPE', 'Release')}",
         ]
@@ -102,7 +106,7 @@ def compiler_changed(build_dir: Path) -> bool:
 
 
 def point_latest_to(build_dir: Path) -> None:
-    """Keeps build/latest a link to the last build, where ctest and clangd find it."""
+    """Keeps build/latest a link to the last editable build, where ctest and clangd find it."""
     link = build_dir.parent / "latest"
     link.unlink(missing_ok=True)
     link.symlink_to(build_dir.name)

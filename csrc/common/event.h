@@ -4,10 +4,14 @@
 #include <c10/core/Stream.h>
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <vector>
 
 namespace ldt {
+
+/// How long a thread sleeps between two looks at what a device has done.
+inline constexpr std::chrono::microseconds kPollInterval{50};
 
 /// Like c10::Event, but read-only: waited for and queried any number of times, from any thread.
 class Event {

@@ -7,7 +7,7 @@
 namespace ldt {
 namespace {
 
-const CudaDriver* load() {
+const CudaDriver* load_driver() {
   void* library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) return nullptr;
   static CudaDriver driver;
@@ -47,7 +47,7 @@ void CudaDriver::check(Result result, const char* what) const {
 }
 
 const CudaDriver* cuda_driver() {
-  static const CudaDriver* const driver = load();
+  static const CudaDriver* const driver = load_driver();
   return driver;
 }
 

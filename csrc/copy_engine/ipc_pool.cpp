@@ -6,6 +6,7 @@
 #include "common/streams.h"
 #include "copy_engine/deferred_free.h"
 #include "memory/external_tensor.h"
+#include "memory/receive_pool.h"
 
 namespace ldt {
 namespace {
@@ -13,9 +14,6 @@ namespace {
 // The driver's mapping granularity. Blocks are multiples of it, so each serves messages of about
 // its size.
 constexpr int64_t kGranularity = int64_t{2} << 20;
-
-// A block serves a smaller message only if it wastes at most half of itself.
-constexpr int64_t kMaxWaste = 2;
 
 int64_t rounded(int64_t bytes) { return (bytes + kGranularity - 1) / kGranularity * kGranularity; }
 

@@ -8,13 +8,9 @@
 
 #include "common/delayed_failure.h"
 #include "common/error.h"
+#include "common/event.h"
 
 namespace ldt {
-namespace {
-
-constexpr std::chrono::microseconds kPollInterval{50};
-
-}  // namespace
 
 struct StagedTransfers::State : std::enable_shared_from_this<State> {
   State(std::shared_ptr<StagingRing> ring, uint32_t lane, Direction direction)

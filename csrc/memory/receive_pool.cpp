@@ -16,12 +16,6 @@
 #include "memory/message_tensors.h"
 
 namespace ldt {
-namespace {
-
-// A block serves a smaller message only if it wastes at most half of itself.
-constexpr int64_t kMaxWaste = 2;
-
-}  // namespace
 
 int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype) {
   bool is_empty = false;

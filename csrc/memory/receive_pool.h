@@ -18,6 +18,9 @@
 
 namespace ldt {
 
+/// A block serves a smaller message only if it wastes at most half of itself.
+inline constexpr int64_t kMaxWaste = 2;
+
 /// The size of such a tensor. Throws LaneError for negative sizes and for 2^63 bytes or more.
 int64_t bytes_of(at::IntArrayRef sizes, at::ScalarType dtype);
 

@@ -11,12 +11,11 @@
 #include <vector>
 
 #include "common/error.h"
+#include "common/event.h"
 #include "common/streams.h"
 
 namespace ldt {
 namespace {
-
-constexpr std::chrono::microseconds kPollInterval{50};
 
 // Runs in wait().
 class StagedWork final : public c10d::Work {

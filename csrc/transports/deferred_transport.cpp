@@ -3,17 +3,16 @@
 
 #include <c10/core/StreamGuard.h>
 
-#include <chrono>
 #include <utility>
 
 #include "common/error.h"
+#include "common/event.h"
 
 namespace ldt {
 namespace {
 
 // A call of 16 transfers, the maximum, takes about 64 of the 1024 operations that a queue holds.
 constexpr size_t kMostCalls = 8;
-constexpr std::chrono::microseconds kPollInterval{50};
 
 }  // namespace
 

@@ -7,7 +7,7 @@
 namespace ldt {
 namespace {
 
-const NcclLibrary* load() {
+const NcclLibrary* load_nccl() {
   // Only the library that torch uses: communicators do not work across libraries.
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   if (library == nullptr) return nullptr;
@@ -26,7 +26,7 @@ void NcclLibrary::check(Result result, const char* what) const {
 }
 
 const NcclLibrary* nccl_library() {
-  static const NcclLibrary* const library = load();
+  static const NcclLibrary* const library = load_nccl();
   return library;
 }
 

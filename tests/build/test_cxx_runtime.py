@@ -56,6 +56,7 @@ class Configured:
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DCMAKE_MAKE_PROGRAM={ninja}",
             "-DLDT_WITH_CUDA=off",
+            "-DLDT_UNITY=folder",  # as build/latest
         ]
         command = [cmake, "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", *options]
         done = subprocess.run(
