@@ -23,15 +23,20 @@ class Recipe:
         for parameter in parameters:  # the fused kernel takes either plain tensors or DTensors
             by_kind.setdefault(isinstance(parameter, DTensor), []).append(parameter)
         groups = [{"params": same} for same in by_kind.values()]
-        self._optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self._steps = steps
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, self._factor)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._factor)
 
     def update(self) -> None:
         """Update the weights and clear the gradients."""
-        self._optimizer.step()
+        self.optimizer.step()
         self._schedule.step()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
+
+    @property
+    def extra(self) -> dict[str, torch.optim.lr_scheduler.LambdaLR]:
+        """What a checkpoint saves beside the optimizer."""
+        return {"schedule": self._schedule}
 
     def _factor(self, step: int) -> float:
         rising = (step + 1) / (WARM_UP * self._steps)

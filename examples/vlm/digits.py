@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from sklearn.datasets import load_digits
+from text.device import CPU, Device
 from torch.nn import functional
 from transformers import PreTrainedConfig
 
@@ -37,11 +38,11 @@ class Sample:
 class Digits:
     """Microbatches of ``batch`` samples. Only the edge needs them."""
 
-    def __init__(self, config: PreTrainedConfig, batch: int, seed: int) -> None:
+    def __init__(self, config: PreTrainedConfig, batch: int, seed: int, device: Device = CPU) -> None:
         images, names = load_digits(return_X_y=True)
         self._images = torch.tensor(images, dtype=torch.float32).view(-1, 1, 1, 8, 8) / 8 - 1
         self._names = [str(name) for name in names]
-        self._config, self._batch, self._seed = config, batch, seed
+        self._config, self._batch, self._seed, self._device = config, batch, seed, device
 
     def training(self, step: int, number: int) -> list[Microbatch]:
         """The microbatches of a step; they depend only on its number."""
@@ -57,7 +58,9 @@ class Digits:
         chance = random.Random(seed)
         without = index % EVERY == EVERY - 1
         samples = [self._sample(digits, chance, 0 if without else None) for _ in range(self._batch)]
-        return _together(self._config, samples)
+        inputs, labels = _together(self._config, samples)
+        *placed, answers = self._device.put((*inputs.values(), labels))
+        return dict(zip(inputs, placed, strict=True)), answers
 
     def _sample(self, digits: Sequence[int], chance: random.Random, number: int | None) -> Sample:
         number = chance.choice((0, 1, 1, 1, 1, 2)) if number is None else number

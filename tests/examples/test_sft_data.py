@@ -95,6 +95,7 @@ WRONG = [
     ("program", "option", "value", "sentence"),
     [
         *[("train_vlm", *wrong) for wrong in WRONG],
+        ("train_vlm", "--clip", "-1", "must be a number of at least 0, got -1"),
         *[("finetune_hf", *wrong) for wrong in WRONG],
         ("finetune_hf", "--longest", "0", "must be at least 1, got 0"),
         ("finetune_hf", "--lora", "-1", "must be at least 0, got -1"),

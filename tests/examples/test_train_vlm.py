@@ -30,7 +30,7 @@ def test_three_stages_learn_to_name_digits() -> None:
     """60 steps: sums are correct, and digits better than by chance (a fixed seed)."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     done = subprocess.run(
-        [*launcher, SCRIPT, "--steps=60"],
+        [*launcher, SCRIPT, "--steps=60", "--device=cpu"],
         env=ENVIRONMENT,
         capture_output=True,
         text=True,

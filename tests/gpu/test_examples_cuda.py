@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -38,3 +39,17 @@ def test_text_on_gpus_equals_one_process_on_a_gpu(options: str, tmp_path: Path) 
     assert printed.startswith("runs on GPUs, ")
     for step in (1, 2, 3):
         assert f"check of step {step}: losses and gradients are bit-equal to those of one process" in printed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_vlm_goes_on_and_writes_a_model(dtype: str, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    places = [f"--{name}={tmp_path / name}" for name in ("checkpoints", "output")]
+    sizes = ["--steps=4", "--save-every=2", "--microbatches=4", "--batch=2", f"--dtype={dtype}"]
+    assert "accuracy after training: " in run("train_vlm.py", *sizes, *places)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-4")
+    assert "2 of 4 steps were done before\n" in run("train_vlm.py", *sizes, *places)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "output")
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
