@@ -1,1 +1,1 @@
-"""The parts of the fine-tuning example; examples/finetune_hf.py puts them together."""
+"""The parts of the fine-tuning recipe; examples/finetune_hf.py puts them together."""

@@ -21,8 +21,8 @@ INTERRUPTED = 128 + signal.SIGINT  # exit status that a shell reports for Ctrl-C
 
 @contextmanager
 def process_group(ranks: int, backend: str = "gloo") -> Iterator[None]:
-    """The default process group, under torchrun. A job of one rank needs none."""
-    if dist.is_torchelastic_launched():
+    """The default process group, under a launcher. A job of one rank needs none."""
+    if "RANK" in os.environ:  # a launcher started this
         dist.init_process_group(backend)
     elif ranks > 1:
         sys.exit(
