@@ -107,8 +107,8 @@ def _chat(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Tokenized:
             after = tokenizer.templated(messages[: index + 1])
             if tokens[: len(after)] != after or after[: len(before)] != before:
                 raise ValueError(
-                    "the chat template renders the beginning of a chat differently once it goes on, so it cannot be "
-                    "told which tokens are answers: use samples with one answer, or a template that does not"
+                    "the chat template renders the beginning of a chat differently once it goes on, so nobody can say "
+                    "which tokens are answers: use samples with one answer, or a template that does not"
                 )
             learned[len(before) : len(after)] = [True] * (len(after) - len(before))
     return Tokenized(tokens, learned)

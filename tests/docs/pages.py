@@ -34,6 +34,7 @@ ELSEWHERE = [
     ("docs/start/hosts.md", "ldt.Job", "tests/docs/test_two_hosts.py"),
     ("docs/start/clusters.md", "cloud.sbatch", "tests/launch/test_print_env.py"),
     ("docs/start/clusters.md", "cloud.yaml", "tests/launch/test_print_env.py"),
+    ("docs/guides/finetune.md", "recipe.toml", "tests/examples/test_sft_data.py"),
     ("docs/guides/follow.md", "hf.Settings", "tests/integrations/test_hf_build.py"),
     ("docs/guides/follow.md", "[sites.cloud]", "tests/integrations/test_hf_build.py"),
     ("docs/guides/two_sites.md", "[tunnel]", "tests/docs/test_two_sites.py"),

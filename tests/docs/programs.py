@@ -66,7 +66,7 @@ def _options_of(program: tuple[str, ...]) -> set[str]:
     with RankPool(1) as process:  # forked from one that has imported torch
         (printed,) = process.run(_help, program)
     declared = re.findall(r"^ +(-.*?)(?:  |$)", printed, re.MULTILINE)
-    return {option for line in declared for option in re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", line)}
+    return {option for line in declared for option in re.findall(r"(?<![\w-])--?[a-zA-Z][\w.-]*", line)}
 
 
 def _help(program: tuple[str, ...]) -> str:

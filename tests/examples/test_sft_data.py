@@ -226,6 +226,19 @@ def test_the_command_line_overrides_a_file(tmp_path: Path) -> None:
     assert (options.model, options.data.validation, options.adapter) == ("m", "held.jsonl", None)
 
 
+def test_the_file_of_the_page_is_understood(tmp_path: Path) -> None:
+    from sft.options import parse_options
+
+    page = (EXAMPLES.parent / "docs" / "guides" / "finetune.md").read_text()
+    (tmp_path / "recipe.toml").write_text(page.split('```toml title="recipe.toml"')[1].split("```")[0])
+    options = parse_options(["--config", str(tmp_path / "recipe.toml")])
+    assert (options.optimizer.name, options.layers, options.data.packing) == (
+        "adamw_8bit",
+        [2, 13, 13, 2],
+        True,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
