@@ -18,6 +18,7 @@ SESSIONS = {
     "docs/guides/failures.md": "job",
     "docs/guides/follow.md": "job",
     "docs/guides/huggingface.md": "hugging_face",
+    "docs/guides/lightning.md": "job",
     "docs/guides/links.md": "job",
     "docs/guides/model.md": "job",
     "docs/guides/privacy.md": "job",

@@ -19,6 +19,7 @@ MODULES = (
     "ldt.runtime",
     "ldt.testing",
     "ldt.integrations.hf",
+    "ldt.integrations.lightning",
     "ldt.integrations.pipelining",
 )
 IN_TEXT = {  # documented under another name, in a sentence
@@ -35,8 +36,12 @@ DOCUMENTED = set(re.findall(r"^::: ([\w.]+)$", TEXT, re.MULTILINE))
 
 
 def public_names(module: str) -> set[str]:
-    if module == "ldt.integrations.hf":  # not imported: transformers takes long to import
-        tree = ast.parse((ROOT / "ldt/integrations/hf/__init__.py").read_text(encoding="utf-8"))
+    if module in (
+        "ldt.integrations.hf",
+        "ldt.integrations.lightning",
+    ):  # not imported: they take long to import
+        file = ROOT / module.replace(".", "/") / "__init__.py"
+        tree = ast.parse(file.read_text(encoding="utf-8"))
         found = next(node.value for node in tree.body if isinstance(node, ast.Assign))
         names = ast.literal_eval(found)
     else:
