@@ -57,6 +57,8 @@ ON_GPUS = [  # the most important first
     Job("metadata", "metadata.py", 1, 60),
     Job("compression", "compression.py", 1, 60),
     Job("random_weights", "random_weights.py", 1, 90),
+    Job("llama_step", "llama_step.py", 2, 120),
+    Job("llama_step_compiled", "llama_step.py --compile", 2, 180),
 ]
 ON_CPU = [
     Job("p2p_overlap", "p2p_overlap.py --count 7 --latency-count 20"),
@@ -69,6 +71,7 @@ ON_CPU = [
     Job("metadata", "metadata.py --count 20"),
     Job("compression", "compression.py --count 20"),
     Job("random_weights", "random_weights.py --layers 4"),
+    Job("llama_step", "llama_step.py"),
 ]
 
 

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from bounces import Bounces
@@ -71,6 +71,14 @@ class StepPath:
     simulated: float | None
     modules: Sequence[nn.Module]
     bounces: Bounces
+
+
+class Compared(Protocol):
+    """A model whose gradients can be cleared, and compared with the expected ones, as ``Model`` does."""
+
+    def forget(self) -> None: ...
+
+    def compare(self, modules: Sequence[nn.Module]) -> tuple[int, int]: ...
 
 
 class Model:
@@ -202,7 +210,7 @@ def ldt_step(
 
 
 def rows_of(
-    text: str, model: Model, paths: Sequence[StepPath], steps: int, device: torch.device
+    text: str, model: Compared, paths: Sequence[StepPath], steps: int, device: torch.device
 ) -> Iterator[StepRow]:
     times: list[list[float]] = [[] for _ in paths]
     differ = [[0, 0] for _ in paths]

@@ -129,6 +129,14 @@ def test_random_weights(tmp_path: Path) -> None:
     assert all(row["parameters"] == 2 * 65_664 + 64 + 6_400 for row in tables["DrawRow"])
 
 
+def test_llama_step(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    tables = rows_of("llama_step.py --layers 1 1 1 --steps 1 --microbatches 2", tmp_path)
+    paths = ["ldt optimize, c10d", "torch 1F1B, halves", "one rank alone"]
+    assert [row["path"] for row in tables["StepRow"]] == paths
+    assert tables["StepRow"][0]["unequal"] == 0
+
+
 @pytest.mark.slow
 def test_compression_quality(tmp_path: Path) -> None:
     small = "--steps 2 --at 0 1 --minibatches 2 --seeds 2 --processes 2"
