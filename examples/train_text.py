@@ -44,8 +44,9 @@ def main() -> None:
 def build_pipeline(options: Options, mesh: ldt.Mesh, model: ByteModel) -> ldt.Pipeline:
     """Build this rank's chunks and the plan of all ranks."""
     chunks = [model.chunk(index).to(mesh.device) for index in mesh.topology.chunks_of(mesh.stage)]
-    for chunk in chunks:
-        split_over(mesh.tp_mesh, chunk)
+    if mesh.topology.tp[mesh.stage] > 1:
+        for chunk in chunks:
+            split_over(mesh.tp_mesh, chunk)
     plan = ldt.plan.ushape(mesh.topology, options.microbatches, lanes=mesh.lanes)
     loss_fn = token_loss if options.loss_reduction == "token" else mean_loss
     return ldt.Pipeline(chunks, mesh, plan, loss_fn=loss_fn, loss_reduction=options.loss_reduction)

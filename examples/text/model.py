@@ -73,7 +73,7 @@ class ByteModel:
 def split_over(mesh: DeviceMesh, chunk: nn.Sequential) -> None:
     """Shard ``chunk`` over the ranks of a stage: the perceptron, and attention if the ranks divide its heads."""
     for layer in chunk:
-        if mesh.size() == 1 or not isinstance(layer, Layer):
+        if not isinstance(layer, Layer):
             continue
         plan: dict[str, ParallelStyle] = {"widen": ColwiseParallel(), "narrow": RowwiseParallel()}
         if layer.attended.in_features // HEAD_WIDTH % mesh.size() == 0:

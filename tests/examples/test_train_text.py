@@ -79,6 +79,15 @@ def test_training_equals_one_process(ranks: int, split: str, exact: bool, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_job_of_one_rank_needs_no_launcher(tmp_path: Path) -> None:
+    done = run(
+        [sys.executable, SCRIPT, "--device=cpu", "--stages=1", *TINY, "--check", f"--output={tmp_path}"]
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "check of step 3: losses and gradients are bit-equal" in done.stdout
+
+
+@pytest.mark.slow
 def test_training_learns(tmp_path: Path) -> None:
     """100 steps of 256 bytes: from the uniform distribution's log(256) = 5.5 to about 3.0 (a fixed seed)."""
     sizes = "--steps 100 --microbatches 2 --batch 4 --sequence 32 --width 32 --continuation 1"
