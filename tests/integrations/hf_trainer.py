@@ -64,7 +64,7 @@ def arguments(
 
 
 def data() -> dict[str, Any]:
-    return {"train_dataset": Texts(30), "eval_dataset": Texts(10, seed=1)}
+    return {"train_dataset": Texts(30), "eval_dataset": Texts(30, seed=1)}
 
 
 Use = Callable[[Any], Any]  # what is done with a trainer
@@ -77,8 +77,14 @@ def built(indices: Any, tied: bool = False) -> list[hf.Chunk]:
     return chunks
 
 
+def loss_and_accuracy(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
+    following, counts = labels[:, 1:], labels[:, 1:] != -100
+    accuracy = (logits[:, :-1].argmax(-1) == following)[counts].float().mean()
+    return hf.causal_lm_loss(logits, labels, **options), {"accuracy": accuracy}
+
+
 def pipeline_of(chunks: list[hf.Chunk], mesh: ldt.Mesh, **options: Any) -> ldt.Pipeline:
-    loss_fn = hf.causal_lm_loss if mesh.is_edge else None
+    loss_fn = loss_and_accuracy if mesh.is_edge else None
     return ldt.Pipeline(chunks, mesh, loss_fn=loss_fn, **{"loss_reduction": "sum", **options})
 
 
@@ -109,14 +115,20 @@ def split(
     """``use(trainer)`` for hf.Trainer on the edge; None on the cloud."""
     torch.set_num_threads(1)
     with ldt.connect(TOPOLOGY, ranks=RANKS) as mesh:
-        pipeline = pipeline_of(built(TOPOLOGY.chunks_of(mesh.stage), tied), mesh)
         args = arguments(folder, **changes)
+        scaler = ldt.GradScaler(mesh, init_scale=2.0**20) if args.fp16 else None
+        of_edge = scaler if mesh.is_edge else None
+        pipeline = pipeline_of(built(TOPOLOGY.chunks_of(mesh.stage), tied), mesh, grad_scaler=of_edge)
         if not mesh.is_edge:
             optimizer = hf.create_optimizer(pipeline, args)
             # Steps compute in the edge's autocast dtype, whether or not all of follow is under autocast.
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and mesh.stage == 1):
                 ldt.follow(
-                    pipeline, optimizer, learning_rate="edge", checkpoints=folder / f"stage-{mesh.stage}"
+                    pipeline,
+                    optimizer,
+                    scaler=scaler,
+                    learning_rate="edge",
+                    checkpoints=folder / f"stage-{mesh.stage}",
                 )
             return None
         environment = dict(os.environ)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import string
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hf_trainer import RANKS, TOPOLOGY, arguments, as_of_torchrun, built, data, pipeline_of, split, whole
+from hf_trainer import (
+    LAYERS,
+    RANKS,
+    TOPOLOGY,
+    arguments,
+    as_of_torchrun,
+    built,
+    data,
+    pipeline_of,
+    split,
+    whole,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -23,7 +36,13 @@ from ldt.integrations import hf
 from ldt.testing import RankPool
 
 WORLD_SIZE = 3
-TIMED = ("runtime", "per_second", "flos", "time")
+TIMED = (
+    "runtime",
+    "per_second",
+    "flos",
+    "time",
+    "accuracy",
+)  # transformers.Trainer has no metrics of the loss
 SAVES = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
 BEST = {
     **SAVES,
@@ -74,7 +93,32 @@ def predict(trainer: Any) -> Any:
     return metrics, trainer.predict(data()["eval_dataset"]).predictions
 
 
-USES = {"train": train, "resume": resume, "best": best, "predict": predict}
+def accuracy(trainer: Any) -> Any:
+    """That of the loss function, and that of the predictions."""
+    trainer.train()
+    found = trainer.evaluate()["eval_accuracy"]
+    logits, labels, _ = trainer.predict(data()["eval_dataset"])
+    counts = labels[:, 1:] != -100
+    batches = [slice(start, start + 4) for start in range(0, 30, 4)]
+    right = logits[:, :-1].argmax(-1) == labels[:, 1:]
+    assert found == pytest.approx(np.mean([right[batch][counts[batch]].mean() for batch in batches]))
+    return [entry["accuracy"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def scaled(trainer: Any) -> Any:
+    """Learning rates and losses of updates, of which the first overflow."""
+    trainer.train()
+    return [(entry["learning_rate"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+
+
+USES = {
+    "train": train,
+    "resume": resume,
+    "best": best,
+    "predict": predict,
+    "accuracy": accuracy,
+    "scaled": scaled,
+}
 
 
 def sft(trainer: Any) -> Any:
@@ -165,10 +209,12 @@ def test_clipped_losses_and_tied_embeddings(pool: RankPool, tmp_path: Path, tied
     refuse_other(found, expected, norms=1e-5, others=1e-6)
 
 
-def test_a_resumed_run_continues_the_curve(pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("new", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "processes"])
+def test_a_resumed_run_continues_the_curve(pool: RankPool, tmp_path: Path, new: bool) -> None:
     found, expected = both(pool, tmp_path, changes=SAVES)
     refuse_other(found, expected, norms=1e-6)
-    pool.kill()  # new processes
+    if new:
+        pool.kill()  # the next run starts new processes
     again, *_ = pool.run(job, str(tmp_path), "split", "resume", SAVES, False, ranks=RANKS, timeout=60)
     assert again[:-1] == found[:-1]  # the last has the loss of this run
 
@@ -191,11 +237,51 @@ def test_bfloat16_autocast(pool: RankPool, tmp_path: Path) -> None:
     refuse_other(found, expected, norms=1e-6)
 
 
+def test_metrics_of_the_loss_function_are_logged(pool: RankPool, tmp_path: Path) -> None:
+    values, *_ = pool.run(job, str(tmp_path), "split", "accuracy", {}, False, ranks=RANKS, timeout=60)
+    assert len(values) == 6
+    assert all(0 <= value <= 1 for value in values)
+
+
+def test_float16_with_a_grad_scaler(pool: RankPool, tmp_path: Path) -> None:
+    """Updates that overflow are skipped on all ranks, and leave the learning rate."""
+    changes = {"fp16": True, "max_steps": 20, "warmup_steps": 0, "lr_scheduler_type": "linear"}
+    found, *_ = pool.run(job, str(tmp_path), "split", "scaled", changes, False, ranks=RANKS, timeout=60)
+    rates, losses = zip(*found, strict=True)
+    skipped = rates.count(rates[0]) - 1
+    assert 0 < skipped < 12
+    assert losses[-1] < losses[0]
+
+
 def test_trl_sft_trainer(pool: RankPool, tmp_path: Path) -> None:
     """It computes the loss from fused log-probabilities, so it differs in the last bits."""
     pytest.importorskip("trl")
     found, expected = both(pool, tmp_path, "sft", {"bf16": False, "max_length": 16})
     refuse_other(found, expected, norms=1e-5, others=1e-6)
+
+
+def settled(folder: str) -> Any:
+    """Ranks of the cloud get all they need from the edge: they have the config of the model only."""
+    as_of_torchrun(dist.get_rank())
+    model = Path(folder) / f"config-{dist.get_rank()}.json"
+    built([1])[0].config.to_json_file(model)
+    with ldt.connect(TOPOLOGY, ranks=RANKS) as mesh:
+        if not mesh.is_edge:
+            hf.follow(mesh, model)
+            return None
+        optimizer = hf.Optimizer(lr=3e-3, weight_decay=0.1)
+        settings = hf.Settings(LAYERS, seed=2, loss_reduction="sum", optimizer=optimizer)
+        job = hf.build(mesh, model, settings, loss_fn=hf.causal_lm_loss)
+        args = arguments(Path(folder))
+        with hf.Trainer(job.pipeline, args, optimizers=(job.optimizer, None), **data()) as trainer:
+            return train(trainer)
+
+
+def test_a_cloud_that_follows_without_a_script(pool: RankPool, tmp_path: Path) -> None:
+    found, *_ = pool.run(settled, str(tmp_path), ranks=RANKS, timeout=60)
+    changes = {"optim": "adamw_torch"}
+    (expected,) = pool.run(job, str(tmp_path), "whole", "train", changes, False, ranks=[0], timeout=60)
+    refuse_other(found, expected, norms=1e-6)
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------
@@ -260,3 +346,10 @@ def test_what_cannot_be_right_is_refused_by_name_on_all_ranks(pool: RankPool, tm
             texts
         )
     assert {edge[-1], cloud[0][-1], cloud[1][-1]} == {""}
+
+
+@pytest.mark.slow
+def test_the_cloud_needs_no_trainer() -> None:
+    """It may have no accelerate, without which the Trainer cannot be imported."""
+    code = "import sys; from ldt.integrations import hf; sys.exit('transformers.trainer' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

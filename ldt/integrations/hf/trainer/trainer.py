@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ import transformers
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.trainer.checkpoints import CheckpointsMixin
 from ldt.integrations.hf.trainer.edge_model import EdgeModel
+from ldt.integrations.hf.trainer.evaluation import EvaluationMixin, Inputs
 from ldt.integrations.hf.trainer.one_process import single_process
 from ldt.integrations.hf.trainer.optimizers import SteppedByLeader
 from ldt.integrations.hf.trainer.refusals import refuse
@@ -24,10 +23,29 @@ from ldt.train import Leader
 
 __all__ = ["Trainer", "TrainerMixin"]
 
-Inputs = Mapping[str, Any]
+_REPLACED = (  # what the loop of transformers.Trainer calls, of which some is private
+    "_build_accelerator_args",
+    "_clip_grad_norm",
+    "_get_grad_norm",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_load_scaler",
+    "_save_optimizer_and_scheduler",
+    "_save_scaler",
+    "get_batch_samples",
+    "prediction_step",
+    "training_step",
+)
+_missing = [name for name in _REPLACED if not hasattr(transformers.Trainer, name)]
+if _missing:
+    raise ImportError(
+        f"hf.Trainer replaces {', '.join(_missing)} of transformers.Trainer, which transformers "
+        f"{transformers.__version__} does not have: install the version that ldt-torch[trainer] names"
+    )
 
 
-class TrainerMixin(CheckpointsMixin):
+class TrainerMixin(CheckpointsMixin, EvaluationMixin):
     """Makes a Trainer of transformers, or one derived from it, train a pipeline. Put it first among the bases.
 
     See ``Trainer``.
@@ -87,6 +105,7 @@ class TrainerMixin(CheckpointsMixin):
             )
         if scaler is not None:
             self.optimizer.skipped(scaler.get_scale() < scale)
+        self._remember(result)
         self._grad_norm = result.grad_norm
         assert result.losses is not None
         return result.losses
@@ -98,35 +117,8 @@ class TrainerMixin(CheckpointsMixin):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> float | None:
         return None if self._grad_norm is None else float(self._grad_norm)
 
-    def prediction_step(
-        self, model: Any, inputs: Inputs, prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[torch.Tensor | None, Any, Any]:
-        """Run forward on all ranks. Returns loss, logits and labels."""
-        inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
-        count = self._get_num_items_in_batch([inputs], self.args.device)
-        with self._autocast():
-            result = self.leader.eval(
-                [self._microbatch(inputs)],
-                keep_outputs=not prediction_loss_only,
-                loss_kwargs={"num_items_in_batch": count},
-            )
-        if prediction_loss_only:
-            return result.loss, None, None
-        assert result.outputs is not None
-        return result.loss, result.outputs[0].float(), labels
-
     def compute_loss(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("the pipeline computes the loss: give Pipeline() a loss_fn")
-
-    def _microbatch(self, inputs: Inputs) -> tuple[dict[str, Any], Any]:
-        given = dict(self._prepare_inputs(inputs))
-        labels = given.pop("labels", None)
-        return {name: value for name, value in given.items() if value is not None}, labels
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.mixed_precision)
-        return nullcontext() if dtype is None else torch.autocast(self.pipeline.mesh.device.type, dtype)
 
     # -- what transformers would set up for a whole model -----------------------------------------------------------
 
