@@ -60,10 +60,10 @@ class EvaluationMixin(_Trainer):  # type: ignore[misc]
         return loss, logits, self._prepare_inputs(inputs).get("labels")
 
     def _evaluate_batches(self, batches: Sequence[Inputs], keep_outputs: bool) -> None:
-        microbatches = list(map(self._microbatch, batches))
-        with self._autocast():
+        microbatches = list(map(self.microbatch, batches))
+        with self.autocast():
             result = self.leader.eval(microbatches, keep_outputs=keep_outputs)
-        self._remember(result)
+        self.remember_metrics(result)
         losses, outputs = iter(result.losses or ()), result.outputs or [None] * len(batches)
         for (_, labels), output in zip(microbatches, outputs, strict=True):
             logits = None if output is None else output.float()
@@ -78,16 +78,19 @@ class EvaluationMixin(_Trainer):  # type: ignore[misc]
         found.clear()
         super().log(logs, *others)
 
-    def _remember(self, result: StepResult) -> None:
+    def remember_metrics(self, result: StepResult) -> None:
+        """Keep the metrics of a step or an eval for ``log``."""
         for name, values in result.metrics.items():
             self._of_loss[self.model.training].setdefault(name, []).extend(values)
 
-    def _microbatch(self, inputs: Inputs) -> tuple[dict[str, Any], Any]:
+    def microbatch(self, inputs: Inputs) -> tuple[dict[str, Any], Any]:
+        """Return what the pipeline takes for a batch: inputs of the model, and labels if there are any."""
         given = dict(self._prepare_inputs(inputs))
         labels = given.pop("labels", None)
         return {name: value for name, value in given.items() if value is not None}, labels
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which the pipeline's calls are made; ranks that follow get its dtype."""
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.mixed_precision)
         return nullcontext() if dtype is None else torch.autocast(self.pipeline.mesh.device.type, dtype)
 

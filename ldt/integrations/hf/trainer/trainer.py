@@ -97,15 +97,15 @@ class TrainerMixin(CheckpointsMixin, EvaluationMixin):
     def _step(self, batches: list[Inputs], num_items_in_batch: Any) -> list[torch.Tensor]:
         scaler = self.pipeline.steps.grad_scaler
         scale = 0.0 if scaler is None else scaler.get_scale()
-        with self._autocast():
+        with self.autocast():
             result = self.leader.step(
-                list(map(self._microbatch, batches)),
+                list(map(self.microbatch, batches)),
                 max_norm=self.args.max_grad_norm or math.inf,
                 loss_kwargs={"num_items_in_batch": num_items_in_batch},
             )
         if scaler is not None:
             self.optimizer.skipped(scaler.get_scale() < scale)
-        self._remember(result)
+        self.remember_metrics(result)
         self._grad_norm = result.grad_norm
         assert result.losses is not None
         return result.losses
