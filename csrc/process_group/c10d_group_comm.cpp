@@ -1,5 +1,11 @@
 // Calls into c10d. Nothing here waits.
+//
+// They are hidden from torch.profiler. A work that is launched while it records has a range, which
+// ends when the work does: after a receive that was posted ahead, in another recording, or in none.
+// There it would write to memory of the first one, which is freed.
 #include "process_group/c10d_group_comm.h"
+
+#include <ATen/record_function.h>
 
 #include "common/error.h"
 
@@ -38,11 +44,13 @@ C10dGroupComm::C10dGroupComm(Group point_to_point, Group stage, int stage_root)
 
 GroupComm::Work C10dGroupComm::send(const at::Tensor& bytes, int peer) {
   std::vector<at::Tensor> tensors{bytes};
+  const at::DisableRecordFunctionGuard hidden;
   return point_to_point_->send(tensors, peer, kTag);
 }
 
 GroupComm::Work C10dGroupComm::receive(const at::Tensor& bytes, int peer) {
   std::vector<at::Tensor> tensors{bytes};
+  const at::DisableRecordFunctionGuard hidden;
   return point_to_point_->recv(tensors, peer, kTag);
 }
 
@@ -50,6 +58,7 @@ GroupComm::Work C10dGroupComm::broadcast(const at::Tensor& bytes) {
   std::vector<at::Tensor> tensors{bytes};
   c10d::BroadcastOptions options;
   options.rootRank = stage_root_;
+  const at::DisableRecordFunctionGuard hidden;
   return stage_->broadcast(tensors, options);
 }
 

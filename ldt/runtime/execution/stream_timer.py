@@ -23,8 +23,8 @@ class StreamTimer:
         self._zero: tuple[torch.Event, float] | None = None
         if moments:
             event = torch.Event(device, enable_timing=True)
-            synchronize_current_stream(device)
             event.record(current_stream(device))
+            synchronize_current_stream(device)  # it may be late if processes share the device
             self._zero = event, time.time()
         self._spans: dict[int, tuple[Entry, torch.Event, torch.Event]] = {}
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_jobs import build
+from torch import nn
 
 import ldt
 from ldt.cli import main
@@ -190,6 +191,57 @@ def test_a_file_that_cannot_be_written_is_a_warning(pool: RankPool, tmp_path: Pa
     assert rest == [[], [], []]
     assert len(first) == 1
     assert first[0].startswith("the profile of all ranks could not be written to ")
+
+
+class Failing(nn.Module):
+    """Fails in its third forward of real tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if type(x) is torch.Tensor:
+            self.calls += 1
+            if self.calls == 3:
+                raise ValueError("the third")
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+def failing(folder: str) -> list[str]:
+    """A step that is recorded fails. Then everything can be recorded anew."""
+    topology = Topology([1, 1])
+    torch.manual_seed(0)
+    chunks = [nn.Linear(16, 16), Failing(), nn.Linear(16, 16)]
+    mesh = ldt.connect(topology, ranks=range(2))
+    pipeline = build(mesh, chunks, profile=ldt.Profile(folder, range(2)))
+    with pytest.raises(ldt.RemoteStageError if mesh.is_edge else ValueError, match="the third"):
+        pipeline.step(toy_microbatches(4) if mesh.is_edge else None)
+    with mesh.reconnect() as again:
+        pipeline = build(again, chunks, profile=ldt.Profile(folder, range(1)))
+        pipeline.step(toy_microbatches(4) if again.is_edge else None)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_a_step_that_fails_ends_the_recording(pool: RankPool, tmp_path: Path) -> None:
+    files, _ = pool.run(failing, str(tmp_path), ranks=range(2))
+    assert files == ["kernels-0.json.gz", "kernels-1.json.gz", "trace.json"]
+
+
+def recorded_again_and_again() -> None:
+    """Receives that were posted in one recording of torch end in a later one, on this mesh."""
+    with ldt.connect(TOPOLOGY) as mesh:
+        pipeline = build(mesh, toy_chunks(TOPOLOGY))
+        batch = toy_microbatches(MICROBATCHES) if mesh.is_edge else None
+        for _ in range(20):
+            with torch.profiler.profile(acc_events=True):
+                pipeline.step(batch)
+
+
+def test_torch_may_record_again_and_again(pool: RankPool) -> None:
+    pool.run(recorded_again_and_again)
 
 
 def refused(profiles: list[ldt.Profile | None]) -> str:
