@@ -29,7 +29,7 @@ from hf_trainer import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
-from transformers import EarlyStoppingCallback, EvalPrediction, PreTrainedTokenizerFast
+from transformers import EarlyStoppingCallback, EvalPrediction, PreTrainedTokenizerFast, TrainerCallback
 
 import ldt
 from ldt.integrations import hf
@@ -204,7 +204,7 @@ def test_fifty_losses_and_evaluations_are_bit_equal(pool: RankPool, tmp_path: Pa
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_clipped_losses_and_tied_embeddings(pool: RankPool, tmp_path: Path, tied: bool) -> None:
-    found, expected = both(pool, tmp_path, changes={"max_grad_norm": 0.5, "max_steps": 20}, tied=tied)
+    found, expected = both(pool, tmp_path, changes={"max_grad_norm": 0.5, "max_steps": 10}, tied=tied)
     assert all(entry["grad_norm"] > 0.5 for entry in found if "loss" in entry)
     refuse_other(found, expected, norms=1e-5, others=1e-6)
 
@@ -245,7 +245,7 @@ def test_metrics_of_the_loss_function_are_logged(pool: RankPool, tmp_path: Path)
 
 def test_float16_with_a_grad_scaler(pool: RankPool, tmp_path: Path) -> None:
     """Updates that overflow are skipped on all ranks, and leave the learning rate."""
-    changes = {"fp16": True, "max_steps": 20, "warmup_steps": 0, "lr_scheduler_type": "linear"}
+    changes = {"fp16": True, "max_steps": 14, "warmup_steps": 0, "lr_scheduler_type": "linear"}
     found, *_ = pool.run(job, str(tmp_path), "split", "scaled", changes, False, ranks=RANKS, timeout=60)
     rates, losses = zip(*found, strict=True)
     skipped = rates.count(rates[0]) - 1
@@ -335,6 +335,30 @@ def refusals(folder: str) -> list[str]:
                 text = f"{type(error).__name__}: {error}"
             texts.append(text)
     return texts
+
+
+class Trips(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise ValueError("the callback trips")
+
+
+def broken(folder: str) -> str:
+    def use(trainer: Any) -> None:
+        trainer.add_callback(Trips())
+        trainer.train()
+
+    try:
+        split(Path(folder), use, {})
+    except (ValueError, ldt.LdtError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_on_the_edge_ends_the_cloud(pool: RankPool, tmp_path: Path) -> None:
+    edge, *cloud = pool.run(broken, str(tmp_path), ranks=RANKS, timeout=60)
+    assert edge == "ValueError: the callback trips"
+    assert all(re.match("RemoteStageError: rank 0 ", text) for text in cloud), cloud
 
 
 def test_what_cannot_be_right_is_refused_by_name_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
