@@ -62,7 +62,18 @@ class Leader:
             pipeline.mesh, "ldt.Leader or ldt.follow", error, self._updater.settings, False, bool
         )
         self._sends_lr = any(takes_lr)
+        node_of = pipeline.mesh.topology.node_of
+        self._own_rates = [rank for rank, takes in enumerate(takes_lr) if node_of(rank).stage and not takes]
         pipeline.mesh.detector.followed = True
+
+    def require_learning_rate(self) -> None:
+        """Close and raise LdtError if a rank of the cloud does not follow with ``learning_rate="edge"``."""
+        if self._own_rates:
+            self.close()
+            raise LdtError(
+                f"ranks {self._own_rates} must follow with learning_rate='edge': a schedule of the edge alone would "
+                "train other ranks at another rate"
+            )
 
     def step(
         self,

@@ -60,6 +60,7 @@ class PipelineModule(lightning.LightningModule):
         self._checkpoints = None if checkpoints is None else Path(checkpoints)
         self._keep, self._saved = keep or _ALL, -1
         self.leader = Leader(pipeline, optimizer)
+        self.leader.require_learning_rate()
         self.leader.train(True)
 
     def microbatches(self, batch: Any) -> Any:

@@ -67,6 +67,7 @@ class TrainerMixin(CheckpointsMixin, EvaluationMixin):
         if error is not None:  # the cloud is in ldt.follow
             all_agree(pipeline.mesh, "ldt.Leader or ldt.follow", error, {})
         self.leader = Leader(pipeline, optimizer, scaler=pipeline.steps.grad_scaler)
+        self.leader.require_learning_rate()
         self.model.follow(self.leader)
 
     def _set_up(self, pipeline: Pipeline, args: Any, *others: Any, **options: Any) -> torch.optim.Optimizer:
