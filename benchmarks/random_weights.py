@@ -72,12 +72,13 @@ def measure_path(arguments: argparse.Namespace, path: str) -> DrawRow:
     lap()
     hf.init_weights(chunks, SEED)
     lap()
-    state = {name: tensor.to(device) for name, tensor in hf.state_dict(chunks).items()}
+    drawn = hf.state_dict(chunks)
+    state = {name: tensor.to(device) for name, tensor in drawn.items()}
     lap()
     build, draw, move = (end - start for start, end in pairwise(times))
     return DrawRow(
         path=path,
-        parameters=sum({tensor.data_ptr(): tensor.numel() for tensor in state.values()}.values()),
+        parameters=sum({tensor.data_ptr(): tensor.numel() for tensor in drawn.values()}.values()),
         build=build,
         draw=draw,
         move=move,

@@ -40,7 +40,8 @@ class Device(NamedTuple):
         """Copy tensors of the host to the device. On a GPU the host does not wait for what is queued there."""
         if self.device.type != "cuda":
             return tuple(tensor.to(self.device) for tensor in tensors)
-        return tuple(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors)
+        pinned = (tensor.contiguous().pin_memory() for tensor in tensors)  # an expanded one cannot be pinned
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
 
 
 CPU = Device(torch.device("cpu"), _BACKENDS["cpu"])
