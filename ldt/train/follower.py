@@ -115,6 +115,7 @@ class _Follower:
         {
             "step": self._step,
             "eval": self._eval,
+            "zero_grad": self._zero_grad,
             "train": self._train,
             "stats": self._gather_stats,
             "save": self._save,
@@ -138,6 +139,9 @@ class _Follower:
     def _autocast(self, command: Command) -> torch.autocast:
         dtype = None if command.autocast is None else getattr(torch, command.autocast)
         return torch.autocast(self._pipeline.mesh.device.type, dtype, enabled=dtype is not None)
+
+    def _zero_grad(self, command: Command) -> None:
+        self.updater.zero_grad()
 
     def _train(self, command: Command) -> None:
         self.updater.train(command.mode)

@@ -54,7 +54,7 @@ class Leader:
     ) -> None:
         self.pipeline = pipeline
         self._updater = Updater(pipeline, optimizer, scheduler, scaler)
-        self._closed = self._announced = False
+        self._closed = self._announced = self._has_run = False
         error = self._updater.error()
         if not pipeline.mesh.is_edge:
             error = LdtError("ldt.Leader is for the edge: call ldt.follow on ranks of the cloud")
@@ -119,6 +119,7 @@ class Leader:
                 command=command.to_bytes(),
             )
             result.grad_norm = self._updater.run(command)
+            self._has_run = True
         return result
 
     def eval(
@@ -126,13 +127,20 @@ class Leader:
     ) -> StepResult:
         """Run forward only on all ranks. See ``Pipeline.eval``."""
         with self._leading():
-            return self.pipeline.steps.run(
+            result = self.pipeline.steps.run(
                 "eval",
                 microbatches,
                 keep_outputs=keep_outputs,
                 loss_kwargs=loss_kwargs,
                 command=Command("eval", autocast=self._autocast()).to_bytes(),
             )
+            self._has_run = True
+        return result
+
+    def zero_grad(self) -> None:
+        """Drop the gradients that steps without ``update`` have accumulated, on all ranks."""
+        with self._command(Command("zero_grad")):
+            self._updater.zero_grad()
 
     def train(self, mode: bool = True) -> None:
         """Switch the modules of all ranks to train mode, or without ``mode`` to eval mode."""
@@ -140,7 +148,14 @@ class Leader:
             self._updater.train(bool(mode))
 
     def gather_stats(self, result: StepResult) -> list[StepStats] | None:
-        """The statistics of all ranks in the last step or eval, whose ``result`` this is."""
+        """The statistics of all ranks in the last step or eval, whose ``result`` this is.
+
+        Raises ValueError if this leader has run none yet.
+        """
+        if not self._has_run:
+            raise InputValueError(
+                "gather_stats() is about the last step or eval of this ldt.Leader: run one first"
+            )
         with self._command(Command("stats")):
             return self.pipeline.gather_stats(result)
 

@@ -103,6 +103,11 @@ class Updater:
             self.optimizer.zero_grad()
         return norm
 
+    def zero_grad(self) -> None:
+        """Drop the gradients of all parameters of this rank."""
+        for parameter in self._pipeline.parameters():
+            parameter.grad = None
+
     def train(self, mode: bool) -> None:
         for chunk in self._pipeline.chunks:
             chunk.train(mode)

@@ -241,6 +241,30 @@ def all_calls(folder: str, restart: bool) -> list[Any]:
         return [chunk.training for chunk in pipeline.chunks] + weights(pipeline)
 
 
+def without_what_was_dropped() -> None:
+    """A step whose gradients are dropped, then one that updates: as if only that one had been."""
+    expected, _ = unsplit(TOPOLOGY, 2, None)
+    mesh, pipeline, chunks, (optimizer, scheduler) = connected(TOPOLOGY)
+    with mesh:
+        if not mesh.is_edge:
+            ldt.follow(pipeline, optimizer, scheduler)
+        else:
+            with ldt.Leader(pipeline, optimizer, scheduler) as leader:
+                with pytest.raises(ValueError, match="run one first"):
+                    leader.gather_stats(ldt.StepResult(None))  # type: ignore[arg-type]
+                leader.step(toy_microbatches(4, seed=7), update=False)
+                leader.zero_grad()
+                leader.step(toy_microbatches(4, seed=0), update=False)
+                leader.step(toy_microbatches(4, seed=1))
+        for index in TOPOLOGY.chunks_of(mesh.stage):
+            for got, wanted in zip(chunks[index].parameters(), expected[index].parameters(), strict=True):
+                assert torch.equal(got, wanted)
+
+
+def test_gradients_can_be_dropped(pool: RankPool) -> None:
+    pool.run(without_what_was_dropped, ranks=range(3))
+
+
 def weights(pipeline: ldt.Pipeline) -> list[Any]:
     return [parameter.detach().clone() for parameter in pipeline.parameters()]
 

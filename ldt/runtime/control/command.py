@@ -19,7 +19,7 @@ from ldt.untrusted import read_fields
 
 __all__ = ["Command", "CommandName", "agreed_command"]
 
-CommandName = Literal["step", "eval", "train", "save", "load", "stats", "close"]
+CommandName = Literal["step", "eval", "zero_grad", "train", "save", "load", "stats", "close"]
 _CACHED = 16  # most steps have the command of the one before
 _MAX_BYTES = 4000  # most commands have fewer than 200
 _END = b"\n"  # of the JSON, which has none

@@ -20,7 +20,7 @@ NUMBERS = st.one_of(st.floats(0.1, 1e6), st.just(float("inf")))
 @given(
     st.builds(
         Command,
-        st.sampled_from(["step", "eval", "train", "save", "load", "stats", "close"]),
+        st.sampled_from(["step", "eval", "zero_grad", "train", "save", "load", "stats", "close"]),
         update=st.booleans(),
         max_norm=st.none() | NUMBERS,
         norm_type=NUMBERS,
@@ -54,7 +54,7 @@ def test_commands_survive_their_way(command: Command) -> None:
 def test_anything_else_is_refused(data: bytes) -> None:
     with contextlib.suppress(ldt.LdtError):
         command = Command.from_bytes(data)
-        assert command.name in ("step", "eval", "train", "save", "load", "stats", "close")
+        assert command.name in ("step", "eval", "zero_grad", "train", "save", "load", "stats", "close")
         assert command.step is None or command.step >= 0
 
 
