@@ -114,7 +114,7 @@ def open_log(folder: Path | None) -> Log:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ValueError("--tensorboard needs it: pip install tensorboard") from error
+        raise ValueError("--tensorboard needs TensorBoard: pip install '.[examples]'") from error
     writer = SummaryWriter(folder)
 
     def log(result: ldt.StepResult, step: int) -> None:

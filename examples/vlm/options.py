@@ -73,5 +73,5 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--output", type=Path, metavar="DIR",
                        help="folder for the trained model, for transformers' from_pretrained")
     group.add_argument("--tensorboard", type=Path, metavar="DIR",
-                       help="folder for the scalars of each step (needs pip install tensorboard)")
+                       help="folder for the scalars of each step")
 # fmt: on
