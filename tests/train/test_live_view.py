@@ -29,7 +29,7 @@ LONG = 20.0
 
 
 @contextmanager
-def connected(chunk_seconds: float = 0.02) -> Iterator[tuple[ldt.Pipeline, Any, pytest.MonkeyPatch]]:
+def connected(chunk_seconds: float = 0.01) -> Iterator[tuple[ldt.Pipeline, Any, pytest.MonkeyPatch]]:
     """A pipeline of slow chunks, its batch, and a view that looks and draws often."""
     torch.manual_seed(0)
     chunks = [SleepingChunk(16, chunk_seconds, chunk_seconds / 2) for _ in range(TOPOLOGY.num_chunks)]
