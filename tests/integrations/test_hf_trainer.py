@@ -7,6 +7,7 @@ import re
 import string
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -306,6 +307,7 @@ REFUSED: dict[str, dict[str, Any]] = {  # arguments of the Trainer, and of Train
     "compute_loss_func=": {"compute_loss_func": len},
     "peft_config=": {"peft_config": object()},
     "OtherLoss.compute_loss": {"trainer": OtherLoss},
+    **({"needs arguments of another class": {"trainer": sft_trainer}} if find_spec("trl") else {}),
     "loss_reduction='token'": {"loss_reduction": "token"},
     "args must be TrainingArguments": {"args": None},
     "eval_strategy": {"eval_strategy": "epoch", "eval_dataset": None},

@@ -56,8 +56,9 @@ class CheckpointsMixin(_Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._load_stages(checkpoint)
-            state = torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True)
-            self.lr_scheduler.load_state_dict(state)
+            file = Path(checkpoint) / SCHEDULER_NAME
+            if file.exists():  # it does not with save_only_model
+                self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """The pipeline's grad scaler is loaded with the stages."""

@@ -19,30 +19,24 @@ _PREFIXES = ("ACCELERATE_", "FSDP_", "MV2_COMM_", "OMPI_COMM_", "PARALLELISM_CON
 _NAMES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "WORLD_SIZE")
 
 
-def single_process(args: TrainingArguments, device: torch.device) -> TrainingArguments:
-    """Return a copy of ``args`` whose world is this process on ``device``.
+@contextmanager
+def single_process(args: TrainingArguments, device: torch.device) -> Iterator[TrainingArguments]:
+    """Yield a copy of ``args`` whose world is this process on ``device``, for a Trainer that is made in the context.
 
-    Replaces accelerate's state, as the constructor of each ``TrainingArguments`` does. The environment stays as it is.
+    Replaces accelerate's state, as the constructor of each ``TrainingArguments`` does. What launchers set in the
+    environment is hidden in the context.
     """
     args = copy.copy(args)
-    with _hidden_ranks(device):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        state: Any = PartialState(cpu=device.type == "cpu")
-    args.distributed_state = state
-    args._n_gpu = int(device.type != "cpu")
-    args.__dict__["_setup_devices"] = device  # a cached property, which would find its own device
-    return args
-
-
-@contextmanager
-def _hidden_ranks(device: torch.device) -> Iterator[None]:
-    before = dict(os.environ)
-    for name in before:
-        if name in _NAMES or name.startswith(_PREFIXES):
-            del os.environ[name]
+    names = [name for name in os.environ if name in _NAMES or name.startswith(_PREFIXES)]
+    hidden = {name: os.environ.pop(name) for name in names}
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
     try:
-        yield
+        AcceleratorState._reset_state(reset_partial_state=True)
+        state: Any = PartialState(cpu=device.type == "cpu")
+        args.distributed_state = state
+        args._n_gpu = int(device.type != "cpu")
+        args.__dict__["_setup_devices"] = device  # a cached property, which would find its own device
+        yield args
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        del os.environ["ACCELERATE_TORCH_DEVICE"]
+        os.environ.update(hidden)

@@ -16,7 +16,7 @@ from ldt.integrations.hf.trainer.evaluation import EvaluationMixin, Inputs
 from ldt.integrations.hf.trainer.one_process import single_process
 from ldt.integrations.hf.trainer.optimizers import SteppedByLeader
 from ldt.integrations.hf.trainer.refusals import refuse
-from ldt.runtime.common.redact import InputTypeError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.pipeline import Pipeline
 from ldt.runtime.step.call import all_agree
 from ldt.train import Leader
@@ -74,9 +74,18 @@ class TrainerMixin(CheckpointsMixin, EvaluationMixin):
         if not isinstance(args, transformers.TrainingArguments):
             raise InputTypeError(f"args must be TrainingArguments, got {type(args).__name__}")
         refuse(pipeline, args, options, type(self), TrainerMixin.compute_loss)
-        args = single_process(args, pipeline.mesh.device)
         chunks = [chunk for chunk in pipeline.chunks if isinstance(chunk, Chunk)]
-        super().__init__(EdgeModel(chunks), args, *others, **options)
+        with single_process(args, pipeline.mesh.device) as own_args:
+            super().__init__(EdgeModel(chunks), own_args, *others, **options)
+        if self.args is not own_args:
+            raise InputTypeError(
+                f"{type(self).__name__} needs arguments of another class, such as trl.SFTConfig"
+            )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.accelerator.num_processes != 1:
+            raise InputValueError(
+                "accelerate must have one process without FSDP and DeepSpeed on the edge: start it without "
+                "accelerate launch"
+            )
         optimizer: torch.optim.Optimizer = self.create_optimizer().optimizer
         return optimizer
 
@@ -132,6 +141,11 @@ class TrainerMixin(CheckpointsMixin, EvaluationMixin):
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         """``Leader.step`` runs under autocast, with the pipeline's grad scaler: accelerate does neither."""
         return {**super()._build_accelerator_args(**options), "mixed_precision": "no"}
+
+    def push_to_hub(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(
+            "the edge has only its part of the weights: merge a checkpoint and upload that"
+        )
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError("each trial needs a pipeline of its own: run trials as jobs")
