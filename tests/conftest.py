@@ -35,6 +35,7 @@ LONGEST = (  # files, by the time that each takes
     "differential/test_differential.py",
     "runtime/health/test_lost_ranks.py",
     "benchmarks/test_benchmarks.py",
+    "integrations/test_hf_trainer.py",
     "plan/planner/test_optimize.py",
     "faults/test_faults.py",
     "runtime/health/test_exits.py",
