@@ -6,9 +6,11 @@ import json
 import logging
 import os
 import time
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +78,7 @@ class Profiler:
         self._step = 0
         self._recorded: list[StepStats] = []
         self._torch: torch.profiler.profile | None = None
+        self._at_end: Any = None
 
     def begin_step(self) -> StreamTimer | None:
         """Begin a step. Returns what times it on the device, if it is recorded and there is one."""
@@ -103,9 +106,9 @@ class Profiler:
     def abort(self) -> None:
         """Stop recording, as the mesh has failed."""
         if self._torch is not None:
-            torch_profiler, self._torch = self._torch, None
-            with suppress(RuntimeError):
-                torch_profiler.stop()
+            self._at_end.detach()
+            _stop_early(self._torch)
+            self._torch = None
 
     # -- kernels ---------------------------------------------------------------------------------------------
 
@@ -121,11 +124,15 @@ class Profiler:
         except RuntimeError as error:  # such as another profiler that runs
             self._torch, self._kernels = None, False
             logger.warning("kernels are not recorded: %s", error)
+            return
+        # A process that exits while torch records is killed by SIGSEGV.
+        self._at_end = weakref.finalize(self, _stop_early, self._torch, "it ended before its last step")
 
     def _stop(self) -> None:
         """Write what torch recorded."""
         if self._torch is None:
             return
+        self._at_end.detach()
         path = self._folder / f"kernels-{self._mesh.rank}.json.gz"
         try:
             self._torch.add_metadata_json("ldt", json.dumps({"rank": self._mesh.rank}))
@@ -157,6 +164,14 @@ class Profiler:
             logger.info("wrote the profile of all ranks to %s", path)
         except Exception as error:  # a disk that is full must not end the training
             logger.warning("the profile of all ranks could not be written to %s: %s", path, plain(str(error)))
+
+
+def _stop_early(torch_profiler: torch.profiler.profile, reason: str = "") -> None:
+    """Stop recording, and log the ``reason`` why the profile is not written."""
+    with suppress(RuntimeError):
+        torch_profiler.stop()
+    if reason:
+        logger.warning("the profile was not written: %s", reason)
 
 
 def _clocks(mesh: Mesh) -> dict[Site, float]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -242,6 +245,32 @@ def recorded_again_and_again() -> None:
 
 def test_torch_may_record_again_and_again(pool: RankPool) -> None:
     pool.run(recorded_again_and_again)
+
+
+ENDS_EARLY = """
+import sys, torch, torch.distributed as dist, ldt
+from ldt.testing import toy_chunks, toy_loss, toy_microbatches
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+topology = ldt.Topology([1])
+with ldt.connect(topology) as mesh:
+    profile = ldt.Profile(sys.argv[1], range(9))
+    pipeline = ldt.Pipeline(toy_chunks(topology), mesh, loss_fn=toy_loss, profile=profile)
+    pipeline.step(toy_microbatches(2))
+"""
+
+
+def test_a_run_that_ends_before_the_last_step_exits(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_EARLY, str(tmp_path)],
+        env={**os.environ, "LDT_LOG": "warning"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "the profile was not written: it ended before its last step" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def refused(profiles: list[ldt.Profile | None]) -> str:
