@@ -81,6 +81,11 @@ class TrainerMixin(CheckpointsMixin, EvaluationMixin):
             raise InputTypeError(
                 f"{type(self).__name__} needs arguments of another class, such as trl.SFTConfig"
             )
+        if getattr(self, "aux_loss_enabled", False):
+            raise InputValueError(
+                "no stage has the routers of all layers, which their auxiliary loss needs: give "
+                "router_aux_loss_coef=0.0"
+            )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or self.accelerator.num_processes != 1:
             raise InputValueError(
                 "accelerate must have one process without FSDP and DeepSpeed on the edge: start it without "
