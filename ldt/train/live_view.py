@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -86,6 +87,7 @@ class LiveView:
     def close(self) -> None:
         """Stop. Idempotent."""
         self._ended.set()
+        atexit.unregister(self.close)
         self._mesh.detector.heartbeats.on_look = None
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
@@ -120,6 +122,7 @@ class LiveView:
                 )
         self._thread = threading.Thread(target=self._run, name="ldt-live", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # rich has hidden the cursor
 
     def _look(self, statuses: dict[int, RankStatus]) -> None:
         """Called by the watchdog's thread."""
