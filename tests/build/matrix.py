@@ -131,6 +131,9 @@ def link_torch(packages: Path, path: list[str]) -> None:
                 shutil.copytree(original, packages / top)  # uv does not follow links to these
             else:
                 (packages / top).symlink_to(original)
+        extras = name == "cuda-toolkit"  # which has the libraries of a torch for CUDA as extras
         todo += [
-            re.split(r"[^\w.-]", text)[0] for text in distribution.requires or [] if "extra ==" not in text
+            re.split(r"[^\w.-]", text)[0]
+            for text in distribution.requires or []
+            if extras or "extra ==" not in text
         ]
