@@ -28,7 +28,7 @@ def wheel_of_another_torch(matrix: Matrix, name: str) -> None:
     folder = matrix.environment(f"{name}-refused", torch=True, pip=NEW_PIP)
     install = [folder / "bin/python", "-m", "pip", "install", "--no-index"]
     refused = matrix.run([*install, wheel], fails=True).stdout
-    assert f"No matching distribution found for torch=={minor}.*" in refused, refused
+    assert f"torch=={minor}.*" in refused, refused
     matrix.run([*install, "--no-deps", wheel])
     refused = matrix.run([folder / "bin/python", "-c", "import ldt.runtime"], fails=True).stdout
     assert f"ldt was built against torch {minor}" in refused, refused
