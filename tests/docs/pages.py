@@ -36,6 +36,7 @@ ELSEWHERE = [
     ("docs/start/clusters.md", "cloud.sbatch", "tests/launch/test_print_env.py"),
     ("docs/start/clusters.md", "cloud.yaml", "tests/launch/test_print_env.py"),
     ("docs/guides/finetune.md", "recipe.toml", "tests/examples/test_sft_data.py"),
+    ("docs/guides/finetune.md", "ldt merge", "tests/examples/test_finetune_sites.py"),
     ("docs/guides/follow.md", "hf.Settings", "tests/integrations/test_hf_build.py"),
     ("docs/guides/follow.md", "[sites.cloud]", "tests/integrations/test_hf_build.py"),
     ("docs/guides/two_sites.md", "[tunnel]", "tests/docs/test_two_sites.py"),

@@ -39,6 +39,16 @@ command = ["-m", "ldt", "follow", "--model", "model", "--checkpoints", "saves-of
 """
 
 
+def command_of_the_page() -> str:
+    """The command of the guide, with the paths of this test."""
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "finetune.md").read_text()
+    command = page.split("```sh\npython -m ldt ")[1].split("```")[0].replace("\\\n", "")
+    paths = {"runs/first": "run", "cloud-checkpoints": "CHECKPOINTS_OF_THE_CLOUD", "path/to/model": "model"}
+    for path, here in paths.items():
+        command = command.replace(path, here)
+    return command
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("wide_area")
 def test_the_cloud_needs_no_script_at_another_site(
@@ -64,6 +74,7 @@ def test_the_cloud_needs_no_script_at_another_site(
     assert "goes on from the checkpoint of step 4" in edge.text
     assert "follows the edge" in cloud.text
     (command,) = re.findall(r"to merge: python -m ldt (.*)", edge.text)
+    assert command.split() == command_of_the_page().split()
     words = command.replace("CHECKPOINTS_OF_THE_CLOUD", "saves-of-the-cloud").split()
     assert main(words) == 0, capsys.readouterr().err
     (loss,) = re.findall(r"step 8: validation loss ([\d.]+)", edge.text)

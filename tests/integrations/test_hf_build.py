@@ -181,6 +181,38 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
         assert re.search(expected, text), text
 
 
+# -- the page ----------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "follow.md"
+
+
+def block(title: str) -> str:
+    found: str = PAGE.read_text().split(f'title="{title}"\n')[1].split("```")[0]
+    return found
+
+
+def test_the_settings_of_the_page() -> None:
+    names: dict[str, Any] = {}
+    exec(block("on the edge").split("built =")[0], names)
+    settings = names["settings"]
+    settings.check()
+    assert settings == hf.Settings.from_json(settings.to_json())
+    assert (settings.layers, settings.optimizer.lr) == ([1, 14, 14, 1], 2e-4)
+
+
+def test_the_command_of_a_site_on_the_page(tmp_path: Path) -> None:
+    from ldt.cli import build_parser
+    from ldt.launch.description import read
+
+    (tmp_path / "job.toml").write_text(
+        'script = "train.py"\n[topology]\ntp = [1, 1, 1]\n'
+        '[sites.edge]\naddress = "10.0.0.1"\ninterface = "wg0"\nport = 29500\n' + block("in job.toml")
+    )
+    command = read(tmp_path / "job.toml").command_of("cloud")
+    assert command[:2] == ("-m", "ldt")
+    assert build_parser().parse_args(command[2:]).model == "path/to/model"
+
+
 # -- without a script on the cloud -------------------------------------------------------------------------------
 
 
