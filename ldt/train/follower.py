@@ -123,14 +123,18 @@ class _Follower:
         }[command.name](command)
 
     def _step(self, command: Command) -> None:
-        if self._takes_lr and command.update and self.updater.optimizer is not None:
+        if command.update:
+            self._take_lr(command)
+        with self._autocast(command):
+            self._result = self._pipeline.step()
+        self.updater.run(command)
+
+    def _take_lr(self, command: Command) -> None:
+        if self._takes_lr and self.updater.optimizer is not None:
             try:
                 self.updater.set_lr(command.lr)
             except LdtError as error:
                 self._pipeline.mesh.fail(error, "ldt.follow")
-        with self._autocast(command):
-            self._result = self._pipeline.step()
-        self.updater.run(command)
 
     def _eval(self, command: Command) -> None:
         with self._autocast(command):
@@ -154,6 +158,9 @@ class _Follower:
 
     def _save(self, command: Command) -> None:
         updater = self.updater
+        self._take_lr(
+            command
+        )  # the edge's scheduler went on: another split finds one rate for all parameters
         save_checkpoint(
             self._folder("save_checkpoint()"),
             self._pipeline,

@@ -171,7 +171,8 @@ class Leader:
         """Save a checkpoint of all ranks; the cloud's go to the folder given to ``follow``. See ``save_checkpoint``."""
         check_numbers(step, keep)
         updater = self._updater
-        with self._command(Command("save", step=step, keep=keep)):
+        rates = updater.lr if self._sends_lr else ()
+        with self._command(Command("save", step=step, keep=keep, lr=rates)):
             save_checkpoint(
                 path,
                 self.pipeline,

@@ -127,6 +127,32 @@ def test_adapters_are_those_of_the_unsplit_model(pool: RankPool, folder: Path) -
     assert sum("lora_B" in name and bool(tensor.any()) for name, tensor in weights.items()) == 4
 
 
+def resumed(model: str, settings: hf.Settings, saves: str, first: int, last: int) -> list[float]:
+    """Run steps ``first`` to ``last`` on this rank, from the checkpoint of the first to one of the last."""
+    torch.set_num_threads(1)
+    with ldt.connect(TOPOLOGY) as mesh:
+        if not mesh.is_edge:
+            hf.follow(mesh, model, checkpoints=saves)
+            return []
+        built = hf.build(mesh, model, settings)
+        with ldt.Leader(built.pipeline, built.optimizer, schedule(built.optimizer), built.scaler) as leader:
+            if first > 0:
+                leader.load(saves, step=first)
+            losses = [float(leader.step(batches(step)).loss) for step in range(first, last)]
+            leader.save(saves, step=last)
+        return losses
+
+
+def test_a_run_goes_on_with_another_split(pool: RankPool, folder: Path, tmp_path: Path) -> None:
+    """Layers of the edge and of the cloud come into one parameter group, with one learning rate."""
+    expected = train_unsplit(AutoModelForCausalLM.from_pretrained(folder), SETTINGS)
+    losses = []
+    for first, last, layers in ((0, 2, [2, 1, 1, 1]), (2, 3, [1, 2, 2, 0]), (3, STEPS, [2, 1, 1, 1])):
+        settings = replace(SETTINGS, layers=layers)
+        losses += pool.run(resumed, str(folder), settings, str(tmp_path), first, last, timeout=120)[0]
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------
 
 

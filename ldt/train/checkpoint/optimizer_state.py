@@ -254,13 +254,19 @@ def _names_in(value: Any) -> list[str]:
 
 
 def _common_values(found: Iterable[tuple[str, OptimizerRecord]]) -> dict[str, Any]:
-    """The saved hyperparameters of these parameters; empty if there are none."""
-    first, common = "", None
+    """The saved hyperparameters of these parameters; empty if there are none.
+
+    Only some ranks may have one: schedulers add "initial_lr", and ranks that follow have none.
+    """
+    first = ""
+    common: dict[str, Any] | None = None
     for name, record in found:
         values = next(group.values for group in record.groups if name in group.params)
         if common is None:
             first, common = name, values
-        elif values != common:
+        elif all(values[key] == common[key] for key in values.keys() & common.keys()):
+            common = {**values, **common}
+        else:
             text = (
                 f"{first} and {name} are in one group of the optimizer, but were saved with different values"
             )
