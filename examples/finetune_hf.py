@@ -50,9 +50,8 @@ def main() -> None:
 def lead(options: Options, mesh: ldt.Mesh, checkpoints: Path | None) -> None:
     """Run the edge's part, which decides what all ranks do."""
     settings = settings_of(options, mesh.topology)
-    if options.output is not None and mesh.rank == 0:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "settings.json").write_text(json.dumps(settings.to_json(), indent=2))
+    if options.output is not None and checkpoints is not None and mesh.rank == 0:
+        keep_settings(settings, options, options.output / "settings.json", checkpoints)
     tokenizer = load_tokenizer(options.model)
     batches, held_out = read_batches(options, tokenizer)
     if mesh.rank == 0:
@@ -78,6 +77,33 @@ def settings_of(options: Options, topology: ldt.Topology) -> hf.Settings:
         scaler=options.autocast == "float16",
         microbatches=options.microbatches,
     )
+
+
+def keep_settings(settings: hf.Settings, options: Options, file: Path, checkpoints: Path) -> None:
+    """Write ``settings`` for `python -m ldt merge`. Raises ValueError if the checkpoints are of other settings."""
+    if any(checkpoints.glob("step-*")):
+        if not options.resume:
+            raise ValueError(
+                f"{checkpoints} has checkpoints of another run: give another --output, or --resume=true"
+            )
+        before = hf.Settings.from_json(json.loads(file.read_text())) if file.is_file() else settings
+        for name, was, now in (
+            ("adapter", _trained(before.adapter), _trained(settings.adapter)),
+            ("optimizer", before.optimizer.name, settings.optimizer.name),
+        ):
+            if was != now:
+                raise ValueError(
+                    f"{checkpoints} has checkpoints of {name} {was}, got {now}: give the same, or another --output"
+                )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(settings.to_json(), indent=2))
+
+
+def _trained(adapter: hf.Adapter | None) -> dict[str, object] | None:
+    """What a checkpoint depends on, and cannot tell."""
+    if adapter is None:
+        return None
+    return {"rank": adapter.rank, "scaling": adapter.scaling, "targets": adapter.targets}
 
 
 def read_batches(options: Options, tokenizer: Tokenizer) -> tuple[Batches, Batches | None]:

@@ -178,6 +178,48 @@ def test_ways_to_compute(model: Any, data: Path, tmp_path: Path, options: list[s
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"adapter": {"rank": 4, "alpha": 64}},
+            "has checkpoints of adapter .*'scaling': 2.0.*'scaling': 16.0",
+        ),
+        ({"adapter": None}, "has checkpoints of adapter .*, got None: give the same, or another --output"),
+        ({"optimizer": {"name": "sgd"}}, "has checkpoints of optimizer adamw, got sgd"),
+        ({"resume": False}, "has checkpoints of another run: give another --output, or --resume=true"),
+        ({"adapter": {"rank": 4, "dropout": 0.5}, "microbatches": 2}, None),
+    ],
+)
+def test_checkpoints_of_other_settings_are_refused(
+    changes: dict[str, Any], expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import finetune_hf
+    from sft.options import Data, Options
+
+    from ldt.integrations import hf
+
+    def keep(**changes: Any) -> None:
+        changes["adapter"] = changes["adapter"] and hf.Adapter(**changes["adapter"])
+        changes["optimizer"] = hf.Optimizer(**changes.get("optimizer", {}))
+        options = Options(model="m", data=Data(path="d"), output=tmp_path, **changes)
+        settings = hf.Settings([1, 1, 1], adapter=options.adapter, optimizer=options.optimizer)
+        finetune_hf.keep_settings(settings, options, tmp_path / "settings.json", tmp_path / "checkpoints")
+
+    first = {"adapter": {"rank": 4}}
+    keep(**first)
+    keep(**first, resume=False)  # there is no checkpoint yet
+    (tmp_path / "checkpoints" / "step-8").mkdir(parents=True)
+    written = (tmp_path / "settings.json").read_text()
+    if expected is None:
+        keep(**{**first, **changes})
+        return
+    with pytest.raises(ValueError, match=expected):
+        keep(**{**first, **changes})
+    assert (tmp_path / "settings.json").read_text() == written
+
+
 @pytest.mark.slow
 def test_a_config_alone_gives_random_weights_and_bytes(model: Any, data: Path, tmp_path: Path) -> None:
     config = tmp_path / "model" / "config.json"
