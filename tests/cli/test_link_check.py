@@ -312,6 +312,9 @@ def test_what_a_job_needs(tmp_path: Path) -> None:
     )
     (problem,) = report_of(tmp_path, round_trip=RoundTrip(0.02, -3.0)).problems()
     assert problem.problem == "the clocks differ by 3.0 s."
+    own = report_of(tmp_path).hosts["edge"].versions
+    for_cuda = {name: f"{own[name].partition('+')[0]}+cu130" for name in ("ldt", "torch")}
+    assert not list(report_of(tmp_path, theirs={"versions": for_cuda}).problems())
     (problem,) = report_of(
         tmp_path, theirs={"versions": {"ldt": ldt.__version__, "torch": "1\n\x1b"}}
     ).problems()

@@ -101,7 +101,8 @@ class Report:
             )
         for name in ("ldt", "torch"):
             versions = {site: _shown(self.hosts[site].versions.get(name, "none")) for site in self._sites}
-            if len(set(versions.values())) > 1:
+            public = {version.partition("+")[0] for version in versions.values()}  # behind the +: CPU or CUDA
+            if len(public) > 1:
                 shown = ", ".join(f"{version} at {site}" for site, version in versions.items())
                 yield Problem(f"the versions of {name} differ: {shown}.", "install the same on both hosts.")
 
