@@ -13,7 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.device import autocast_dtype
 from ldt.runtime.common.managed import managed
 from ldt.runtime.common.redact import InputValueError
-from ldt.runtime.control.command import Command, agreed_command
+from ldt.runtime.control.command import MAX_RATES, Command, agreed_command
 from ldt.runtime.execution.step_result import StepResult, StepStats
 from ldt.runtime.pipeline import Pipeline
 from ldt.runtime.step.call import all_agree
@@ -107,6 +107,11 @@ class Leader:
         if not kind > 0 or (limit is not None and not limit >= 0):
             raise InputValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
         rates = self._updater.lr if update and self._sends_lr else ()
+        if len(rates) > MAX_RATES:
+            raise InputValueError(
+                f"the cloud takes at most {MAX_RATES} different learning rates, got {len(rates)}: use fewer parameter "
+                "groups"
+            )
         command = Command("step", bool(update), limit, kind, rates, autocast=self._autocast())
         with self._leading():
             self._announced = upcoming is not None
@@ -212,7 +217,12 @@ class Leader:
             self.close()
 
     def _autocast(self) -> Any:
-        return autocast_dtype(self.pipeline.mesh.device)
+        dtype = autocast_dtype(self.pipeline.mesh.device)
+        if dtype not in (None, "bfloat16", "float16"):
+            raise InputValueError(
+                f"ranks that follow autocast to bfloat16 or float16, got autocast to {dtype}"
+            )
+        return dtype
 
     @managed
     def _leading(self) -> Iterator[None]:

@@ -17,13 +17,14 @@ from ldt.errors import LdtError
 from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.untrusted import read_fields
 
-__all__ = ["Command", "CommandName", "agreed_command"]
+__all__ = ["MAX_RATES", "Command", "CommandName", "agreed_command"]
 
 CommandName = Literal["step", "eval", "zero_grad", "train", "save", "load", "stats", "close"]
 _CACHED = 16  # most steps have the command of the one before
-_MAX_BYTES = 4000  # most commands have fewer than 200
-_END = b"\n"  # of the JSON, which has none
+MAX_RATES = 400  # learning rates in a command
 _RATE_BYTES = 8
+_MAX_BYTES = 800 + MAX_RATES * _RATE_BYTES  # most commands have fewer than 200
+_END = b"\n"  # of the JSON, which has none
 _Number = float | Literal["inf"]
 
 

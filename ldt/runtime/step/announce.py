@@ -119,8 +119,9 @@ class Announcer:
             return
         if announcement.call.command != call.command:
             raise LdtError(
-                f"{announcement.call.mode}() was announced (upcoming=) with update=, max_norm=, norm_type= and, for "
-                "learning_rate='edge', the learning rates of the step before it: give it the same, or announce nothing"
+                f"{announcement.call.mode}() was announced (upcoming=) with update=, max_norm=, norm_type=, autocast "
+                "and, for learning_rate='edge', the learning rates of the step before it: give it the same, or "
+                "announce nothing"
             )
         if announcement.call.mode != call.mode:
             raise LdtError(
