@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import text_config
+from hf_models import text_config, vision_config
 from test_hf_build import SETTINGS, TOPOLOGY, batches
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import ldt
 from ldt.cli import main
@@ -79,3 +79,20 @@ def test_the_command_and_its_refusals(
         file.write_text(json.dumps(other.to_json()))
         assert main([*command, "--settings", str(file)]) == status, capsys.readouterr().err
     assert "the checkpoint has other adapters than" in capsys.readouterr().err
+
+
+def test_a_vision_language_model(tmp_path: Path) -> None:
+    config = vision_config()
+    config.save_pretrained(tmp_path / "model")
+    topology = ldt.Topology([1], laps=2)
+    parts = hf.split(config, [4, 2, 3], laps=2)
+    chunks = parts.build(range(3))
+    hf.init_weights(chunks, 0)
+    with ldt.connect(topology) as mesh:
+        pipeline = ldt.Pipeline(chunks, mesh, loss_fn=hf.token_loss, loss_reduction="token")
+        ldt.save_checkpoint(tmp_path / "saves", pipeline, step=1)
+    assert hf.save_pretrained(tmp_path / "saves", tmp_path / "model", tmp_path / "trained") == 1
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "trained")
+    weights = model.state_dict()
+    for name, tensor in hf.state_dict(chunks).items():
+        assert torch.equal(weights[name], tensor), name

@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
 from ldt.errors import LdtError
 from ldt.integrations.hf.checkpoint import some
 from ldt.integrations.hf.make_chunks import lora_config
+from ldt.integrations.hf.meta_model import meta_model, model_class
 from ldt.integrations.hf.settings import Adapter
 from ldt.train.checkpoint import merge_checkpoint
 from ldt.train.checkpoint.catalog import Paths
@@ -72,9 +79,8 @@ def save_pretrained(
 
 
 def _save_weights(tensors: Mapping[str, torch.Tensor], model: str | os.PathLike[str], target: Path) -> None:
-    with torch.device("meta"):
-        whole: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))  # type: ignore[no-untyped-call]
-    whole.tie_weights()
+    config = AutoConfig.from_pretrained(model)
+    whole = meta_model(config, _laps(config))
     found = whole.load_state_dict(tensors, strict=False, assign=True)
     whole.tie_weights()
     lacking = [name for name, tensor in whole.named_parameters() if tensor.is_meta]
@@ -91,9 +97,9 @@ def _save_merged(
 ) -> None:
     from peft import get_peft_model, set_peft_model_state_dict
 
-    whole: Any = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(model, dtype="auto"), lora_config(adapter)
-    )
+    config = AutoConfig.from_pretrained(model)
+    base = model_class(config, _laps(config)).from_pretrained(model, dtype="auto")
+    whole: Any = get_peft_model(base, lora_config(adapter))
     named = {f"base_model.model.{name.replace('.default', '')}": tensor for name, tensor in adapters.items()}
     expected = {name.replace(".default", "") for name, _ in whole.named_parameters() if _IN_ADAPTER in name}
     if named.keys() != expected:
@@ -104,6 +110,10 @@ def _save_merged(
     set_peft_model_state_dict(whole, named)
     whole.save_pretrained(target / "adapter")
     whole.merge_and_unload().save_pretrained(target)
+
+
+def _laps(config: PreTrainedConfig) -> int:
+    return 1 if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else 2
 
 
 def _copy_tokenizer(model: str | os.PathLike[str], target: Path) -> None:
