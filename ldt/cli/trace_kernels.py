@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gzip
+import io
 import itertools
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,9 +55,12 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         data = read_file(file, _MAX_BYTES)
         if data[:2] == b"\x1f\x8b":
-            data = gzip.decompress(data)
+            with gzip.open(io.BytesIO(data)) as compressed:
+                data = compressed.read(_MAX_BYTES + 1)
+            if len(data) > _MAX_BYTES:
+                raise ValueError(f"it has more than {_MAX_BYTES} bytes")
         found = parse(data)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise PlanError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"{file} is not a trace: it has {quoted(found)}")

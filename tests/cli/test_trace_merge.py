@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ldt.cli import main
+from ldt.cli import main, trace_kernels
 from ldt.plan import Costs, chrome_trace, read_trace, simulate, ushape
 from ldt.topology import Topology
 
@@ -104,3 +104,18 @@ def test_a_trace_without_a_profile_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "is not the trace.json of an ldt.Profile" in capsys.readouterr().err
     assert main(["trace", str(path), "--out", str(tmp_path / "all.json")]) == 2
     assert "--merge needs --out" in capsys.readouterr().err
+
+
+def test_compressed_files_are_not_trusted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, file = trace_in(tmp_path), tmp_path / "kernels-1.json.gz"
+    command = ["trace", str(path), "--merge", str(file), "--out", str(tmp_path / "all.json")]
+    compressed = gzip.compress(b" " * 100_000)
+    file.write_bytes(compressed[:10] + b"\xff" * 20)
+    assert main(command) == 2
+    assert f"{file} cannot be read" in capsys.readouterr().err
+    monkeypatch.setattr(trace_kernels, "_MAX_BYTES", 50_000)
+    file.write_bytes(compressed)
+    assert main(command) == 2
+    assert "has more than 50000 bytes" in capsys.readouterr().err
