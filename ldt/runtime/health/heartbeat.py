@@ -57,9 +57,10 @@ class Heartbeats:
         if now >= self._next_beat:
             self._next_beat = now + self.period
             self.beat_now(store)
-        if self.on_look is not None and now >= self._next_look:
+        on_look = self.on_look  # another thread may set it to None
+        if on_look is not None and now >= self._next_look:
             self._next_look = now + _LOOK_SECONDS
-            self.on_look(self.statuses(store))
+            on_look(self.statuses(store))
 
     def beat_now(self, store: Any) -> None:
         store.set(f"{self._key}/{self._rank}", self._progress.status().to_text())
