@@ -158,9 +158,7 @@ class _Follower:
 
     def _save(self, command: Command) -> None:
         updater = self.updater
-        self._take_lr(
-            command
-        )  # the edge's scheduler went on: another split finds one rate for all parameters
+        self._take_lr(command)  # as the edge saves them: its scheduler has gone on since the step
         save_checkpoint(
             self._folder("save_checkpoint()"),
             self._pipeline,

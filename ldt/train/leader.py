@@ -106,12 +106,7 @@ class Leader:
         limit, kind = None if max_norm is None else float(max_norm), float(norm_type)
         if not kind > 0 or (limit is not None and not limit >= 0):
             raise InputValueError(f"max_norm and norm_type must be positive, got {max_norm} and {norm_type}")
-        rates = self._updater.lr if update and self._sends_lr else ()
-        if len(rates) > MAX_RATES:
-            raise InputValueError(
-                f"the cloud takes at most {MAX_RATES} different learning rates, got {len(rates)}: use fewer parameter "
-                "groups"
-            )
+        rates = self._rates() if update else ()
         command = Command("step", bool(update), limit, kind, rates, autocast=self._autocast())
         with self._leading():
             self._announced = upcoming is not None
@@ -176,8 +171,7 @@ class Leader:
         """Save a checkpoint of all ranks; the cloud's go to the folder given to ``follow``. See ``save_checkpoint``."""
         check_numbers(step, keep)
         updater = self._updater
-        rates = updater.lr if self._sends_lr else ()
-        with self._command(Command("save", step=step, keep=keep, lr=rates)):
+        with self._command(Command("save", step=step, keep=keep, lr=self._rates())):
             save_checkpoint(
                 path,
                 self.pipeline,
@@ -215,6 +209,16 @@ class Leader:
     ) -> None:
         if error is None:
             self.close()
+
+    def _rates(self) -> tuple[float, ...]:
+        """The learning rates, if the cloud takes them."""
+        rates = self._updater.lr if self._sends_lr else ()
+        if len(rates) > MAX_RATES:
+            raise InputValueError(
+                f"the cloud takes at most {MAX_RATES} different learning rates, got {len(rates)}: use fewer parameter "
+                "groups"
+            )
+        return rates
 
     def _autocast(self) -> Any:
         dtype = autocast_dtype(self.pipeline.mesh.device)

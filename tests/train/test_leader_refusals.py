@@ -29,6 +29,8 @@ def refusals() -> None:
         with ldt.Leader(pipeline, optimizer) as leader:
             with pytest.raises(ValueError, match=f"at most {MAX_RATES} different learning rates, got 401"):
                 leader.step(batch)
+            with pytest.raises(ValueError, match="got 401"):
+                leader.save("nowhere", step=1)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(torch, "is_autocast_enabled", lambda device: True)
                 patch.setattr(torch, "get_autocast_dtype", lambda device: torch.float32)
