@@ -87,9 +87,8 @@ def _moved(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterato
             rows[process, thread] = next(numbers)
         moved = {**event, "pid": rank, "tid": rows[process, thread], "ts": float(event["ts"]) + shift}
         if event["ph"] in _WITH_ID:
-            moved["id"] = (rank + 1) << 32 | int(
-                event["id"]
-            )  # a number, as viewers read texts as hexadecimal ones
+            # A number, as viewers read texts as hexadecimal ones.
+            moved["id"] = (rank + 1) << 32 | int(event["id"])
         yield moved
     for (process, thread), row in rows.items():
         text = f"{labels.get(process, process)} {names.get((process, thread), thread)}"

@@ -49,9 +49,8 @@ class SiteTable:
     interface: str  # the network interface that has this address
     port: int | None = None  # of the process group's store; launchers meet at the next. One site has it
     device: Literal["cpu", "cuda", "npu"] = "cpu"  # one for each rank
-    command: list[str] = field(
-        default_factory=list
-    )  # arguments of Python here, instead of the script and its own
+    # Arguments of Python at this site, in place of the script and its arguments.
+    command: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,8 @@ class Heartbeats:
         self._next_beat = 0.0
         self._next_check = 0.0
         self._next_look = 0.0
-        self.on_look: Callable[[dict[int, RankStatus]], None] | None = (
-            None  # gets all statuses; must not raise
-        )
+        # Gets all statuses, and must not raise.
+        self.on_look: Callable[[dict[int, RankStatus]], None] | None = None
         neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)]
         self._neighbour = None if neighbour == rank else neighbour
         self._watched = {*watched} if neighbour == rank else {*watched, neighbour}

@@ -28,9 +28,8 @@ class EvaluationMixin(_Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._evaluated: deque[tuple[torch.Tensor | None, Any]] = (
-            deque()
-        )  # loss and logits of batches to come
+        # Loss and logits of batches that the loop has yet to come to.
+        self._evaluated: deque[tuple[torch.Tensor | None, Any]] = deque()
         self._of_loss: dict[bool, dict[str, list[torch.Tensor]]] = {True: {}, False: {}}  # by mode
 
     def evaluation_loop(
