@@ -86,7 +86,9 @@ def _fit_union(value: Any, kinds: tuple[Any, ...], where: str) -> Any:
         try:
             return fit(value, kind, where)
         except ValueError as error:
-            if (get_origin(kind) or kind) is type(value):
+            if (get_origin(kind) or kind) is type(value) or (
+                dataclasses.is_dataclass(kind) and isinstance(value, dict)
+            ):
                 raise error from None  # an error inside the value
     raise ValueError(f"{where} is {_named(value)}, expected {' or '.join(map(_name_of, kinds))}")
 

@@ -40,7 +40,7 @@ def one_sentence_errors() -> Iterator[None]:
     """End the process with the text of the error, without a traceback, if the command line is wrong."""
     try:
         yield
-    except (OSError, ValueError, ldt.LdtError) as error:
+    except (OSError, ValueError, ImportError, ldt.LdtError) as error:
         _say(f"{sys.argv[0]}: {error}")
         sys.exit(1)
 

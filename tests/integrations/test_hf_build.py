@@ -176,6 +176,11 @@ def refusal(model: str, of_cloud: str, settings: Any) -> str:
             "all ranks must be given equal configs of the model: ranks \\[2\\]|ranks \\[0, 1\\]",
         ),
         ("other weights", "ranks 0 and \\[2\\] have different weights of the model"),
+        ("another layer", "ranks 0 and \\[2\\] have different weights of the model"),
+        ("only a config", "got a config alone, .*give the folder of both|rank [12] cannot finish hf.build"),
+        ("a negative dropout", "dropout must be at least 0 and below 1, got -1.0|rank 0 cannot begin"),
+        ("no weight decay", "weight_decay must be at least 0, got -1.0|rank 0 cannot begin"),
+        ("targets that are a text", "targets is a text, expected 'all-linear' or a list|rank 0 cannot begin"),
         ("no folder", "nowhere|rank 2 cannot begin hf.build"),
         ("no settings", "hf.build needs hf.Settings on the edge, got NoneType|rank 0 cannot begin"),
         ("other layers", "its chunks have 1 \\+ 1 \\+ 1 \\+ 1|rank [012] cannot finish hf.build"),
@@ -188,7 +193,14 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
     pool: RankPool, folder: Path, tmp_path: Path, how: str, expected: str
 ) -> None:
     of_cloud, settings = str(folder), SETTINGS
-    if how in ("another config", "other weights"):
+    if how == "another layer":  # as of a model that adapters were merged into
+        other = AutoModelForCausalLM.from_pretrained(folder)
+        torch.nn.init.constant_(other.model.layers[2].self_attn.q_proj.weight, 2.0)
+        other.save_pretrained(tmp_path / "other")
+        of_cloud = str(tmp_path / "other")
+    elif how == "only a config":
+        of_cloud = str(folder / "config.json")
+    elif how in ("another config", "other weights"):
         changes = {"rms_norm_eps": 1e-3} if how == "another config" else {}
         other: Any = AutoModelForCausalLM.from_config(text_config("llama", initializer_range=0.2, **changes))
         torch.nn.init.constant_(other.model.norm.weight, 2.0)
@@ -201,6 +213,9 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
         "other layers": replace(SETTINGS, layers=[1, 1, 1, 1]),
         "too few chunks": replace(SETTINGS, layers=[1, 3, 1]),
         "a plan of others": replace(SETTINGS, plan=ushape(ldt.Topology([1, 1]), 2).to_text()),
+        "a negative dropout": replace(SETTINGS, adapter=hf.Adapter(rank=2, dropout=-1.0)),
+        "no weight decay": replace(SETTINGS, optimizer=hf.Optimizer(weight_decay=-1.0)),
+        "targets that are a text": replace(SETTINGS, adapter=hf.Adapter(rank=2, targets=".*")),  # type: ignore[arg-type]
         "an unknown dtype": replace(SETTINGS, dtype="float8"),  # type: ignore[arg-type]
     }.get(how, settings)
     for text in pool.run(refusal, str(folder), of_cloud, settings, timeout=60):

@@ -15,7 +15,7 @@ from ldt.errors import LdtError
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.loss import token_loss
 from ldt.integrations.hf.make_chunks import make_chunks, make_optimizer
-from ldt.integrations.hf.same_model import digest_of_config, digest_of_weights
+from ldt.integrations.hf.same_model import differ, digest_of_config, digest_of_weights
 from ldt.integrations.hf.settings import Settings
 from ldt.plan import Plan, ushape
 from ldt.runtime.common.redact import InputTypeError
@@ -64,8 +64,8 @@ def build(
         options: More arguments of this rank's ``ldt.Pipeline``.
 
     Raises:
-        LdtError: A rank has another model: its config differs from the edge's, or its weights do, of which only the
-            final norm is compared, and only between folders.
+        LdtError: A rank has another model: its config differs from the edge's, or its weights do, of which only some
+            rows are compared, and only between folders.
         ValueError: The settings do not fit the model or the mesh.
         RemoteStageError: Another rank cannot build its part.
     """
@@ -153,11 +153,11 @@ def _complete(settings: Settings | None, config: PreTrainedConfig, model: ModelP
 def _check_weights(mesh: Mesh, digests: list[str | None]) -> None:
     """Raise LdtError on every rank if two have a folder, with different weights."""
     known = {rank: digest for rank, digest in zip(mesh.ranks, digests, strict=True) if digest is not None}
-    others = [rank for rank, digest in known.items() if digest != next(iter(known.values()))]
+    others = [rank for rank, digest in known.items() if differ(digest, next(iter(known.values())))]
     if others:
         raise LdtError(
-            f"the folders of ranks {next(iter(known))} and {others} have different weights of the model (its final "
-            "norm): copy one folder to all sites"
+            f"the folders of ranks {next(iter(known))} and {others} have different weights of the model: copy one "
+            "folder to all sites"
         )
 
 

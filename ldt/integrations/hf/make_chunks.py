@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -15,7 +15,7 @@ from ldt.integrations.hf.adapters import add_adapter
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.meta_model import layers_of
 from ldt.integrations.hf.optimizer import parameter_groups
-from ldt.integrations.hf.quantize import quantize
+from ldt.integrations.hf.quantize import import_bitsandbytes, quantize
 from ldt.integrations.hf.settings import Adapter, Optimizer, Settings
 from ldt.integrations.hf.split import split
 from ldt.integrations.hf.weights import init_weights, load_weights
@@ -33,6 +33,10 @@ def make_chunks(
         raise ValueError(
             f"layers must have a number for each of the {mesh.topology.num_chunks} chunks of {mesh.topology}, "
             f"got {settings.layers}"
+        )
+    if settings.weights == "checkpoint" and Path(model).is_file():
+        raise ValueError(
+            f"the edge trains weights of a checkpoint, got a config alone, {model}: give the folder of both"
         )
     adapter = settings.adapter
     four_bit = adapter is not None and adapter.four_bit
@@ -73,7 +77,7 @@ def make_optimizer(
         return torch.optim.SGD(groups, lr=chosen.lr, momentum=chosen.momentum)
     kind: Any = torch.optim.AdamW
     if chosen.name == "adamw_8bit":
-        kind = importlib.import_module("bitsandbytes.optim").AdamW8bit
+        kind = import_bitsandbytes("optim").AdamW8bit
     made: torch.optim.Optimizer = kind(groups, lr=chosen.lr, betas=chosen.betas, eps=chosen.eps)
     return made
 

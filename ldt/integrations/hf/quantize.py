@@ -11,7 +11,17 @@ from torch import nn
 
 from ldt.integrations.hf.chunks import Chunk
 
-__all__ = ["quantize"]
+__all__ = ["import_bitsandbytes", "quantize"]
+
+
+def import_bitsandbytes(part: str) -> Any:
+    """Import a part of bitsandbytes. Raises ImportError that says how to install it."""
+    try:
+        return importlib.import_module(f"bitsandbytes.{part}")
+    except ImportError as error:
+        raise ImportError(
+            f"four_bit and adamw_8bit need bitsandbytes on this rank ({error}): pip install bitsandbytes"
+        ) from error
 
 
 def quantize(chunks: Iterable[Chunk], device: torch.device) -> None:
@@ -20,7 +30,7 @@ def quantize(chunks: Iterable[Chunk], device: torch.device) -> None:
     Call it after loading weights and before adding adapters. Layers compute in the dtype that their weights had.
     Raises ImportError without bitsandbytes, and what it raises for a device that it does not support.
     """
-    bnb: Any = importlib.import_module("bitsandbytes.nn")
+    bnb = import_bitsandbytes("nn")
     for chunk in chunks:
         head = chunk.model.get_output_embeddings()  # type: ignore[no-untyped-call]
         for name, part in list(chunk.model.named_modules()):

@@ -106,13 +106,16 @@ class Settings:
 
     def check(self) -> None:
         """Raise ValueError for a value that no model can have."""
-        rank = None if self.adapter is None else self.adapter.rank
-        positive = {"microbatches": self.microbatches, "adapter.rank": rank}
+        rank, alpha = (None, None) if self.adapter is None else (self.adapter.rank, self.adapter.alpha)
+        positive = {"microbatches": self.microbatches, "adapter.rank": rank, "adapter.alpha": alpha}
         for name, value in positive.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if not self.optimizer.lr >= 0:
-            raise ValueError(f"optimizer.lr must be at least 0, got {self.optimizer.lr}")
+        for name in ("lr", "weight_decay"):
+            if not getattr(self.optimizer, name) >= 0:
+                raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(self.optimizer, name)}")
+        if self.adapter is not None and not 0 <= self.adapter.dropout < 1:
+            raise ValueError(f"adapter.dropout must be at least 0 and below 1, got {self.adapter.dropout}")
 
     @staticmethod
     def evenly(layers: int, topology: Topology) -> list[int]:
