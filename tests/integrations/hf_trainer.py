@@ -79,8 +79,9 @@ def built(indices: Any, tied: bool = False) -> list[hf.Chunk]:
 
 def loss_and_accuracy(logits: torch.Tensor, labels: torch.Tensor, **options: Any) -> Any:
     following, counts = labels[:, 1:], labels[:, 1:] != -100
-    accuracy = (logits[:, :-1].argmax(-1) == following)[counts].float().mean()
-    return hf.causal_lm_loss(logits, labels, **options), {"accuracy": accuracy}
+    right = logits[:, :-1].argmax(-1) == following
+    metrics = {"accuracy": right[counts].float().mean(), "accuracy_of_tokens": right[counts]}
+    return hf.causal_lm_loss(logits, labels, **options), metrics
 
 
 def pipeline_of(chunks: list[hf.Chunk], mesh: ldt.Mesh, **options: Any) -> ldt.Pipeline:

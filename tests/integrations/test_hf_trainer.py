@@ -97,7 +97,9 @@ def predict(trainer: Any) -> Any:
 def accuracy(trainer: Any) -> Any:
     """That of the loss function, and that of the predictions."""
     trainer.train()
-    found = trainer.evaluate()["eval_accuracy"]
+    metrics = trainer.evaluate()
+    found = metrics["eval_accuracy"]
+    assert metrics["eval_accuracy_of_tokens"] == pytest.approx(found), "of a tensor, the mean"
     logits, labels, _ = trainer.predict(data()["eval_dataset"])
     counts = labels[:, 1:] != -100
     batches = [slice(start, start + 4) for start in range(0, 30, 4)]

@@ -94,7 +94,10 @@ class PipelineModule(lightning.LightningModule):
         return result.loss
 
     def _log(self, kind: str, result: StepResult) -> None:
-        means = {name: torch.stack(values).float().mean() for name, values in result.metrics.items()}
+        means = {
+            name: torch.stack([value.float().mean() for value in values]).mean()
+            for name, values in result.metrics.items()
+        }
         for name, value in {"loss": result.loss, **means}.items():
             if value is not None:
                 self.log(

@@ -73,7 +73,7 @@ class EvaluationMixin(_Trainer):  # type: ignore[misc]
         found = self._of_loss[self.model.training]
         prefix = next((name.removesuffix("loss") for name in logs if name.endswith("_loss")), "")
         for name, values in found.items():
-            logs[prefix + name] = math.fsum(map(float, values)) / len(values)
+            logs[prefix + name] = math.fsum(float(value.float().mean()) for value in values) / len(values)
         found.clear()
         super().log(logs, *others)
 
