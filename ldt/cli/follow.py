@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ldt.runtime import Mesh
 
 _INTERRUPTED = 128 + signal.SIGINT  # as shells have it
+_OF_TOPOLOGY = ("stages", "dp", "edge_dp", "laps")  # arguments
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "npu": "cpu:gloo,npu:hccl"}
 
 
@@ -44,9 +45,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="TP,...",
         help="ranks of each stage, the edge first; not with job.toml",
     )
-    parser.add_argument("--dp", type=int, default=1, metavar="N", help="replicas of the cloud (default: 1)")
-    parser.add_argument("--edge-dp", type=int, metavar="N", help="replicas of the edge (default: as many)")
-    parser.add_argument("--laps", type=int, default=1, choices=(1, 2), help="2 for a vision-language model")
+    parser.add_argument(
+        "--dp", type=int, metavar="N", help="with --stages: replicas of the cloud (default: 1)"
+    )
+    parser.add_argument(
+        "--edge-dp", type=int, metavar="N", help="with --stages: replicas of the edge (default: as many)"
+    )
+    parser.add_argument(
+        "--laps", type=int, choices=(1, 2), help="with --stages: 2 for a vision-language model (default: 1)"
+    )
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda", "npu"),
@@ -57,10 +64,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Follow until the edge closes. Returns 1 if a rank fails, and 2 for wrong usage, and prints the error."""
     in_job = bool(os.environ.get("LDT_JOB"))
-    if in_job == (arguments.stages is not None):
+    given = [name for name in _OF_TOPOLOGY if getattr(arguments, name) is not None]
+    if (in_job and given) or not (in_job or "stages" in given):
         print(
             "python -m ldt follow: give --stages under torchrun, such as 1,1,1 for an edge and two cloud stages, and "
-            "none where `python -m ldt launch` starts it, as job.toml has the topology",
+            "none of --stages, --dp, --edge-dp and --laps where `python -m ldt launch` starts it, as job.toml has the "
+            "topology",
             file=sys.stderr,
         )
         return 2
@@ -96,7 +105,8 @@ def _connected(arguments: argparse.Namespace) -> Mesh:
         job = ldt.Job.from_env()
         _init(job.device if arguments.device is None else _device(arguments.device))
         return job.connect()
-    topology = Topology(arguments.stages, arguments.dp, arguments.edge_dp, arguments.laps)
+    given = {"dp": arguments.dp, "edge_dp": arguments.edge_dp, "laps": arguments.laps}
+    topology = Topology(arguments.stages, **{name: n for name, n in given.items() if n is not None})
     _init(_device(arguments.device))
     return ldt.connect(topology)
 

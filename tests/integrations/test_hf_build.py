@@ -312,7 +312,8 @@ def test_the_command_needs_no_script(folder: Path, environment: dict[str, str]) 
     ("arguments", "variables", "expected"),
     [
         ([], {}, "give --stages under torchrun, such as 1,1,1"),
-        (["--stages", "1,1"], {"LDT_JOB": "job.toml"}, "and none where `python -m ldt launch` starts it"),
+        (["--stages", "1,1"], {"LDT_JOB": "job.toml"}, "where `python -m ldt launch` starts it, as job.toml"),
+        (["--laps", "2"], {"LDT_JOB": "job.toml"}, "where `python -m ldt launch` starts it, as job.toml"),
         (["--stages", "1,x"], {}, "expected sizes such as 1,2,2, got '1,x'"),
     ],
 )
