@@ -9,6 +9,7 @@ stay on the edge, stage 0, which alone has a training loop. Ranks of the cloud m
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def lead(options: Options, mesh: ldt.Mesh, checkpoints: Path | None) -> None:
     if options.output is not None and checkpoints is not None and mesh.rank == 0:
         keep_settings(settings, options, options.output / "settings.json", checkpoints)
     tokenizer = load_tokenizer(options.model)
+    check_lengths(options, tokenizer)
     batches, held_out = read_batches(options, tokenizer)
     if mesh.rank == 0:
         print(
@@ -68,7 +70,7 @@ def settings_of(options: Options, topology: ldt.Topology) -> hf.Settings:
     return hf.Settings(
         layers=options.layers or hf.Settings.evenly(layers, topology),
         seed=options.seed,
-        dtype=options.weights,
+        dtype=options.weights or ("float32" if options.autocast else None),
         attention=options.attention,
         adapter=options.adapter,
         optimizer=options.optimizer,
@@ -104,6 +106,23 @@ def _trained(adapter: hf.Adapter | None) -> dict[str, object] | None:
     if adapter is None:
         return None
     return {"rank": adapter.rank, "scaling": adapter.scaling, "targets": adapter.targets}
+
+
+def check_lengths(options: Options, tokenizer: Tokenizer) -> None:
+    """Raise ValueError for samples or prompts that have more tokens than the model has positions, or none."""
+    config = AutoConfig.from_pretrained(options.model).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or math.inf
+    if options.data.longest > positions:
+        raise ValueError(
+            f"data.longest is {options.data.longest}, but the model has {positions} positions: give at most that"
+        )
+    for prompt in options.prompts:
+        number = len(tokenizer.encode(prompt))
+        if not 0 < number <= positions - options.generate:
+            raise ValueError(
+                f"a prompt must have 1 to {positions - options.generate} tokens, as the model has {positions} "
+                f"positions and generate is {options.generate}; got {number} in {prompt[:40]!r}"
+            )
 
 
 def read_batches(options: Options, tokenizer: Tokenizer) -> tuple[Batches, Batches | None]:

@@ -124,6 +124,13 @@ class Options:
             raise ValueError(f"optimizer.lr must be a number above 0, got {self.optimizer.lr}")
         if self.adapter is not None and self.adapter.rank < 1:
             raise ValueError(f"adapter.rank must be at least 1, got {self.adapter.rank}")
+        if self.autocast is not None and self.weights not in (None, "float32"):
+            raise ValueError(f"autocast={self.autocast} needs weights in float32, got {self.weights}")
+        if self.adapter is not None and self.output is not None and self.merge and Path(self.model).is_file():
+            raise ValueError(
+                "adapters of a config alone cannot be merged, as its weights are random: give merge=false, or a model "
+                "folder"
+            )
         if not 0 <= self.warm_up <= 1:
             raise ValueError(f"warm_up must be a share from 0 to 1, got {self.warm_up}")
 

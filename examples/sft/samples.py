@@ -60,7 +60,7 @@ def _lines(path: str) -> Iterator[tuple[str, Any, str]]:
             sample = json.loads(line.decode())
             if not isinstance(sample, dict):
                 sample = f"an object is needed, not {type(sample).__name__}"
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             sample = f"no JSON in UTF-8 ({error})"
         yield f"line {number}", sample, line.decode(errors="replace")
 
@@ -90,6 +90,8 @@ def _fault(sample: Sample) -> str:
             return f'"{key}" must be a string, not {type(sample[key]).__name__}'
         if not sample[key]:
             return f'"{key}" is empty'
+        if not _is_text(sample[key]):
+            return f'"{key}" has half of a surrogate pair, which is no character'
     return ""
 
 
@@ -99,8 +101,17 @@ def _fault_of_chat(messages: Any) -> str:
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
             return 'a message needs a "content" that is a string'
+        if not _is_text(message["content"]):
+            return 'the "content" of a message has half of a surrogate pair, which is no character'
         if message.get("role") not in ROLES:
             return f'the "role" of a message must be one of {", ".join(ROLES)}'
     if not any(message["role"] == "assistant" for message in messages):
         return 'no message has the "role" of the assistant, so nothing is learned'
+    if messages[0]["role"] == "assistant":
+        return 'the first message has the "role" of the assistant, who must answer another'
     return ""
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written in UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -87,6 +87,13 @@ def test_blank_lines_and_other_line_separators_in_strings_are_no_lines(tmp_path:
             'the "role" of a message must be one of system, user',
         ),
         ('{"messages": [{"role": "user", "content": "1"}]}', "so nothing is learned"),
+        ('{"messages": [{"role": "assistant", "content": "1"}]}', "who must answer another"),
+        ('{"text": "\\ud800"}', '"text" has half of a surrogate pair'),
+        (
+            '{"messages": [{"role": "user", "content": "\\udfff"}]}',
+            "of a message has half of a surrogate pair",
+        ),
+        ("[" * 100_000, r"no JSON in UTF-8 \(maximum recursion depth"),
         ("9" * 200, rf"got {'9' * 100}\.\.\.: an object is needed, not int"),
     ],
 )
@@ -252,6 +259,8 @@ def test_the_file_of_the_page_is_understood(tmp_path: Path) -> None:
         (["--optimizer.lr", "-1"], "optimizer.lr must be a number above 0, got -1"),
         (["--adapter.rank", "0"], "adapter.rank must be at least 1, got 0"),
         (["--data.longest", "1"], "data.longest must be at least 2, got 1"),
+        (["--autocast", "bfloat16", "--weights", "float16"], "autocast=bfloat16 needs weights in float32"),
+        (["--model", __file__, "--adapter.rank", "2", "--output", "o"], "of a config alone cannot be merged"),
         (["--warm_up", "2"], "warm_up must be a share from 0 to 1, got 2"),
     ],
 )
@@ -275,6 +284,34 @@ WRONG = [
     ("--lr", "nan", "must be a number above 0, got nan"),
     ("--lr", "-1", "must be a number above 0, got -1"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"longest": 65}, "data.longest is 65, but the model has 64 positions"),
+        ({"prompts": [""]}, "must have 1 to 14 tokens, .*; got 0 in ''"),
+        ({"prompts": ["of fifteen byte"]}, "generate is 50; got 15 in 'of fifteen byte'"),
+        ({"prompts": ["of 14 bytes it"]}, None),
+    ],
+)
+def test_what_is_longer_than_the_model_is_refused(
+    changes: dict[str, Any], sentence: str | None, tmp_path: Path
+) -> None:
+    import contextlib
+
+    pytest.importorskip("peft")
+    from finetune_hf import check_lengths
+    from sft.options import Data, Options
+    from sft.tokens import load_tokenizer
+    from transformers import LlamaConfig
+
+    LlamaConfig(max_position_embeddings=64).save_pretrained(tmp_path)
+    model = str(tmp_path / "config.json")
+    data = Data("p", longest=changes.get("longest", 64))
+    options = Options(model=model, data=data, prompts=changes.get("prompts", []))
+    with pytest.raises(ValueError, match=sentence) if sentence else contextlib.nullcontext():
+        check_lengths(options, load_tokenizer(model))
 
 
 @pytest.mark.parametrize(

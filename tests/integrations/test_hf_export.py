@@ -96,3 +96,10 @@ def test_a_vision_language_model(tmp_path: Path) -> None:
     weights = model.state_dict()
     for name, tensor in hf.state_dict(chunks).items():
         assert torch.equal(weights[name], tensor), name
+
+
+def test_adapters_of_a_config_alone_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ldt.LdtError, match="got its config alone"):
+        hf.save_pretrained(tmp_path, tmp_path / "config.json", tmp_path / "out", adapter=hf.Adapter(rank=2))
+    assert not (tmp_path / "out").exists()

@@ -57,6 +57,8 @@ def save_pretrained(
         CheckpointError: As ``ldt.merge_checkpoint``.
         LdtError: The checkpoint has adapters and ``adapter`` is None, or its tensors are not those of the model.
     """
+    if adapter is not None and Path(model).is_file():
+        raise LdtError(f"adapters are merged into the weights of the model, got its config alone, {model}")
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".unfinished-") as unfinished:
