@@ -111,8 +111,8 @@ def test_a_run_that_is_resumed_and_merged(model: Any, data: Path, tmp_path: Path
     ]
     common += ["--validate_every=4", "--save_every=4", "--report_every=3", "--tensorboard=true"]
     common += ["--prompts", '["1 + 1 ="]', "--generate=3"]
-    first = run(*common, "--merge=false", "--schedule=constant")
-    again = run(*common, "--steps=12", "--schedule=constant")
+    first = run(*common, "--merge=false", "--schedule=constant", ranks=2)
+    again = run(*common, "--steps=12", "--schedule=constant", ranks=2)
     losses = validation_losses(first) + validation_losses(again)
     assert len(losses) == 3
     assert losses[2] < losses[1] < losses[0] < 6
