@@ -18,6 +18,7 @@ from ldt.integrations.hf.make_chunks import make_chunks, make_optimizer
 from ldt.integrations.hf.same_model import differ, digest_of_config, digest_of_weights
 from ldt.integrations.hf.settings import Settings
 from ldt.plan import Plan, ushape
+from ldt.runtime.common.peer_messages import as_str_list
 from ldt.runtime.common.redact import InputTypeError
 from ldt.runtime.execution.loss import LossFn
 from ldt.runtime.mesh.mesh import Mesh
@@ -78,7 +79,7 @@ def build(
         digest = digest_of_weights(model) if agreed.weights == "checkpoint" else None
     except Exception as caught:
         error = caught
-    _check_weights(mesh, all_agree(mesh, "hf.build()", error, {}, digest, phase="finish"))
+    _check_weights(mesh, all_agree(mesh, "hf.build()", error, {}, digest, _as_digest, phase="finish"))
     assert steps is not None, "all_agree raises the error"
     scaler = GradScaler(mesh) if agreed.scaler else None
     pipeline = Pipeline(
@@ -148,6 +149,10 @@ def _complete(settings: Settings | None, config: PreTrainedConfig, model: ModelP
     weights = "random" if Path(model).is_file() else settings.weights
     complete = replace(settings, dtype=settings.dtype or dtype, weights=weights)
     return Settings.from_json(complete.to_json())  # raises what other ranks would
+
+
+def _as_digest(value: Any) -> str | None:
+    return None if value is None else as_str_list([value])[0]
 
 
 def _check_weights(mesh: Mesh, digests: list[str | None]) -> None:

@@ -37,15 +37,11 @@ def digest_of_weights(path: str | os.PathLike[str]) -> str | None:
     found = {}
     for name, file in files_of_tensors(path).items():
         layer = any(part.isdecimal() for part in name.split("."))
-        if (
-            name.endswith("weight")
-            and (layer or name.endswith("norm.weight"))
-            and (Path(path) / file).is_file()
-        ):
+        is_compared = name.endswith("norm.weight") or (layer and name.endswith("weight"))
+        if is_compared and (Path(path) / file).is_file():
             found[_digest(name.encode())[:_EACH]] = (layer, name, file)
-    kept = sorted(found, key=lambda key: (found[key][0], key))[
-        :_SAMPLED
-    ]  # the same on all ranks that have them
+    # The same on all ranks that have them.
+    kept = sorted(found, key=lambda key: (found[key][0], key))[:_SAMPLED]
     return " ".join(key + _digest_of_row(path, *found[key][1:]) for key in kept) or None
 
 
