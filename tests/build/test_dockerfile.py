@@ -53,6 +53,7 @@ def test_metadata_can_be_made_from_the_copied_files(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("ldt_torch-")

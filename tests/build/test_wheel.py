@@ -67,6 +67,7 @@ def test_a_python_that_does_not_run_is_named(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=60,
     )
     assert done.returncode == 1
     assert done.stderr == (
