@@ -67,13 +67,13 @@ class Leader:
         pipeline.mesh.detector.followed = True
 
     def require_learning_rate(self) -> None:
-        """Close and raise LdtError if a rank of the cloud does not follow with ``learning_rate="edge"``."""
+        """Raise LdtError if a rank of the cloud does not follow with ``learning_rate="edge"``. Ends the mesh then."""
         if self._own_rates:
-            self.close()
-            raise LdtError(
+            error = LdtError(
                 f"ranks {self._own_rates} must follow with learning_rate='edge': a schedule of the edge alone would "
                 "train other ranks at another rate"
             )
+            self.pipeline.mesh.fail(error, "ldt.Leader")
 
     def step(
         self,
