@@ -37,13 +37,8 @@ from ldt.integrations import hf
 from ldt.testing import RankPool
 
 WORLD_SIZE = 3
-TIMED = (
-    "runtime",
-    "per_second",
-    "flos",
-    "time",
-    "accuracy",
-)  # transformers.Trainer has no metrics of the loss
+# What is not compared: times, and metrics of the loss, which transformers.Trainer has not.
+TIMED = ("runtime", "per_second", "flos", "time", "accuracy")
 SAVES = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4}
 BEST = {
     **SAVES,
