@@ -57,9 +57,8 @@ def lead(options: Options, mesh: ldt.Mesh, checkpoints: Path | None) -> None:
     check_lengths(options, tokenizer)
     batches, held_out = read_batches(options, tokenizer)
     if mesh.rank == 0:
-        print(
-            f"{len(batches.rows)} rows, of which nothing is learned in {batches.left_out} that are left out"
-        )
+        left_out = f"; {batches.left_out} samples without an answer are left out" if batches.left_out else ""
+        print(f"{len(batches.rows)} rows to train on{left_out}", flush=True)
     built = hf.build(mesh, options.model, settings)
     Training(options, built, batches, held_out, tokenizer, checkpoints).run()
 

@@ -54,7 +54,11 @@ def make_chunks(
         add_adapter(chunks, lora_config(adapter), seed=settings.seed)
     for chunk in chunks:
         if settings.checkpointing:
-            chunk.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[no-untyped-call]
+            whole: Any = chunk.model  # whose method has another name in some versions of transformers
+            enable = (
+                getattr(whole, "activation_checkpointing_enable", None) or whole.gradient_checkpointing_enable
+            )
+            enable({"use_reentrant": False})
         for layer in layers_of(chunk.model) if settings.compile else ():
             layer.compile()
     return chunks
