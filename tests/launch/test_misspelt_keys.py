@@ -17,7 +17,7 @@ import ldt
 from ldt.launch import description
 from ldt.launch.description import read
 
-SITE = {"interface": "wg0", "device": "cpu"}
+SITE = {"interface": "wg0", "device": "cpu", "command": ["train.py"]}
 LINK = {"activations": "8bit", "gradients": "bf16"}
 JOB: dict[str, Any] = {
     "script": "train.py",

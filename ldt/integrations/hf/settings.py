@@ -12,6 +12,7 @@ from ldt.topology import Topology
 __all__ = ["Adapter", "Optimizer", "Settings"]
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
+_MOST = 100_000  # microbatches, or ranks of an adapter: more would keep ranks busy for minutes
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -109,8 +110,8 @@ class Settings:
         rank, alpha = (None, None) if self.adapter is None else (self.adapter.rank, self.adapter.alpha)
         positive = {"microbatches": self.microbatches, "adapter.rank": rank, "adapter.alpha": alpha}
         for name, value in positive.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if value is not None and not 1 <= value <= _MOST:
+                raise ValueError(f"{name} must be from 1 to {_MOST}, got {value}")
         for name in ("lr", "weight_decay"):
             if not getattr(self.optimizer, name) >= 0:
                 raise ValueError(f"optimizer.{name} must be at least 0, got {getattr(self.optimizer, name)}")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ldt.errors import LdtError
 from ldt.train import Leader
+from ldt.train.checkpoint.json_values import from_json, to_json
 from ldt.train.checkpoint.layout import saves_in
 
 __all__ = ["CheckpointsMixin"]
 
 _STAGES = "stages"  # folder in output_dir: stage 0 of every checkpoint
+_SCHEDULER, _ARGUMENTS = "scheduler.json", "training_args.json"  # transformers pickles both
 _ALL = 10**6
 _Trainer: Any = object  # a Trainer of transformers comes behind these classes
 
@@ -42,10 +43,11 @@ class CheckpointsMixin(_Trainer):  # type: ignore[misc]
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-        torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        (folder / _ARGUMENTS).write_text(self.args.to_json_string())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+        state = to_json(self.lr_scheduler.state_dict(), "the state of the scheduler")
+        (Path(output_dir) / _SCHEDULER).write_text(json.dumps(state))
 
     def _save_scaler(self, output_dir: str) -> None:
         """The pipeline's grad scaler is saved with the stages."""
@@ -56,9 +58,9 @@ class CheckpointsMixin(_Trainer):  # type: ignore[misc]
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self._load_stages(checkpoint)
-            file = Path(checkpoint) / SCHEDULER_NAME
+            file = Path(checkpoint) / _SCHEDULER
             if file.exists():  # it does not with save_only_model
-                self.lr_scheduler.load_state_dict(torch.load(file, weights_only=True))
+                self.lr_scheduler.load_state_dict(from_json(json.loads(file.read_text())))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """The pipeline's grad scaler is loaded with the stages."""
