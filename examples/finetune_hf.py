@@ -13,6 +13,7 @@ import math
 import os
 from pathlib import Path
 
+import torch
 from sft.batches import Batches
 from sft.options import Options, parse_options
 from sft.samples import read_samples
@@ -59,6 +60,7 @@ def lead(options: Options, mesh: ldt.Mesh, checkpoints: Path | None) -> None:
     if mesh.rank == 0:
         left_out = f"; {batches.left_out} samples without an answer are left out" if batches.left_out else ""
         print(f"{len(batches.rows)} rows to train on{left_out}", flush=True)
+    torch.manual_seed(options.seed + mesh.replica)  # dropout of the edge; hf.follow seeds that of the cloud
     built = hf.build(mesh, options.model, settings)
     Training(options, built, batches, held_out, tokenizer, checkpoints).run()
 

@@ -68,7 +68,7 @@ class Options:
         tensorboard: write scalars into the output folder
         resume: go on from the newest checkpoint in the output folder
         merge: write the trained model into the output folder, where all stages' checkpoints are on this host
-        seed: of the order of samples, random weights and adapters
+        seed: of the order of samples, random weights, adapters and dropout
     """
 
     model: str

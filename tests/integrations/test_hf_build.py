@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_models import labels_of, text_config, tokens
 from transformers import AutoModelForCausalLM, PreTrainedModel, get_scheduler
 
@@ -109,6 +110,20 @@ def test_weights_are_those_of_the_unsplit_model(
     assert len(weights) == 9 * 2 + 3
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, model.state_dict()[name], msg=name)
+
+
+def losses_with_seeded_edge(model: str, settings: hf.Settings) -> list[float]:
+    if dist.get_rank() == 0:
+        torch.manual_seed(0)
+    return trained(model, settings, None)[0]
+
+
+def test_the_seed_of_the_edge_decides_dropout_on_the_cloud(pool: RankPool, folder: Path) -> None:
+    settings = replace(SETTINGS, adapter=hf.Adapter(rank=4, dropout=0.5))
+    first, second = (
+        pool.run(losses_with_seeded_edge, str(folder), settings, timeout=120)[0] for _ in range(2)
+    )
+    assert first == second
 
 
 def test_adapters_are_those_of_the_unsplit_model(pool: RankPool, folder: Path) -> None:

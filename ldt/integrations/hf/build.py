@@ -16,6 +16,7 @@ from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.loss import token_loss
 from ldt.integrations.hf.make_chunks import make_chunks, make_optimizer
 from ldt.integrations.hf.same_model import differ, digest_of_config, digest_of_weights
+from ldt.integrations.hf.seeded_init import seed_by_name
 from ldt.integrations.hf.settings import Settings
 from ldt.plan import Plan, ushape
 from ldt.runtime.common.peer_messages import as_str_list
@@ -99,7 +100,8 @@ def follow(
 ) -> None:
     """Build this rank's part of a model as the edge says, and run what it asks for. Called on ranks of the cloud.
 
-    The edge calls ``hf.build`` and makes an ``ldt.Leader``, or an ``hf.Trainer``.
+    The edge calls ``hf.build`` and makes an ``ldt.Leader``, or an ``hf.Trainer``. The seed of its settings, the stage
+    and the replica seed the random numbers of this process, as for dropout.
 
     Args:
         mesh: The mesh.
@@ -113,6 +115,7 @@ def follow(
     built = build(mesh, model, optimizer=optimizer)
     number = sum(parameter.numel() for chunk in built.chunks for parameter in chunk.parameters())
     logger.info("rank %d has %d parameters of %s and follows the edge", mesh.global_rank, number, model)
+    seed_by_name(built.settings.seed, f"stage {mesh.stage}, replica {mesh.replica}", mesh.device)
     follow_pipeline(
         built.pipeline, built.optimizer, scaler=built.scaler, learning_rate="edge", checkpoints=checkpoints
     )

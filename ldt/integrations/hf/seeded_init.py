@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["drawn_by_name"]
+__all__ = ["drawn_by_name", "seed_by_name"]
 
 
 @contextmanager
@@ -17,12 +17,17 @@ def drawn_by_name(seed: int, name: str, device: torch.device) -> Iterator[None]:
 
     The host does not wait for the device.
     """
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    number = int.from_bytes(digest[:8], "big")
     devices = [] if device.type == "cpu" else [device.index]
     with torch.random.fork_rng(devices, device_type=device.type):
-        # Not torch.manual_seed, which would also seed all other accelerators, permanently.
-        torch.default_generator.manual_seed(number)
-        for index in devices:
-            torch.get_device_module(device).default_generators[index].manual_seed(number)
+        seed_by_name(seed, name, device)
         yield
+
+
+def seed_by_name(seed: int, name: str, device: torch.device) -> None:
+    """As ``drawn_by_name``, but for good."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    number = int.from_bytes(digest[:8], "big")
+    # Not torch.manual_seed, which would also seed all other accelerators.
+    torch.default_generator.manual_seed(number)
+    if device.type != "cpu":
+        torch.get_device_module(device).default_generators[device.index].manual_seed(number)

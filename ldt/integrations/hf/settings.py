@@ -65,7 +65,7 @@ class Settings:
         layers: The number of layers of each of the C = laps * P + 1 chunks; see ``hf.split``.
         laps: 1, or 2 for a vision-language model.
         weights: ``"checkpoint"`` loads each rank's part from its own disk, ``"random"`` draws it by ``seed``.
-        seed: Of random weights and adapters.
+        seed: Of random weights and adapters, and on ranks that ``hf.follow`` of dropout.
         dtype: Of the weights; None for that of the edge's config.
         attention: The ``attn_implementation`` of transformers; None for its default.
         adapter: Train low-rank adapters instead of all weights.
