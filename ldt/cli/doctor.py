@@ -27,8 +27,12 @@ OPTIONAL = {
     "tqdm": "progress bar of the examples (ldt-torch[examples])",
     "transformers": "Hugging Face models (ldt-torch[hf])",
     "safetensors": "their weights (ldt-torch[hf])",
-    "peft": "adapters in the examples (ldt-torch[examples])",
+    "accelerate": "the Trainer of transformers (ldt-torch[trainer])",
+    "lightning": "LightningModules (ldt-torch[lightning])",
+    "bitsandbytes": "weights in 4 bits and optimizers in 8 bits (ldt-torch[qlora])",
+    "peft": "adapters (ldt-torch[examples])",
     "sklearn": "images of the examples (ldt-torch[examples])",
+    "rich": "a view of a run in the terminal (ldt-torch[live])",
     "torch_npu": "Ascend NPUs (ldt-torch[npu])",
 }
 MINIMUM_PYTHON = (3, 10)

@@ -73,6 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
+    missing = [
+        name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+    ]
+    if missing and not in_job:
+        print(
+            f"python -m ldt follow: {', '.join(missing)} not set: start it with torchrun, as --help shows, or set them "
+            "for each rank",
+            file=sys.stderr,
+        )
+        return 2
     try:
         import torch.distributed as dist
 

@@ -329,6 +329,11 @@ def test_the_command_needs_no_script(folder: Path, environment: dict[str, str]) 
         ([], {}, "give --stages under torchrun, such as 1,1,1"),
         (["--stages", "1,1"], {"LDT_JOB": "job.toml"}, "where `python -m ldt launch` starts it, as job.toml"),
         (["--laps", "2"], {"LDT_JOB": "job.toml"}, "where `python -m ldt launch` starts it, as job.toml"),
+        (
+            ["--stages", "1,1,1"],
+            {},
+            "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set: start it with torchrun",
+        ),
         (["--stages", "1,x"], {}, "expected sizes such as 1,2,2, got '1,x'"),
     ],
 )

@@ -70,7 +70,9 @@ def test_the_command_and_its_refusals(
     pool.run(logits_after_saving, str(folder), str(tmp_path / "saves"), settings, timeout=120)
     command = ["merge", str(tmp_path / "saves"), str(tmp_path / "trained"), "--model", str(folder)]
     assert main(command) == 2
-    assert "the checkpoint has adapters, got adapter=None" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "the checkpoint has adapters, got adapter=None" in message
+    assert "--settings with the settings.json" in message
     file = tmp_path / "settings.json"
     for rank, status in ((4, 0), (8, 2)):
         other = replace(

@@ -395,3 +395,11 @@ def test_the_cloud_needs_no_trainer() -> None:
     """It may have no accelerate, without which the Trainer cannot be imported."""
     code = "import sys; from ldt.integrations import hf; sys.exit('transformers.trainer' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0
+
+
+def test_the_missing_extra_is_named() -> None:
+    code = "import sys; sys.modules['accelerate'] = None; from ldt.integrations import hf; hf.Trainer"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stderr.rstrip().endswith("hf.Trainer needs accelerate: pip install 'ldt-torch[trainer]'")

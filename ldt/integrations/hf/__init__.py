@@ -60,6 +60,10 @@ def __getattr__(name: str) -> Any:
     """Import what needs accelerate when it is used."""
     if name not in ("Trainer", "TrainerMixin", "create_optimizer"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from ldt.integrations.hf import trainer
-
+    try:
+        from ldt.integrations.hf import trainer
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "accelerate":
+            raise
+        raise ImportError(f"hf.{name} needs accelerate: pip install 'ldt-torch[trainer]'") from error
     return getattr(trainer, name)

@@ -68,8 +68,8 @@ def save_pretrained(
     adapters = {name: tensor for name, tensor in tensors.items() if _IN_ADAPTER in name}
     if bool(adapters) != (adapter is not None):
         raise LdtError(
-            f"the checkpoint has {'' if adapters else 'no '}adapters, got adapter={adapter}: give that of the settings "
-            "which it was trained with"
+            f"the checkpoint has {'' if adapters else 'no '}adapters, got adapter={adapter}: give the adapter it was "
+            "trained with (python -m ldt merge: --settings with the settings.json of that run)"
         )
     if adapter is None:
         _save_weights(tensors, model, target)
