@@ -57,12 +57,15 @@ def lead(options: Options, mesh: ldt.Mesh, checkpoints: Path | None) -> None:
     tokenizer = load_tokenizer(options.model)
     check_lengths(options, tokenizer)
     batches, held_out = read_batches(options, tokenizer)
-    if mesh.rank == 0:
-        left_out = f"; {batches.left_out} samples without an answer are left out" if batches.left_out else ""
-        print(f"{len(batches.rows)} rows to train on{left_out}", flush=True)
     torch.manual_seed(options.seed + mesh.replica)  # dropout of the edge; hf.follow seeds that of the cloud
     built = hf.build(mesh, options.model, settings)
-    Training(options, built, batches, held_out, tokenizer, checkpoints).run()
+    training = Training(options, built, batches, held_out, tokenizer, checkpoints)
+    if mesh.rank == 0:
+        left_out = f"; {batches.left_out} samples without an answer are left out" if batches.left_out else ""
+        rows = options.microbatches * options.batch * mesh.topology.edge_dp
+        print(f"rows to train on: {len(batches.rows)}{left_out}", flush=True)
+        print(f"steps: {training.steps}, of {rows} rows each", flush=True)
+    training.run()
 
 
 def settings_of(options: Options, topology: ldt.Topology) -> hf.Settings:

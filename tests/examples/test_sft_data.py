@@ -286,6 +286,14 @@ WRONG = [
 ]
 
 
+def test_the_help_says_what_options_are(capsys: pytest.CaptureFixture[str]) -> None:
+    from sft.options import parse_options
+
+    with pytest.raises(SystemExit):
+        parse_options(["--help"])
+    assert "passes over the samples" in capsys.readouterr().out, "jsonargparse[signatures] reads docstrings"
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
