@@ -80,11 +80,14 @@ def check_script(words: list[str]) -> None:
 
 
 def check_torchrun(words: list[str]) -> None:
-    """torchrun understands its own arguments, and the script its."""
+    """torchrun understands its own arguments, and the script or the module its."""
     parser = get_args_parser()
     parser.allow_abbrev = False
-    parser.parse_args(words[1:])
-    check_script(words)
+    parsed = parser.parse_args(words[1:])
+    if parsed.module:
+        check_ldt(["python", "-m", parsed.training_script, *parsed.training_script_args])
+    else:
+        check_script(words)
 
 
 def check_copy(words: list[str]) -> None:
