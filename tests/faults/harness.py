@@ -102,23 +102,34 @@ def left_files(before: set[Path], folder: Path = SHARED_MEMORY) -> list[Path]:
     deadline = time.monotonic() + _SETTLING_SECONDS
     while left := set(folder.iterdir()) - before:
         if time.monotonic() > deadline:
-            left -= _of_other_programs(folder)
-            return sorted(left & set(folder.iterdir()))  # those whose program has just ended are gone
+            others = _mapped_by_others(folder)
+            return sorted(path for path in left if _inode(path) not in others)
         time.sleep(0.02)
     return []
 
 
-def _of_other_programs(folder: Path) -> set[Path]:
-    """Return files of ``folder`` that processes have mapped, except this one and its descendants in its group."""
-    files = set()
+def _mapped_by_others(folder: Path) -> set[int | None]:
+    """Return the inodes that processes have mapped, except this one and its descendants in its group.
+
+    Paths would not do: a named semaphore is mapped under a temporary name, then linked to its own. None stands for a
+    file that is gone, as those of a program that has just ended.
+    """
+    inodes: set[int | None] = {None}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if not _is_ours(int(process.name)):
-                paths = (line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines())
-                files |= {Path(path) for path in paths if path.startswith(f"{folder}/")}
+                maps = (line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines())
+                inodes |= {int(entry[4]) for entry in maps if entry[-1].startswith(f"{folder}/")}
         except (OSError, ValueError):  # it has ended, or access is denied
             continue
-    return files
+    return inodes
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _is_ours(process: int) -> bool:
