@@ -10,6 +10,7 @@ from typing import get_args
 
 from ldt.channel import Channel, Direction, LaneKey, LanePolicy, Node, dedicated_lane, listed, paired_lane
 from ldt.errors import TopologyError
+from ldt.placement import check_parity, check_placement, looped
 from ldt.site import SITES, Site, check_sites, parse_sites, sites_text
 
 __all__ = ["Channel", "Direction", "LaneKey", "LanePolicy", "Node", "Site", "Topology", "lanes", "listed"]
@@ -18,8 +19,10 @@ _NUMBER = "[0-9]{1,6}"
 # Far more than any job has: a corrupt file must not allocate more.
 _MAX_RANKS = 1_000_000
 _MAX_CHUNKS = 100_000  # of all replicas
+_NUMBERS = f"{_NUMBER}(?:,{_NUMBER})*"
 _TEXT = re.compile(
-    f"tp=({_NUMBER}(?:,{_NUMBER})*) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})(?: +sites=({SITES}))?"
+    f"tp=({_NUMBERS}) +dp=({_NUMBER}) +edge_dp=({_NUMBER}) +laps=({_NUMBER})"
+    f"(?: +placement=({_NUMBERS}))?(?: +sites=({SITES}))?"
 )
 
 
@@ -28,7 +31,8 @@ class Topology:
     """The ranks of each stage, the replicas, and the laps of the model over the stages. Immutable and hashable.
 
     The model is cut into ``laps * P + 1`` chunks for P stages. Chunk c < laps * P is on stage c % P; the last chunk,
-    the tail, is on the edge. Ranks are numbered by stage, then replica, then TP rank.
+    the tail, is on the edge. ``placement`` gives chunks other stages. Ranks are numbered by stage, then replica, then
+    TP rank.
 
     Args:
         tp: ``tp[s]`` is the number of tensor-parallel ranks of each replica of stage s. Stage 0 is the edge.
@@ -36,6 +40,9 @@ class Topology:
         edge_dp: Number of replicas of the edge; must divide ``dp``. Edge replica e deals its microbatches round robin
             to the cloud replicas e, e + edge_dp, e + 2 * edge_dp, ... Default: ``dp``.
         laps: Number of walks through all stages: 1 for a language model, 2 for a vision-language model.
+        placement: The stage of each chunk in model order, in place of ``laps``: ``[0, 1, 2, 2, 1, 0]`` is the V of
+            zero-bubble schedules. The first and the last chunk are on the edge, and every stage has one. ``laps`` is
+            then the number of the edge's chunks behind the first.
         sites: The site of each stage, a number or a name: ``[0, 1, 1]`` or ``["office", "cloud", "cloud"]``. All that
             crosses from one site to another shares one pipe; nodes of one site have links of their own. Only plans
             and their times depend on it. The edge has a site of its own. Default: all cloud stages are on another.
@@ -50,20 +57,23 @@ class Topology:
     edge_dp: int
     laps: int
     sites: tuple[Site, ...]
+    placement: tuple[int, ...]
 
     def __init__(
         self,
         tp: Sequence[int],
         dp: int = 1,
         edge_dp: int | None = None,
-        laps: int = 1,
+        laps: int | None = None,
         sites: Sequence[Site] | None = None,
+        placement: Sequence[int] | None = None,
     ) -> None:
         object.__setattr__(self, "tp", tuple(tp))
         object.__setattr__(self, "dp", dp)
         object.__setattr__(self, "edge_dp", dp if edge_dp is None else edge_dp)
-        object.__setattr__(self, "laps", laps)
+        object.__setattr__(self, "laps", 1 if laps is None else laps)
         self._check()
+        self._place(laps, placement)
         object.__setattr__(self, "sites", check_sites(sites, self.num_stages))
 
     def _check(self) -> None:
@@ -85,16 +95,30 @@ class Topology:
             raise TopologyError(
                 f"one stage has no cloud, so edge_dp must equal dp: got edge_dp={self.edge_dp}, dp={self.dp}"
             )
-        self._check_size()
+        self._check_size(self.laps * self.num_stages + 1)
 
-    def _check_size(self) -> None:
+    def _place(self, laps: int | None, placement: Sequence[int] | None) -> None:
+        """Set ``placement``, and ``laps`` by it."""
+        if placement is None:
+            object.__setattr__(self, "placement", looped(self.num_stages, self.laps))
+            return
+        object.__setattr__(self, "placement", check_placement(placement, self.num_stages))
+        object.__setattr__(self, "laps", self.placement.count(0) - 1)
+        if laps not in (None, self.laps):
+            raise TopologyError(
+                f"laps={laps} does not fit placement={list(self.placement)}, which has {self.laps + 1} chunks on the "
+                "edge: give placement alone"
+            )
+        self._check_size(self.num_chunks)
+
+    def _check_size(self, chunks_of_replica: int) -> None:
         """Check the number of ranks and chunks before anything is built from them."""
         ranks = self.edge_dp * self.tp[0] + self.dp * sum(self.tp[1:])
-        chunks = self.dp * self.num_chunks
+        chunks = self.dp * chunks_of_replica
         if ranks > _MAX_RANKS or chunks > _MAX_CHUNKS:
             raise TopologyError(
                 f"expected at most {_MAX_RANKS} ranks and {_MAX_CHUNKS} chunks of all replicas, got {ranks} and "
-                f"{chunks}: dp={self.dp} replicas of laps={self.laps} over {self.num_stages} stages"
+                f"{chunks}: dp={self.dp} replicas of {chunks_of_replica} chunks on {self.num_stages} stages"
             )
 
     # -- stages and chunks -----------------------------------------------------------------------------------
@@ -106,13 +130,18 @@ class Topology:
 
     @cached_property
     def num_chunks(self) -> int:
-        """Number of chunks, ``laps * P + 1``."""
-        return self.laps * self.num_stages + 1
+        """Number of chunks: ``laps * P + 1``, or as many as ``placement`` says."""
+        return len(self.placement)
 
     @cached_property
     def tail(self) -> int:
         """The last chunk, on the edge, which owns the loss."""
         return self.num_chunks - 1
+
+    @cached_property
+    def is_looped(self) -> bool:
+        """Whether chunk c is on stage c % P, as without ``placement``. torch calls this the style "loop"."""
+        return self.placement == looped(self.num_stages, self.laps)
 
     def replicas(self, stage: int) -> int:
         """The number of replicas of ``stage``."""
@@ -122,11 +151,11 @@ class Topology:
         """The stage that holds ``chunk``."""
         if not 0 <= chunk < self.num_chunks:
             raise TopologyError(f"chunk {chunk} does not exist: this topology has chunks 0 to {self.tail}")
-        return chunk % self.num_stages
+        return self.placement[chunk]
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks of ``stage`` in model order."""
-        return tuple(range(stage, self.num_chunks, self.num_stages))
+        return tuple(chunk for chunk, its_stage in enumerate(self.placement) if its_stage == stage)
 
     # -- microbatches ----------------------------------------------------------------------------------------
 
@@ -223,7 +252,7 @@ class Topology:
 
     def crosses(self, hop: int) -> bool:
         """True if the hop from chunk ``hop`` to the next exists and goes to another node. It then has channels."""
-        return 0 <= hop < self.tail and self.num_stages > 1  # consecutive chunks are on consecutive stages
+        return 0 <= hop < self.tail and self.placement[hop] != self.placement[hop + 1]
 
     def node_at(self, chunk: int, replica: int) -> Node:
         """The node that runs ``chunk`` for cloud replica ``replica``. An edge replica serves every edge_dp-th."""
@@ -271,8 +300,10 @@ class Topology:
     # -- text ------------------------------------------------------------------------------------------------
 
     def to_text(self) -> str:
-        """One line, for example ``tp=1,2,2 dp=1 edge_dp=1 laps=1``; other sites than the default are added to it."""
+        """One line, for example ``tp=1,2,2 dp=1 edge_dp=1 laps=1``, with placement and sites where not the default."""
         text = f"tp={','.join(map(str, self.tp))} dp={self.dp} edge_dp={self.edge_dp} laps={self.laps}"
+        if not self.is_looped:
+            text += f" placement={','.join(map(str, self.placement))}"
         default = self.sites == check_sites(None, self.num_stages)
         return text if default else f"{text} sites={sites_text(self.sites)}"
 
@@ -285,8 +316,9 @@ class Topology:
                 f"expected a topology as 'tp=1,2,2 dp=1 edge_dp=1 laps=1', got {text.strip()[:80]!r}"
             )
         dp, edge_dp, laps = map(int, match.groups()[1:4])
-        sites = None if match[5] is None else parse_sites(match[5])
-        return cls([int(size) for size in match[1].split(",")], dp, edge_dp, laps, sites)
+        placement = None if match[5] is None else list(map(int, match[5].split(",")))
+        sites = None if match[6] is None else parse_sites(match[6])
+        return cls(list(map(int, match[1].split(","))), dp, edge_dp, laps, sites, placement)
 
     def describe(self) -> str:
         """Return a description to print: each node's ranks and chunks, then each replica's path through the nodes."""
@@ -320,9 +352,12 @@ def lanes(topology: Topology, policy: LanePolicy) -> dict[Channel, LaneKey]:
             first_to_last.
 
     Raises:
-        TopologyError: There is no such policy.
+        TopologyError: There is no such policy, or two cloud stages between which ``placement`` has a hop are both even
+            or both odd, which paired lanes cannot tell apart.
     """
     if policy not in get_args(LanePolicy):
         raise TopologyError(f"lane policy must be 'dedicated' or 'paired', got {policy!r}")
+    if policy == "paired":
+        check_parity(topology.placement)
     lane_of = dedicated_lane if policy == "dedicated" else paired_lane
     return {channel: lane_of(channel) for channel in topology.channels}

@@ -27,6 +27,7 @@ from ldt.plan import (
     to_csv,
     ushape,
 )
+from ldt.plan.schedules.u_shape import has_ushape
 from ldt.plan.torch_csv import check_expressible
 from ldt.site import parse_sites
 from ldt.topology import Topology
@@ -64,7 +65,13 @@ def _add_topology(shape: argparse._ArgumentGroup) -> None:
     shape.add_argument(
         "--stages", type=_numbers, required=True, metavar="TP,...", help="TP size of each stage"
     )
-    shape.add_argument("--laps", type=int, default=1, help="walks through all stages; default: 1")
+    shape.add_argument("--laps", type=int, help="walks through all stages; default: 1")
+    shape.add_argument(
+        "--placement",
+        type=_numbers,
+        metavar="STAGE,...",
+        help="stage of each chunk, such as 0,1,1,0, in place of --laps",
+    )
     shape.add_argument("--dp", type=int, default=1, help="replicas of the cloud stages")
     shape.add_argument("--edge-dp", type=int, help="replicas of the edge, which share them; default: as many")
     shape.add_argument(
@@ -138,7 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _check_files(arguments)
         topology = Topology(
-            arguments.stages, arguments.dp, arguments.edge_dp, arguments.laps, arguments.sites
+            arguments.stages,
+            arguments.dp,
+            arguments.edge_dp,
+            arguments.laps,
+            arguments.sites,
+            arguments.placement,
         )
         if arguments.from_csv is not None or arguments.to_csv is not None:
             check_expressible(topology)
@@ -231,7 +243,7 @@ def _plans(arguments: argparse.Namespace, topology: Topology, costs: Costs) -> d
     number, lanes = arguments.microbatches, arguments.lanes
     limits = {"memory_limit": arguments.memory_limit, "memory_limit_bytes": arguments.memory_limit_bytes}
     plans = {}
-    if topology.laps <= 2:
+    if has_ushape(topology):
         plans[_NAMES[0]] = ushape(topology, number, lanes=lanes)
     if arguments.from_csv is not None:
         read = from_csv(arguments.from_csv.read_text(encoding="utf-8"), topology, lanes=lanes)

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -92,7 +92,8 @@ class _TopologyTable:
     tp: list[int]
     dp: int = 1
     edge_dp: int | None = None
-    laps: int = 1
+    laps: int | None = None
+    placement: list[int] | None = None
     sites: list[str] | None = None  # of each stage; default: "edge" for the first, "cloud" for all others
 
 
@@ -200,8 +201,8 @@ def _describe(path: Path, found: dict[str, Any]) -> Description:
 
 def _topology(table: dict[str, Any]) -> Topology:
     given = _in_table("topology", lambda: _TopologyTable(**fit_fields(table, _TopologyTable)))
-    sites = given.sites or ["edge", *["cloud"] * (len(given.tp) - 1)]
-    return _in_table("topology", lambda: Topology(given.tp, given.dp, given.edge_dp, given.laps, sites))
+    given = replace(given, sites=given.sites or ["edge", *["cloud"] * (len(given.tp) - 1)])
+    return _in_table("topology", lambda: Topology(**vars(given)))
 
 
 def _site(name: str, table: dict[str, Any]) -> SiteTable:

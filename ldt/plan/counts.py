@@ -32,9 +32,7 @@ def _tail_pairs(num_stages: int, laps: int) -> int:
         return (4 * num_stages + 5) // 6  # floor((P-1) * 2/3 - 1/2 + 2)
     if laps == 2:
         return (4 * num_stages + 1) // 6
-    raise PlanError(
-        f"ushape supports one and two laps, got laps={laps}: use ldt.plan.optimize or write the rows yourself"
-    )
+    raise PlanError(f"the fixed schedule has one or two laps, got {laps}")
 
 
 def check_num_microbatches(number: object) -> None:

@@ -5,6 +5,8 @@ Such a file has no topology, number of microbatches or lanes. Its ranks are our 
 
 from __future__ import annotations
 
+import re
+
 from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.checks.verifier import verify
@@ -16,6 +18,9 @@ from ldt.topology import LanePolicy, Topology
 __all__ = ["check_expressible", "from_csv", "to_csv"]
 
 _SHARDING = ("UNSHARD", "RESHARD")  # of parameters, which the sharding wrapper does itself
+_OVERLAPPED = re.compile(
+    r"\(([^()]*)\)OVERLAP_F_B"
+)  # a forward and a backward, which run one after the other here
 
 
 def to_csv(plan: Plan, *, communication: bool = False) -> str:
@@ -36,8 +41,9 @@ def to_csv(plan: Plan, *, communication: bool = False) -> str:
 def from_csv(text: str, topology: Topology, *, lanes: LanePolicy = "dedicated") -> Plan:
     """Return the complete, verified plan with the compute order of ``text``, in either of torch's formats.
 
-    Communication and reductions are placed anew for ``lanes``; UNSHARD and RESHARD are ignored. Every replica gets
-    the same rows.
+    Communication and reductions are placed anew for ``lanes``; UNSHARD and RESHARD are ignored, and the actions of an
+    OVERLAP_F_B run in turn. Every replica gets the same rows. A V-shaped schedule (ZBV, DualPipeV) needs a
+    ``Topology(placement=...)`` that has its stages, such as [0, 1, 1, 0].
 
     Raises:
         PlanError: for a cell that is not an action (the error names the line), a number of lines other than that of
@@ -73,9 +79,13 @@ def check_expressible(topology: Topology) -> None:
 
 
 def _row(line: str, number: int) -> list[Action]:
-    cells = (cell.strip().strip('"') for cell in line.split(","))
+    cells = (cell.strip().strip('"') for cell in _OVERLAPPED.sub(_in_turn, line).split(","))
     try:
         actions = [Action.parse(cell) for cell in cells if cell and not cell.endswith(_SHARDING)]
     except PlanError as error:
         raise PlanError(f"line {number}: {error}") from error
     return [action for action in actions if action.kind.is_compute]
+
+
+def _in_turn(overlapped: re.Match[str]) -> str:
+    return overlapped[1].replace(";", ",")

@@ -22,7 +22,14 @@ LINK = {"activations": "8bit", "gradients": "bf16"}
 JOB: dict[str, Any] = {
     "script": "train.py",
     "arguments": ["--steps"],
-    "topology": {"tp": [1, 1], "dp": 1, "edge_dp": 1, "laps": 1, "sites": ["edge", "cloud"]},
+    "topology": {
+        "tp": [1, 1],
+        "dp": 1,
+        "edge_dp": 1,
+        "laps": 1,
+        "placement": [0, 1, 0],
+        "sites": ["edge", "cloud"],
+    },
     "sites": {
         "edge": {"address": "10.0.0.1", "port": 29500, **SITE},
         "cloud": {"address": "10.0.0.2", **SITE},

@@ -35,7 +35,7 @@ class _Game:
         return node.replica if node.stage else node.replica + (microbatch or 0) * edge_dp % dp
 
     def _node(self, chunk: int, replica: int) -> Node:
-        stage = chunk % self.plan.topology.num_stages
+        stage = self.plan.topology.placement[chunk]
         return Node(stage, replica if stage else replica % self.plan.topology.edge_dp)
 
     def _backwards(self, node: Node, chunk: int) -> list[Action]:
@@ -111,7 +111,7 @@ class _Game:
         return True
 
     def _has_input(self, node: Node, chunk: int, source: int, direction: str, microbatch: int | None) -> bool:
-        if chunk % self.plan.topology.num_stages == source % self.plan.topology.num_stages:
+        if self.plan.topology.placement[chunk] == self.plan.topology.placement[source]:
             return (node, Action(source, Kind(direction), microbatch)) in self.done
         return (node, (chunk, direction, microbatch)) in self.inputs
 

@@ -33,13 +33,31 @@ def policies(draw, replica_costs, microbatches, buffers=_BUFFERS):
 
 
 @st.composite
-def topologies(draw, min_stages=1, max_stages=4, max_laps=2, max_edge_dp=2, max_served=3):
-    """Draw topologies with one rank per node; an edge replica serves up to ``max_served`` cloud replicas."""
+def topologies(draw, min_stages=1, max_stages=4, max_laps=2, max_edge_dp=2, max_served=3, placed=False):
+    """Draw topologies with one rank per node; an edge replica serves up to ``max_served`` cloud replicas.
+
+    ``placed``: half of them place their chunks in any order.
+    """
     stages, edge_dp = draw(st.integers(min_stages, max_stages)), draw(st.integers(1, max_edge_dp))
     served = draw(st.integers(1, max_served)) if stages > 1 else 1
     cloud = st.lists(st.sampled_from([1, 2, "far"]), min_size=stages - 1, max_size=stages - 1)
     sites = draw(st.none() | cloud.map(lambda others: [0, *others]))
+    if placed and draw(st.booleans()):
+        placement = draw(placements(stages))
+        return Topology([1] * stages, edge_dp * served, edge_dp, sites=sites, placement=placement)
     return Topology([1] * stages, edge_dp * served, edge_dp, draw(st.integers(1, max_laps)), sites)
+
+
+@st.composite
+def placements(draw, stages):
+    """Draw a stage for each chunk, such that paired lanes can be used: no hop between two even cloud stages."""
+    more = draw(st.lists(st.integers(0, stages - 1), max_size=3))
+    placement = [0]
+    for stage in draw(st.permutations([*range(1, stages), *more])):
+        if stage != placement[-1] and stage % 2 == placement[-1] % 2:
+            placement.append(0)
+        placement.append(stage)
+    return [*placement, 0]
 
 
 @st.composite
@@ -48,7 +66,7 @@ def any_compute_plan(draw):
 
     A reduction is one action of all replicas together.
     """
-    topology = draw(topologies(max_laps=3))
+    topology = draw(topologies(max_laps=3, placed=True))
     microbatches, training = draw(st.integers(1, 4 if topology.dp < 3 else 3)), draw(st.booleans())
     random = draw(st.randoms(use_true_random=False))
     kinds = (Kind.F, Kind.B) if training else (Kind.F,)

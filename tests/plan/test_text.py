@@ -27,7 +27,7 @@ actions = microbatched | st.builds(Action, st.integers(0, 999), st.just(Kind.RED
 @st.composite
 def any_plan(draw):
     """Draw any rows: the text format does not require that a plan works."""
-    topology = draw(topologies())
+    topology = draw(topologies(placed=True))
     rows = {node: draw(st.lists(actions, max_size=6)) for node in topology.nodes}
     lanes = draw(st.sampled_from([None, "dedicated", "paired"]))
     return Plan(topology, draw(st.integers(1, 99)), rows, lanes, draw(st.booleans()))

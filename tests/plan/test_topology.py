@@ -7,6 +7,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from strategies import placements
 
 from ldt.errors import LdtError, TopologyError
 from ldt.topology import Channel, Node, Topology, lanes
@@ -20,6 +21,11 @@ def any_topology(draw):
     edge_dp, times, laps = (draw(st.integers(1, 3)) for _ in range(3))
     cloud = draw(st.lists(SITES, min_size=len(tp) - 1, max_size=len(tp) - 1))
     sites = draw(st.sampled_from([None, [0, *cloud]]))
+    if draw(st.booleans()):
+        placement = draw(placements(len(tp)))
+        return Topology(
+            tp, edge_dp * (times if len(tp) > 1 else 1), edge_dp, sites=sites, placement=placement
+        )
     return Topology(tp, edge_dp * (times if len(tp) > 1 else 1), edge_dp, laps, sites)
 
 
@@ -197,6 +203,25 @@ def test_describe_names_every_node():
         ({"tp": [1, 1], "laps": 1.5}, "laps must be .* got 1.5"),
         ({"tp": [1, 1], "dp": 4, "edge_dp": 3}, "edge_dp=3 does not divide dp=4"),
         ({"tp": [1], "dp": 2, "edge_dp": 1}, "one stage has no cloud"),
+        (
+            {"tp": [1, 1], "placement": [0, 1, 2, 0]},
+            r"placement must begin and end with stage 0.* there is no stage 2",
+        ),
+        ({"tp": [1, 1], "placement": [0, 1, True, 0]}, r"placement must .* there is no stage True"),
+        ({"tp": [1, 1], "placement": [0, 1, -1, 0]}, r"placement must .* there is no stage -1"),
+        ({"tp": [1, 1], "placement": "0110"}, r"placement must be a sequence of stages, .*: got '0110'"),
+        ({"tp": [1, 1], "placement": 2}, r"placement must be a sequence of stages, .*: got 2"),
+        ({"tp": [1, 1], "placement": []}, r"placement must begin and end with stage 0.*\[0, 1, 1, 0\]"),
+        ({"tp": [1, 1], "placement": [0]}, r"placement must begin and end with stage 0"),
+        ({"tp": [1], "placement": [0]}, r"placement must .* and have at least two chunks"),
+        ({"tp": [1, 1], "placement": [0, 1]}, r"placement must begin and end with stage 0"),
+        ({"tp": [1, 1], "placement": [1, 0]}, r"placement must begin and end with stage 0"),
+        ({"tp": [1, 1, 1], "placement": [0, 1, 1, 0]}, r"placement must .* there is no chunk on stage 2"),
+        (
+            {"tp": [1, 1], "laps": 2, "placement": [0, 1, 1, 0]},
+            r"laps=2 does not fit placement=\[0, 1, 1, 0\], which has 2 chunks on the edge",
+        ),
+        ({"tp": [1, 1], "placement": [0] + [1] * 100_000 + [0]}, "at most .* 100000 chunks"),
         ({"tp": [1, 1], "sites": [0]}, r"sites needs the site of each of the 2 stages, .*: got \[0\]"),
         ({"tp": [1, 1], "sites": "ab"}, "sites needs the site of each of the 2 stages, .* got 'ab'"),
         ({"tp": [1, 1], "sites": 1}, "sites needs the site of each of the 2 stages, .* got 1"),
@@ -222,6 +247,26 @@ def test_describe_names_every_node():
 def test_impossible_topologies_are_refused(arguments, message):
     with pytest.raises(TopologyError, match=message):
         Topology(**arguments)
+
+
+def test_placement_of_a_v():
+    topology = Topology([1, 2, 1], placement=[0, 1, 2, 2, 1, 0])
+    assert (topology.num_chunks, topology.laps, topology.is_looped) == (6, 1, False)
+    assert [topology.chunks_of(stage) for stage in range(3)] == [(0, 5), (1, 4), (2, 3)]
+    assert [topology.crosses(hop) for hop in range(5)] == [True, True, False, True, True]
+    assert topology.to_text() == "tp=1,2,1 dp=1 edge_dp=1 laps=1 placement=0,1,2,2,1,0"
+
+
+def test_a_placement_in_laps_is_the_same_topology():
+    assert Topology([1, 1], placement=[0, 1, 0, 1, 0]) == Topology([1, 1], laps=2)
+    assert Topology([1], placement=[0, 0, 0]) == Topology([1], laps=2)
+
+
+def test_paired_lanes_need_even_and_odd_stages():
+    topology = Topology([1] * 4, placement=[0, 1, 3, 2, 0])
+    assert len(lanes(topology, "dedicated")) == 8
+    with pytest.raises(TopologyError, match="has a hop from stage 1 to 3: use lanes='dedicated'"):
+        lanes(topology, "paired")
 
 
 def test_what_does_not_exist_is_refused():

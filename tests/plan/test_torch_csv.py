@@ -58,7 +58,7 @@ def test_torch_has_actions_of_its_own() -> None:
     ("change", "problem"),
     [
         (lambda text: "\n" + text.replace("2F0", "2X0"), "line 4: "),
-        (lambda text: text.replace("1F0,1F1", "(1F0;1B1)OVERLAP_F_B"), "line 2: "),
+        (lambda text: text.replace("1F0,1F1", "(1F0;1X1)OVERLAP_F_B"), "line 2: "),
         (
             lambda text: text + text,
             "expected a line for each of the 3 stages of tp=1,1,1 dp=1 edge_dp=1 laps=1, got 6",

@@ -33,22 +33,22 @@ class Step(NamedTuple):
 def chain_of(costs: ReplicaCosts) -> list[Step]:
     """The steps of one microbatch, in order."""
     steps: list[Step] = []
-    now, stages = 0.0, costs.num_stages
+    now, stages = 0.0, costs.placement
     for chunk, forward in enumerate(costs.forward):
-        steps.append(Step(chunk % stages, _level(chunk % stages), now, forward))
+        steps.append(Step(stages[chunk], _level(stages[chunk]), now, forward))
         now += forward
         if chunk < costs.tail:
             pipe, over = costs.forward_pipes[chunk], costs.forwards_over[chunk]
-            link = pipe or (chunk % stages, (chunk + 1) % stages)
+            link = pipe or (stages[chunk], stages[chunk + 1])
             steps.append(Step(link, _ELSEWHERE if pipe is None else _PIPE, now, over))
             now += over + costs.latency[chunk]
     for chunk in reversed(range(costs.num_chunks)):
         weight = 0.0 if costs.weight is None else costs.weight[chunk]
-        steps.append(Step(chunk % stages, _level(chunk % stages), now, costs.backward[chunk], weight))
+        steps.append(Step(stages[chunk], _level(stages[chunk]), now, costs.backward[chunk], weight))
         now += costs.backward[chunk]
         if hop := chunk:
             pipe, over = costs.backward_pipes[hop - 1], costs.backwards_over[hop - 1]
-            link = pipe or (hop % stages, (hop - 1) % stages)
+            link = pipe or (stages[hop], stages[hop - 1])
             steps.append(Step(link, _ELSEWHERE if pipe is None else _PIPE, now, over))
             now += over + costs.latency[hop - 1]
     return steps

@@ -15,7 +15,7 @@ from ldt.plan.planner.policy import Limits, Schedule
 from ldt.plan.planner.policy_search import search
 from ldt.plan.planner.replica_costs import ReplicaCosts
 from ldt.plan.schedules.passes import add_communication, add_grad_reduction, check_buffers
-from ldt.plan.schedules.u_shape import ushape, ushape_compute
+from ldt.plan.schedules.u_shape import has_ushape, ushape, ushape_compute
 from ldt.plan.sim.engine import Run
 from ldt.plan.simulator import timeline_of
 from ldt.topology import LanePolicy, Topology
@@ -23,7 +23,6 @@ from ldt.topology import LanePolicy, Topology
 __all__ = ["optimize"]
 
 _TOLERANCE = 1e-9  # relative: rounding of sums of times
-_FIXED_LAPS = (1, 2)  # that ushape supports
 _FIXED_BUFFERS = 2  # the default of ushape
 
 
@@ -133,7 +132,7 @@ def _rows(task: _Task, found: Schedule) -> Plan:
 
 def _better_fixed(task: _Task, makespan: float) -> Plan | None:
     """The plan of ``ushape`` if it is allowed and shorter than ``makespan``."""
-    if task.topology.laps not in _FIXED_LAPS:
+    if not has_ushape(task.topology):
         return None
     rows = add_grad_reduction(ushape_compute(task.topology, task.num_microbatches))
     if _makespan(prove(rows, task.costs, None)) >= makespan * (1 - _TOLERANCE):

@@ -48,7 +48,7 @@ class _Search:
 
     def explore(self) -> None:
         """Descend from each pair of an order and a strictness, the best first, to better neighbours."""
-        laps = self.costs.tail // self.costs.num_stages
+        laps = self.costs.laps
         starts = [
             replace(
                 self.best_point,
@@ -83,7 +83,7 @@ class _Search:
         windows, (capacity, weights, _) = point.windows(self.costs, self.microbatches), self.limits
         needed = [0.0] * self.costs.num_stages
         for chunk, window in enumerate(windows):
-            needed[chunk % self.costs.num_stages] += window * (1.0 if weights is None else weights[chunk])
+            needed[self.costs.placement[chunk]] += window * (1.0 if weights is None else weights[chunk])
         return capacity is None or all(n <= c for n, c in zip(needed, capacity, strict=True))
 
     def _descend(self, point: SearchPoint, makespan: float) -> None:
@@ -94,7 +94,7 @@ class _Search:
 
     def _best_of(self, point: SearchPoint, makespan: float) -> tuple[float, SearchPoint] | None:
         """The best neighbour, else the best small step, if it beats ``makespan``."""
-        laps = self.costs.tail // self.costs.num_stages
+        laps = self.costs.laps
         for candidates in (point.neighbours(laps, self.costs.weight is not None), point.small_steps()):
             best = (makespan * (1 - _TOLERANCE), point)
             for candidate in candidates:

@@ -26,7 +26,7 @@ class ReplicaCosts:
     ``served`` such replicas share the edge, and ``edge_dp`` such edges the pipes.
     """
 
-    num_stages: int
+    placement: tuple[int, ...]  # the stage of each chunk
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     weight: tuple[float, ...] | None
@@ -50,7 +50,7 @@ class ReplicaCosts:
         ahead, back = (_crossings(topology, costs, direction) for direction in get_args(Direction))
         latency = tuple(costs.delay(hop) if topology.crosses(hop) else 0.0 for hop in range(topology.tail))
         return cls(
-            topology.num_stages,
+            topology.placement,
             forward,
             backward,
             weight,
@@ -88,9 +88,22 @@ class ReplicaCosts:
     def tail(self) -> int:
         return len(self.forward) - 1
 
-    def chunks_of(self, stage: int) -> range:
+    @cached_property
+    def num_stages(self) -> int:
+        return max(self.placement) + 1
+
+    @cached_property
+    def laps(self) -> int:
+        """How many chunks a stage has, the tail aside, at most."""
+        return max(map(self.placement[:-1].count, range(self.num_stages)))
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
         """The chunks of ``stage`` in model order."""
-        return range(stage, self.num_chunks, self.num_stages)
+        return tuple(chunk for chunk, its_stage in enumerate(self.placement) if its_stage == stage)
+
+    def lap_of(self, chunk: int) -> int:
+        """How many chunks before ``chunk`` are on its stage."""
+        return self.placement[:chunk].count(self.placement[chunk])
 
     def shares(self, num_microbatches: int) -> list[int]:
         """How many of the edge's microbatches each replica that it serves gets; they are dealt round-robin."""

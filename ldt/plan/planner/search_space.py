@@ -107,8 +107,10 @@ class SearchPoint:
             self._split(ORDERS[self.order if stage else self.edge_order](costs.chunks_of(stage)), costs)
             for stage in range(costs.num_stages)
         )
-        strict_from = costs.tail - self.strict * costs.num_stages
-        strict = tuple(c >= strict_from and c % costs.num_stages != 0 for c in range(costs.num_chunks))
+        strict_from = costs.laps - self.strict
+        strict = tuple(
+            stage != 0 and costs.lap_of(chunk) >= strict_from for chunk, stage in enumerate(costs.placement)
+        )
         return Policy(self.windows(costs, microbatches), strict, priorities, limits)
 
     def windows(self, costs: ReplicaCosts, microbatches: int) -> tuple[int, ...]:
@@ -119,10 +121,10 @@ class SearchPoint:
         edge = max(costs.forward[chunk] for chunk in costs.chunks_of(0)) * costs.served
         pace = max(edge, *costs.forward, costs.pipe_pace, costs.critical_path * _ROUNDING)
         pace = pace or 1.0  # if nothing takes time
-        last_lap, share = costs.tail - costs.num_stages, costs.shares(microbatches)[0]
+        last_lap, share = costs.laps - 1, costs.shares(microbatches)[0]
         windows: list[int] = []
         for chunk, trip in enumerate(costs.round_trips):
-            extra = self.last if chunk >= last_lap else self.earlier
+            extra = self.last if costs.lap_of(chunk) >= last_lap else self.earlier
             window = 1 + math.ceil(self.scale * trip / pace - _ROUNDING) + extra + self.steps[chunk]
             windows.append(max(1, min(share, window, *(windows[-1:] if chunk > 1 else ()))))
         for chunk in costs.chunks_of(0):

@@ -111,7 +111,8 @@ def _label(topology: Topology, node: Node) -> str:
 
 def _draw_bar(axis: Axes, timeline: Timeline, event: Event, row: int, inches_per_time: float) -> None:
     begin, duration = event.start - timeline.start, event.end - event.start
-    colour = _shade(_COLOURS[event.action.kind], event.action.chunk // timeline.topology.num_stages)
+    earlier = timeline.topology.chunks_of(event.node.stage).index(event.action.chunk)
+    colour = _shade(_COLOURS[event.action.kind], earlier)
     axis.barh(
         row, duration, left=begin, height=_BAR, color=colour, edgecolor="white", linewidth=0.5, zorder=2
     )
@@ -143,5 +144,5 @@ def _draw_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
             handles.append(
                 Line2D([], [], color=_TRANSFER[direction], linewidth=1, label=f"transfer of {name}")
             )
-    handles.append(Line2D([], [], linestyle="none", label="darker: later laps and tail"))
+    handles.append(Line2D([], [], linestyle="none", label="darker: later chunks"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from ldt.errors import PlanError
 from ldt.plan.action import Action, Kind
 from ldt.plan.checks.verifier import verify
 from ldt.plan.counts import Counts, check_num_microbatches, warmup_counts
@@ -12,7 +13,9 @@ from ldt.plan.schedules.forward_only import forward_only_row
 from ldt.plan.schedules.passes import add_communication, add_grad_reduction
 from ldt.topology import LanePolicy, Node, Topology
 
-__all__ = ["ushape"]
+__all__ = ["has_ushape", "ushape", "ushape_compute"]
+
+_MOST_LAPS = 2
 
 
 def ushape(
@@ -35,7 +38,8 @@ def ushape(
             see ``buffers_needed``.
 
     Raises:
-        PlanError: if ``num_microbatches`` is not an int of at least 1, or for more than two laps.
+        PlanError: if ``num_microbatches`` is not an int of at least 1, to train also for more than two laps or
+            a ``placement`` of chunks.
     """
     plan = add_grad_reduction(ushape_compute(topology, num_microbatches, training))
     plan = add_communication(plan, lanes, receive_buffers)
@@ -43,9 +47,19 @@ def ushape(
     return plan
 
 
+def has_ushape(topology: Topology) -> bool:
+    """Whether there is a fixed schedule to train in this topology."""
+    return topology.is_looped and topology.laps <= _MOST_LAPS
+
+
 def ushape_compute(topology: Topology, num_microbatches: int, training: bool = True) -> Plan:
     """Return only the compute actions of the fixed schedule."""
     check_num_microbatches(num_microbatches)  # first, because writing a row counts down to 0
+    if training and not has_ushape(topology):
+        raise PlanError(
+            f"ushape supports one and two laps and no placement, got {topology.to_text()}: use ldt.plan.optimize, "
+            "from_csv, or write the rows yourself"
+        )
     rows = {node: _row_of(topology, num_microbatches, node, training) for node in topology.nodes}
     return Plan(topology, num_microbatches, rows, lanes=None, training=training)
 
@@ -67,9 +81,9 @@ def _row_of(topology: Topology, num_microbatches: int, node: Node, training: boo
 
 
 def _stage_row(topology: Topology, num_microbatches: int, stage: int, training: bool) -> list[Action]:
-    counts = warmup_counts(topology.num_stages, num_microbatches, topology.laps, stage)
     if not training:
         return forward_only_row(topology, num_microbatches, stage)
+    counts = warmup_counts(topology.num_stages, num_microbatches, topology.laps, stage)
     row = _Row(num_microbatches)
     if topology.laps == 2:
         _two_laps(row, counts, topology.chunks_of(stage), stage == 0)

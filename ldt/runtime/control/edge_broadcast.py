@@ -20,7 +20,7 @@ from ldt.runtime.common.teardown import run_teardown
 from ldt.runtime.common.time_left import time_left
 from ldt.runtime.control.collectives import Collectives
 from ldt.runtime.control.edge_messages import EdgeMessage, Inbox, Outbox, Subject
-from ldt.runtime.control.stage_ring import StageRing, make_stage_ring
+from ldt.runtime.control.stage_chain import StageChain, make_stage_chain
 from ldt.runtime.health.failure_detector import FailureDetector
 from ldt.topology import Node
 
@@ -36,7 +36,7 @@ _TEXTS = {
 class EdgeBroadcast:
     """This rank's ends: the ``outbox`` of an edge leader, and a leader's ``inboxes`` by edge replica.
 
-    ``ring`` brings messages from the cloud back to the edge.
+    ``chain`` brings messages from the cloud back to the edge.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class EdgeBroadcast:
         detector: FailureDetector,
         outbox: Outbox | None,
         inboxes: Mapping[int, Inbox],
-        ring: StageRing,
+        chain: StageChain,
     ) -> None:
         self._rank_info = rank_info
         self._collectives = collectives
@@ -55,7 +55,7 @@ class EdgeBroadcast:
         self._inboxes = inboxes
         self._own: defaultdict[Subject, deque[EdgeMessage]] = defaultdict(deque)
         self._peeked: list[EdgeMessage] = []
-        self.ring = ring
+        self.chain = chain
 
     def send(self, edge_message: EdgeMessage) -> None:
         """Send a message to all ranks. Called on edge leaders."""
@@ -111,10 +111,10 @@ class EdgeBroadcast:
             raise first
 
     def _outboxes(self) -> list[Outbox]:
-        return [outbox for outbox in (self._outbox, self.ring.outbox) if outbox is not None]
+        return [*([] if self._outbox is None else [self._outbox]), *self.chain.outboxes.values()]
 
     def _all_inboxes(self) -> list[Inbox]:
-        return [inbox for inbox in (*self._inboxes.values(), self.ring.inbox) if inbox is not None]
+        return [*self._inboxes.values(), *self.chain.inboxes.values()]
 
     def _take(self, replica: int, subject: Subject) -> EdgeMessage:
         if self._rank_info.node == Node(0, replica):
@@ -145,5 +145,5 @@ def make_edge_broadcast(
                 outbox = Outbox(lane, [rank for rank in range(len(nodes)) if rank != edge])
             else:
                 inboxes[replica] = Inbox(lane, edge)
-    ring = make_stage_ring(rank_info, collectives, detector, groups)
-    return EdgeBroadcast(rank_info, collectives, detector, outbox, inboxes, ring)
+    chain = make_stage_chain(rank_info, collectives, detector, groups)
+    return EdgeBroadcast(rank_info, collectives, detector, outbox, inboxes, chain)

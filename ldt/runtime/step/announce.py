@@ -100,7 +100,7 @@ class Announcer:
             tensors = {name: value for name, value in offered.items() if value is not None}
             if tensors:
                 self._guard(index, microbatch, tensors)
-            # For chunks of later laps on the edge, equal numbers mean equal output shapes.
+            # For chunks on the edge between head and tail, equal numbers mean equal output shapes.
             number = self._signatures.number(microbatch) if self._mesh.topology.laps > 1 else index
             described.append(MicrobatchMetadata(number, (head,), tensors))
         digest = self._plans.digest(len(microbatches), call.training)

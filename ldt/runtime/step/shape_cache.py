@@ -98,7 +98,7 @@ class ShapeCache:
 
     def head_output(self, microbatch: Microbatch, training: bool, setting: str) -> HopSpecs:
         """Return the specs of hop 0 for a microbatch. Local, on the edge only."""
-        if not self._topology.crosses(0):
+        if not self._topology.channels:
             return ()
         key = (microbatch.signature, self._metadata_key(0, microbatch.kwargs), training, setting)
         return self._heads.get(

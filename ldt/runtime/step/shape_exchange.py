@@ -147,11 +147,13 @@ class ShapeExchange:
             parts = [self._read(*pair, chunk) for pair in zip(received, senders, strict=True)]
             self._answers = [*parts[0][:-1], [answer for part in parts for answer in part[-1]]]
             self._sender = senders[0]
-        elif stage == mesh.stage:
-            messages.ring.send(message)
-        elif topology.stage_of(chunk + 1) == mesh.stage:
-            self._answers = self._read(messages.ring.receive(), messages.ring.source, chunk)
-            self._sender = messages.ring.source
+            return
+        target, chain = topology.stage_of(chunk + 1), messages.chain
+        if stage == mesh.stage:
+            chain.send(message, target)
+        if target == mesh.stage:
+            self._sender = chain.source(stage)
+            self._answers = self._read(chain.receive(stage, message), self._sender, chunk)
 
     def _read(self, message: EdgeMessage, sender: int, chunk: int) -> Answers:
         """Return the answers in a message. Raises LdtError if it is about another call or malformed."""

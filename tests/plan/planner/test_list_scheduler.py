@@ -32,7 +32,7 @@ def plan_of(topology, microbatches, scheduled):
     return add_grad_reduction(Plan(topology, microbatches, rows))
 
 
-@given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 8), st.booleans())
+@given(st.data(), topologies(1, 5, 3, max_edge_dp=1, placed=True), st.integers(1, 8), st.booleans())
 def test_its_times_are_those_of_the_simulator(data, topology, microbatches, split):
     costs = data.draw(costs_of(topology))
     pipes = [topology.pipe_of(channel) for channel in topology.channels]
@@ -52,7 +52,7 @@ def test_its_times_are_those_of_the_simulator(data, topology, microbatches, spli
 
 @given(
     st.data(),
-    topologies(2, 5, 3, max_edge_dp=1),
+    topologies(2, 5, 3, max_edge_dp=1, placed=True),
     st.integers(1, 8),
     st.booleans(),
     st.randoms(use_true_random=False),
@@ -79,7 +79,7 @@ def test_its_pipes_are_those_of_the_simulator(data, topology, microbatches, spli
     assert timeline.end == pytest.approx(scheduled.makespan)
 
 
-@given(st.data(), topologies(max_edge_dp=1), st.integers(1, 8), st.integers(1, 3))
+@given(st.data(), topologies(max_edge_dp=1, placed=True), st.integers(1, 8), st.integers(1, 3))
 def test_receive_buffers_are_those_of_dedicated_lanes(data, topology, microbatches, buffers):
     costs = replace(data.draw(costs_of(topology)), bandwidth=None)
     replica_costs = ReplicaCosts.of(topology, costs)

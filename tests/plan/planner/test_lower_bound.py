@@ -94,7 +94,7 @@ def test_what_cannot_be_bounded_is_refused():
         lower_bound(Topology([1, 1]), 1, Costs(forward=[1], backward=2))
 
 
-@given(st.data(), topologies(1, 5, 3, max_edge_dp=1), st.integers(1, 9), st.booleans())
+@given(st.data(), topologies(1, 5, 3, max_edge_dp=1, placed=True), st.integers(1, 9), st.booleans())
 def test_no_order_is_below_the_bound(data, topology, microbatches, split):
     replica_costs = ReplicaCosts.of(topology, data.draw(costs_of(topology)), split=split)
     makespan = schedule(

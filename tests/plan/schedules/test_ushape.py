@@ -150,10 +150,12 @@ def test_forward_only_has_nothing_to_reduce():
 
 
 def test_what_ushape_does_not_know_is_refused():
-    with pytest.raises(PlanError, match="ushape supports one and two laps, got laps=3"):
-        ushape(Topology([1, 1], laps=3), 2)
-    with pytest.raises(PlanError, match="ushape supports one and two laps, got laps=3"):
-        ushape(Topology([1, 1], laps=3), 2, training=False)
+    for topology in (Topology([1, 1], laps=3), Topology([1, 1], placement=[0, 1, 1, 0])):
+        with pytest.raises(
+            PlanError, match=r"ushape supports one and two laps and no placement, got tp=1,1 .* laps="
+        ):
+            ushape(topology, 2)
+        verify(ushape(topology, 2, training=False))
     for laps in (1, 2):
         for wrong in (0, -1, -(10**6), True, None, "3", 2.0):
             for training in (True, False):

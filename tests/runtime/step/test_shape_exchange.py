@@ -37,8 +37,8 @@ class Count:
         """Note the messages since the last call of this."""
         sent = Counter(collectives=self._collectives)
         for lane in self._mesh.edge_broadcast.lanes():
-            sent["ring" if lane.name.startswith("ring") else "edge"] += int(lane.stats()["sent_messages"])
-        for name in ("collectives", "ring", "edge"):
+            sent["chain" if lane.name.startswith("chain") else "edge"] += int(lane.stats()["sent_messages"])
+        for name in ("collectives", "chain", "edge"):
             self.sent.setdefault(name, []).append(sent[name] - self._last[name])
         self._last = sent
 
@@ -75,7 +75,7 @@ def expected(topology: Topology, rank: int, new: list[bool]) -> Sent:
     passed = topology.laps * topology.replicas(following) if passes_on else 0
     broadcast = others if leads and node.stage == 0 else 0
     return {
-        "ring": [passed * one for one in new],
+        "chain": [passed * one for one in new],
         "edge": [broadcast * (1 + topology.laps * one) for one in new],
     }
 
