@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import math
 import os
 import stat
+import zlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ldt.schema import fit, fit_fields
 
-__all__ = ["MAX_CHARACTERS", "parse", "parse_file", "plain", "quoted", "read_fields", "read_file"]
+__all__ = ["MAX_CHARACTERS", "decompressed", "parse", "parse_file", "plain", "quoted", "read_fields", "read_file"]
 
 MAX_CHARACTERS = 4000  # of a text that is shown
 _FIELD_LIMIT = 4 * MAX_CHARACTERS  # of a text in a report, which may show the rows of all nodes
 _QUOTED = 200
+_GZIP = b"\x1f\x8b"
 _T = TypeVar("_T")
 
 
@@ -70,6 +74,20 @@ def read_file(file: str | os.PathLike[str], max_bytes: int) -> bytes:
             return stream.read(status.st_size)
     finally:
         os.close(handle)
+
+
+def decompressed(data: bytes, max_bytes: int) -> bytes:
+    """Return ``data``, decompressed if it is of gzip. Raises ValueError if it is damaged or gets too long."""
+    if not data.startswith(_GZIP):
+        return data
+    try:
+        with gzip.open(io.BytesIO(data)) as stream:
+            data = stream.read(max_bytes + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"it is compressed and damaged: {error}") from None
+    if len(data) > max_bytes:
+        raise ValueError(f"expected at most {max_bytes} bytes, it decompresses to more")
+    return data
 
 
 def parse_file(data: str | bytes, kind: Callable[..., _T]) -> _T:

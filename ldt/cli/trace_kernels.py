@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import io
 import itertools
 import json
-import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ldt.errors import PlanError
-from ldt.untrusted import parse, quoted, read_file
+from ldt.untrusted import decompressed, parse, quoted, read_file
 
 _MAX_BYTES = 2 << 30
 _FIRST_ROW = 100  # those of a rank's own actions come first
@@ -53,14 +51,8 @@ def write(trace: dict[str, Any], file: Path) -> None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        data = read_file(file, _MAX_BYTES)
-        if data[:2] == b"\x1f\x8b":
-            with gzip.open(io.BytesIO(data)) as compressed:
-                data = compressed.read(_MAX_BYTES + 1)
-            if len(data) > _MAX_BYTES:
-                raise ValueError(f"it has more than {_MAX_BYTES} bytes")
-        found = parse(data)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        found = parse(decompressed(read_file(file, _MAX_BYTES), _MAX_BYTES))
+    except (OSError, ValueError) as error:
         raise PlanError(f"{file} cannot be read: {error}") from error
     if not isinstance(found, dict):
         raise PlanError(f"{file} is not a trace: it has {quoted(found)}")

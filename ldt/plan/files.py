@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from ldt.errors import PlanError
 from ldt.topology import Topology
-from ldt.untrusted import parse_file, read_file
+from ldt.untrusted import decompressed, parse_file, read_file
 
 __all__ = ["check_size", "check_text", "load", "read_json"]
 
@@ -19,12 +19,12 @@ _T = TypeVar("_T")
 
 
 def load(path: str | os.PathLike[str], read: Callable[[str], _T], max_bytes: int = _MAX_BYTES) -> _T:
-    """Return ``read`` of the text in a file of at most ``max_bytes``.
+    """Return ``read`` of the text in a file of at most ``max_bytes``, which may be compressed by gzip.
 
     Raises FileNotFoundError, or PlanError naming the file if it cannot be read or is of another kind.
     """
     try:
-        return read(read_file(path, max_bytes).decode())
+        return read(decompressed(read_file(path, max_bytes), max_bytes).decode())
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -88,7 +88,9 @@ class LiveView:
         """Stop. Idempotent."""
         self._ended.set()
         atexit.unregister(self.close)
-        self._mesh.detector.heartbeats.on_look = None
+        heartbeats = self._mesh.detector.heartbeats
+        if heartbeats.on_look == self._look:  # not of a view that was opened since
+            heartbeats.on_look = None
         if self._thread is not None:
             self._thread.join(_JOIN_SECONDS)
             self._thread = None

@@ -11,11 +11,13 @@ import pytest
 import torch
 from hf_models import text_config, vision_config
 from test_hf_build import SETTINGS, TOPOLOGY, batches
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2VLImageProcessor
 
 import ldt
 from ldt.cli import main
 from ldt.integrations import hf
+from ldt.integrations.hf import export
+from ldt.integrations.hf.export import _copy_tokenizer
 from ldt.testing import RankPool
 
 WORLD_SIZE = 3
@@ -61,6 +63,36 @@ def test_the_folder_is_the_trained_model(
         before = AutoModelForCausalLM.from_pretrained(folder).eval()(**inputs).logits
     assert not torch.allclose(before, logits, atol=1e-2)
     assert (target / "adapter" / "adapter_config.json").exists() == (adapter is not None)
+
+
+def test_processors_of_images_are_copied(tmp_path: Path) -> None:
+    model, target = tmp_path / "model", tmp_path / "trained"
+    Qwen2VLImageProcessor(min_pixels=784, max_pixels=1568).save_pretrained(model)
+    text_config("llama").save_pretrained(model)
+    target.mkdir()
+    _copy_tokenizer(model, target)
+    found = json.loads((target / "preprocessor_config.json").read_text())
+    assert found["size"] == {"shortest_edge": 784, "longest_edge": 1568}
+
+
+def test_a_folder_is_complete_or_as_it_was(
+    pool: RankPool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(logits_after_saving, str(folder), str(tmp_path / "saves"), SETTINGS, timeout=120)
+    target = tmp_path / "trained"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+
+    def fail(*unused: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(export, "_copy_tokenizer", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        hf.save_pretrained(tmp_path / "saves", folder, target)
+    assert [(path.name, path.read_text()) for path in target.iterdir()] == [("config.json", "{}")]
+    monkeypatch.undo()
+    hf.save_pretrained(tmp_path / "saves", folder, target)
+    assert AutoModelForCausalLM.from_pretrained(target)
 
 
 def test_the_command_and_its_refusals(

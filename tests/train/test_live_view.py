@@ -205,3 +205,19 @@ def sent(shows: bool) -> list[int]:
 
 def test_it_sends_nothing_in_a_step(pool: RankPool) -> None:
     assert pool.run(sent, True) == pool.run(sent, False)
+
+
+def reopened() -> None:
+    with connected() as (pipeline, _, _):
+        first = ldt.LiveView(pipeline)
+        second = ldt.LiveView(pipeline)
+        heartbeats = pipeline.mesh.detector.heartbeats
+        watched = heartbeats.on_look
+        first.close()
+        assert heartbeats.on_look == watched
+        second.close()
+        assert heartbeats.on_look is None
+
+
+def test_a_view_that_is_closed_late_leaves_the_next_one(pool: RankPool) -> None:
+    pool.run(reopened)

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -43,7 +46,8 @@ def save_pretrained(
 ) -> int:
     """Write weights, config and tokenizer to ``folder``, for ``from_pretrained``. Returns the step of the checkpoint.
 
-    Needs memory for the whole model, but no process group. Adapters are merged into the weights of ``model``, and are
+    Processors of images and sounds are copied, too. Files appear in ``folder`` once all are written. Needs memory for
+    the whole model, but no process group. Adapters are merged into the weights of ``model``, and are
     written by themselves to ``folder/adapter``, for ``peft.PeftModel.from_pretrained``.
 
     Args:
@@ -62,9 +66,23 @@ def save_pretrained(
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".unfinished-") as unfinished:
-        file = Path(unfinished) / "model.safetensors"
-        done = merge_checkpoint(paths, file, step=step)
-        tensors = load_file(file)
+        done = _write(paths, model, Path(unfinished), adapter, step)
+        for path in sorted(Path(unfinished).rglob("*")):
+            if path.is_file():
+                place = target / path.relative_to(unfinished)
+                place.parent.mkdir(exist_ok=True)
+                path.replace(place)
+    logger.info("wrote step %d to %s", done, target)
+    return done
+
+
+def _write(
+    paths: Paths, model: str | os.PathLike[str], target: Path, adapter: Adapter | None, step: int | None
+) -> int:
+    file = target / "model.safetensors"
+    done = merge_checkpoint(paths, file, step=step)
+    tensors = load_file(file)
+    file.unlink()
     adapters = {name: tensor for name, tensor in tensors.items() if _IN_ADAPTER in name}
     if bool(adapters) != (adapter is not None):
         raise LdtError(
@@ -76,7 +94,6 @@ def save_pretrained(
     else:
         _save_merged(adapters, adapter, model, target)
     _copy_tokenizer(model, target)
-    logger.info("wrote step %d to %s", done, target)
     return done
 
 
@@ -120,8 +137,8 @@ def _laps(config: PreTrainedConfig) -> int:
 
 def _copy_tokenizer(model: str | os.PathLike[str], target: Path) -> None:
     """Copy what else the model's folder has, if it has it."""
-    for kind in (AutoTokenizer, GenerationConfig):
+    for kind in (AutoTokenizer, AutoProcessor, AutoImageProcessor, AutoFeatureExtractor, GenerationConfig):
         try:
             kind.from_pretrained(model).save_pretrained(target)
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, ImportError):
             logger.info("%s has no %s to copy", model, kind.__name__)
