@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 
 from ldt.schema import fit, fit_fields
 
-__all__ = ["MAX_CHARACTERS", "decompressed", "parse", "parse_file", "plain", "quoted", "read_fields", "read_file"]
+__all__ = [
+    "MAX_CHARACTERS",
+    "decompressed",
+    "parse",
+    "parse_file",
+    "plain",
+    "quoted",
+    "read_fields",
+    "read_file",
+]
 
 MAX_CHARACTERS = 4000  # of a text that is shown
 _FIELD_LIMIT = 4 * MAX_CHARACTERS  # of a text in a report, which may show the rows of all nodes

@@ -27,7 +27,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add this command's arguments."""
     parser.epilog = "example: python -m ldt trace build/demo/trace.json --draw"
     parser.add_argument(
-        "file", type=Path, metavar="FILE", help="written with chrome_trace(), or by Timeline.save(); may be compressed"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="written with chrome_trace(), or by Timeline.save(); may be compressed",
     )
     parser.add_argument("--draw", action="store_true", help="draw the step, too")
     parser.add_argument(
