@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ldt.errors import TransferError as TransferError
     from ldt.launch import Job as Job
     from ldt.runtime import Mesh as Mesh
+    from ldt.runtime import Observer as Observer
     from ldt.runtime import Pipeline as Pipeline
     from ldt.runtime import Profile as Profile
     from ldt.runtime import StepResult as StepResult
@@ -67,6 +68,7 @@ _NEEDS_TORCH = {
     "LiveView": "ldt.train",
     "LoadedCheckpoint": "ldt.train",
     "Mesh": "ldt.runtime",
+    "Observer": "ldt.runtime",
     "Pipeline": "ldt.runtime",
     "Profile": "ldt.runtime",
     "StepResult": "ldt.runtime",

@@ -1,6 +1,7 @@
 """Connects ranks and executes plans."""
 
 from ldt.runtime.common.tensor_spec import TensorSpec
+from ldt.runtime.execution.observer import Observer
 from ldt.runtime.execution.profiler import Profile
 from ldt.runtime.execution.scalars import scalars
 from ldt.runtime.execution.step_result import StepResult, StepStats, Traffic, merge_timelines
@@ -10,6 +11,7 @@ from ldt.runtime.pipeline import Pipeline
 
 __all__ = [
     "Mesh",
+    "Observer",
     "Pipeline",
     "Profile",
     "StepResult",

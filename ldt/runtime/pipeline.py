@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.edge_chunks import make_runner
 from ldt.runtime.execution.loss import LossFn, LossOptions, LossReduction
 from ldt.runtime.execution.nan_check import NanCheck
+from ldt.runtime.execution.observer import Observer
 from ldt.runtime.execution.profile_costs import measure_costs
 from ldt.runtime.execution.profiler import Profile, Profiler
 from ldt.runtime.execution.step_result import StepResult, StepStats
@@ -50,12 +51,18 @@ class Pipeline:
             refers to some, are trained as those of the last chunk. It may return a dict of metrics behind the loss,
             as ``(loss, {"accuracy": accuracy})``: tensors or numbers, found in ``StepResult.metrics``.
         loss_reduction: ``"mean"`` if ``loss_fn`` returns the mean of a microbatch, ``"sum"`` if gradients are those of
-            the sum over microbatches, ``"token"`` if it returns the sum and the number of tokens. Equal on all ranks.
+            the sum over microbatches, ``"token"`` if it returns the sum and the number of tokens, ``"root"`` if it
+            returns the tensor that the backward starts from, already scaled, and a count. Equal on all ranks.
         free_outputs: Free the output of a chunk once it is sent; its graph is kept.
         plan_factory: ``plan_factory(topology, num_microbatches, training)`` makes the plans that are not given. Each
             rank calls it for itself; a step fails if the plans differ. Default: ``ldt.plan.ushape`` makes those for
             eval, and all of them if there is no ``plan``.
         grad_scaler: An ``ldt.GradScaler``, needed on the edge: scales what backwards start from.
+        scale_root: On the edge, in place of a ``grad_scaler``: ``scale_root(loss)`` returns what a backward starts
+            from. Losses are reported without it.
+        reduce_gradients: ``False`` leaves gradients of replicas to a wrapper that reduces them itself; the step then
+            has those of this replica's microbatches. Equal on all ranks.
+        observer: An ``ldt.Observer``, called before and after each forward and backward on this rank.
         audit: File that the edge writes; ranks of the cloud ignore it. Has a line for everything that leaves the
             edge. The edge then also looks for copies of samples and labels; their own memory is never sent.
         check_finite: Raise NonFiniteError at the first NaN or infinity in what an action computes, before it is sent:
@@ -94,6 +101,9 @@ class Pipeline:
         free_outputs: bool = True,
         plan_factory: PlanFactory | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
+        scale_root: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        reduce_gradients: bool = True,
+        observer: Observer | None = None,
         audit: str | Path | None = None,
         check_finite: bool = False,
         check_weights: bool = True,
@@ -104,8 +114,10 @@ class Pipeline:
     ) -> None:
         self._mesh = mesh
         self._weights = WeightOptions(check_weights, sync_weights, allow_equal_weights, sync_buffers)
-        loss = LossOptions(loss_fn, loss_reduction, grad_scaler)
-        arguments = PipelineArguments(chunks, plan, plan_factory, loss, audit, self._weights, profile)
+        loss = LossOptions(loss_fn, loss_reduction, grad_scaler, scale_root)
+        arguments = PipelineArguments(
+            chunks, plan, plan_factory, loss, audit, self._weights, profile, reduce_gradients, observer
+        )
         parts, summary = set_up(mesh, arguments)
         self._plans, self._loss_module = parts.plans, parts.loss_module
         number = mesh.next_pipeline_number()
@@ -123,7 +135,9 @@ class Pipeline:
         handshake = Handshake(mesh, self._shapes, parts.plans, announcer)
         nan_check = NanCheck(activations=check_finite, gradients=check_finite and not summary.scaled)
         profiler = None if summary.profile is None else Profiler(mesh, summary.profile, profile)
-        options = StepOptions(loss, parts.loss_module, nan_check, parts.audit, profiler)
+        options = StepOptions(
+            loss, parts.loss_module, nan_check, parts.audit, profiler, reduce_gradients, observer
+        )
         self._steps = StepRunner(mesh, number, self._runners, handshake, parts.buffers, options)
 
     @property

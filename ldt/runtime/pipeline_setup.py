@@ -15,6 +15,7 @@ from ldt.runtime.common.peer_messages import as_str_dict, as_str_list
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.loss import LossOptions
+from ldt.runtime.execution.observer import Observer
 from ldt.runtime.execution.profiler import Profile, check_profile
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.buffer_sync import BufferSync
@@ -170,6 +171,8 @@ class PipelineArguments:
     audit: str | Path | None
     weights: WeightOptions
     profile: Profile | None = None
+    reduce_gradients: bool = True
+    observer: Observer | None = None
 
 
 class PipelineParts:
@@ -181,6 +184,8 @@ class PipelineParts:
     def __init__(self, mesh: Mesh, arguments: PipelineArguments) -> None:
         self.modules = modules = _modules_by_chunk(arguments.chunks, mesh)
         arguments.loss.check()
+        if not isinstance(arguments.observer, Observer | None):
+            raise InputTypeError(f"observer must be an ldt.Observer, got {type(arguments.observer).__name__}")
         self.loss_module = loss_module(arguments.loss.function) if mesh.is_edge else None
         if self.loss_module is not None:
             check_groups("loss_fn", self.loss_module, mesh.rank_info)
@@ -189,13 +194,14 @@ class PipelineParts:
         self.required_equal = {
             "plans": self.plans.digest_of_all(),
             "values of loss_reduction": arguments.loss.reduction,
+            "values of reduce_gradients": str(bool(arguments.reduce_gradients)),
             **arguments.weights.required_equal(),
         }
         self.report = SetupReport(
             sharding=sharding_of(modules),
             metadata=[] if mesh.is_edge else metadata_accepted(modules),
             reads=metadata_read_by_output_spec(modules),
-            scaled=arguments.loss.grad_scaler is not None,
+            scaled=arguments.loss.scale is not None,
             profile=[] if arguments.profile is None else check_profile(arguments.profile),
         )
         self.weights = WeightChecks(mesh, modules, self.loss_module, arguments.weights)

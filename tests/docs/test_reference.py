@@ -28,7 +28,10 @@ IN_TEXT = {  # documented under another name, in a sentence
     "ldt.Node",
     "ldt.Topology",
     "ldt.plan.PlanError",
-    *(f"ldt.runtime.{name}" for name in ("Mesh", "Pipeline", "Profile", "StepResult", "connect", "scalars")),
+    *(
+        f"ldt.runtime.{name}"
+        for name in ("Mesh", "Observer", "Pipeline", "Profile", "StepResult", "connect", "scalars")
+    ),
 }
 REFERENCE = [page for page in pages() if page.startswith("docs/reference/")]
 TEXT = "\n".join(read(page) for page in REFERENCE)

@@ -23,6 +23,7 @@ from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
 from ldt.runtime.execution.grad_reduce import GradReduction, check_sparse_gradient
 from ldt.runtime.execution.in_flight import InFlightTensors, own_memory, self_overlapping
+from ldt.runtime.execution.observer import ActionWatch
 from ldt.runtime.execution.on_demand import Messages
 from ldt.runtime.execution.outgoing import Outgoing, message_bytes
 from ldt.runtime.execution.recorder import Entry, Recorder
@@ -73,13 +74,13 @@ class Executor:
         self._index = 0
         self._grad_reductions: list[GradReduction] = []
         self._absent_grads = AbsentGrads({})
-        self._last: dict[int, Action] = {}  # the last unsplit backward of each chunk
+        self._watch = ActionWatch(None, ())
 
     def run(self) -> None:
         """Run the whole row. Errors of lanes and chunks pass through; ``position`` says where they occurred."""
         row = self._step.plan.rows[self._mesh.node]
         self._progress.begin(self._step.plan)
-        self._last = {action.chunk: action for action in row if action.kind is Kind.B}
+        self._watch = ActionWatch(self._step.observer, row)
         self._absent_grads = AbsentGrads(
             Counter(action.chunk for action in row if action.kind in (Kind.B, Kind.I))
         )
@@ -90,7 +91,8 @@ class Executor:
                     with self._progress.waiting("its device, which is some actions behind"):
                         self._run_ahead.wait()
                     self._messages.begin_compute()
-                with self.recorder.action(action) as entry, torch.profiler.record_function(f"ldt {action}"):
+                named = torch.profiler.record_function(f"ldt {action}")
+                with self.recorder.action(action) as entry, named, self._watch.around(action):
                     _METHODS[action.kind](self, action, entry)
                 if action.kind.is_compute:
                     self._run_ahead.record()
@@ -113,7 +115,7 @@ class Executor:
         self._pass_on(action, *self._outputs(action, entry))
 
     def _backward(self, action: Action, entry: Entry) -> None:
-        self._runners[action.chunk].sync.set_last(action == self._last[action.chunk])
+        self._runners[action.chunk].sync.set_last(self._watch.is_last(action))
         self._run_backward(action, entry, self._runners[action.chunk].backward)
         self._separate_gradients(action.chunk)
 
@@ -160,14 +162,13 @@ class Executor:
         self._stash.put(slot, receive_message(endpoint, specs, shapes, self._mesh.device, _label(action)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
+        if not self._step.reduce_gradients:
+            return
         row = self._step.plan.rows[self._mesh.node]
         later = [other.chunk for other in row[self._index + 1 :] if other.kind is Kind.REDUCE_GRAD]
-        parameters_of = {
-            chunk: dict.fromkeys(parameter for _, parameter in runner.named_parameters())
-            for chunk, runner in self._runners.items()
-        }
-        tied = {id(p) for chunk in later for p in parameters_of[chunk]}  # reduced once, with the last chunk
-        parameters = [p for p in parameters_of[action.chunk] if id(p) not in tied]
+        tied = {id(p) for chunk in later for _, p in self._runners[chunk].named_parameters()}
+        own = dict.fromkeys(p for _, p in self._runners[action.chunk].named_parameters())
+        parameters = [p for p in own if id(p) not in tied]  # which are reduced once, with the last chunk
         for grad_reduction in self._grad_reductions:  # free the memory of completed reductions
             if grad_reduction.is_done:
                 grad_reduction.finish()

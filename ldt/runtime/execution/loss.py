@@ -23,17 +23,19 @@ from ldt.runtime.step.call import Call
 __all__ = ["LossFn", "LossOptions", "LossReduction", "StepLoss", "TokenScale"]
 
 _COUNT = struct.Struct("<d")  # number of tokens, on the wire
-LossReduction = Literal["mean", "sum", "token"]
+LossReduction = Literal["mean", "sum", "token", "root"]
+Scale = Callable[[torch.Tensor], Any]
 LossFn = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
 class LossOptions:
-    """The arguments of ``Pipeline`` about the loss. ``function`` and ``grad_scaler`` are needed on the edge only."""
+    """The arguments of ``Pipeline`` about the loss. Functions and ``grad_scaler`` are needed on the edge only."""
 
     function: LossFn | None
     reduction: LossReduction
-    grad_scaler: torch.amp.GradScaler | None
+    grad_scaler: torch.amp.GradScaler | None = None
+    scale_root: Scale | None = None
 
     def check(self) -> None:
         """Raise ValueError for an unknown reduction, and TypeError for torch's own GradScaler.
@@ -41,7 +43,15 @@ class LossOptions:
         That one does not see overflows on other stages.
         """
         if self.reduction not in get_args(LossReduction):
-            raise InputValueError(f"loss_reduction must be 'mean', 'sum' or 'token', got {self.reduction!r}")
+            raise InputValueError(
+                f"loss_reduction must be 'mean', 'sum', 'token' or 'root', got {self.reduction!r}"
+            )
+        if self.scale_root is not None and not callable(self.scale_root):
+            raise InputTypeError(f"scale_root must be a function, got {type(self.scale_root).__name__}")
+        if self.scale_root is not None and self.grad_scaler is not None:
+            raise InputValueError(
+                "both grad_scaler and scale_root scale what backwards start from: give one of them"
+            )
         if self.grad_scaler is not None and not hasattr(self.grad_scaler, "over_stages"):
             raise InputTypeError(
                 f"grad_scaler must be an ldt.GradScaler, got {type(self.grad_scaler).__name__}: make "
@@ -52,6 +62,16 @@ class LossOptions:
     def per_token(self) -> bool:
         """Whether gradients are divided by the number of tokens at the end of the step."""
         return self.reduction == "token"
+
+    @property
+    def counts(self) -> bool:
+        """Whether ``loss_fn`` returns a count with the loss, the sum of which all ranks get."""
+        return self.reduction in ("token", "root")
+
+    @property
+    def scale(self) -> Scale | None:
+        """What scales the tensors that backwards start from."""
+        return self.scale_root if self.grad_scaler is None else self.grad_scaler.scale
 
 
 class StepLoss:
@@ -65,6 +85,7 @@ class StepLoss:
     which gradients are averaged later.
     "token": ``loss_fn`` returns (sum, count). Backwards start at the sums; at the end of the step all gradients are
     divided by the count of the whole step.
+    "root": ``loss_fn`` returns (root, count). Backwards start at the roots, as for "sum", and nothing is divided.
 
     ``scale`` scales the tensor that a backward starts from, but not the reported losses. ``trained`` has the ``id`` of
     each parameter of the pipeline if gradients are changed after the backward.
@@ -75,14 +96,14 @@ class StepLoss:
         loss_fn: LossFn,
         reduction: LossReduction,
         num_microbatches: int,
-        scale: Callable[[torch.Tensor], Any] = lambda loss: loss,
+        scale: Scale | None = None,
         trained: Container[int] | None = None,
         replicas: int = 1,
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._replicas = replicas
         self._loss_kwargs = loss_kwargs or {}
-        self._scale = scale
+        self._scale = scale or (lambda loss: loss)
         self._trained = trained
         self._loss_fn = loss_fn
         self._reduction = reduction
@@ -96,7 +117,7 @@ class StepLoss:
     def forward(self, microbatch: int, output: Any, target: Any) -> torch.Tensor:
         """Return the loss of a microbatch as the loss function returns it."""
         result, self._metrics[microbatch] = split_metrics(self._loss_fn(output, target, **self._loss_kwargs))
-        loss, count = self._split(result) if self._reduction == "token" else (result, 1.0)
+        loss, count = self._split(result) if self._reduction in ("token", "root") else (result, 1.0)
         _check_scalar(loss)
         # Clone: mse_loss and others return a view of the memory of all elements' losses.
         self._values[microbatch] = loss.detach().clone()
@@ -116,7 +137,7 @@ class StepLoss:
     def _root(self, loss: torch.Tensor) -> torch.Tensor:
         if self._reduction == "mean":
             return loss / self._num_microbatches
-        return loss * self._replicas if self._reduction == "sum" and self._replicas > 1 else loss
+        return loss * self._replicas if self._reduction != "token" and self._replicas > 1 else loss
 
     @property
     def complete(self) -> bool:
@@ -129,7 +150,9 @@ class StepLoss:
         return sum(self._numbers().values())
 
     def per_microbatch(self) -> list[torch.Tensor]:
-        """The mean loss of each microbatch that had a target."""
+        """The mean loss of each microbatch that had a target, or its root."""
+        if self._reduction == "root":
+            return [self._values[index] for index in sorted(self._values)]
         counts = self._numbers()
         return [self._values[index] / counts[index] for index in sorted(self._values)]
 
@@ -142,19 +165,18 @@ class StepLoss:
         return found
 
     def total(self) -> torch.Tensor:
-        """The loss of the step on this rank: the mean over microbatches, their sum, or the mean over tokens."""
+        """The loss of the step on this rank: the mean over microbatches, the sum of losses or roots, or per token."""
         losses = [self._values[index] for index in sorted(self._values)]
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
-        return total if self._reduction == "sum" else total / self.count
+        return total if self._reduction in ("sum", "root") else total / self.count
 
-    @staticmethod
-    def _split(result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def _split(self, result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         if not isinstance(result, (tuple, list)) or len(result) != 2:
+            wanted = "root, count" if self._reduction == "root" else "sum of losses, number of tokens"
             raise InputValueError(
-                "with loss_reduction='token', loss_fn must return (sum of losses, number of tokens), "
-                f"got {type(result).__name__}"
+                f"with loss_reduction={self._reduction!r}, loss_fn must return ({wanted}), got {type(result).__name__}"
             )
         count = result[1]
         if isinstance(count, torch.Tensor) and count.numel() == 1:
@@ -162,8 +184,8 @@ class StepLoss:
         if isinstance(count, Real):
             return result[0], float(count)
         raise InputValueError(
-            "with loss_reduction='token', loss_fn must return the number of tokens as a number or a tensor of one, "
-            f"got {type(count).__name__}"
+            f"with loss_reduction={self._reduction!r}, loss_fn must return the number of tokens as a number or a "
+            f"tensor of one, got {type(count).__name__}"
         )
 
     def _numbers(self) -> dict[int, float]:
@@ -201,7 +223,7 @@ class TokenScale:
     """Divides the gradients of a step by its number of tokens, which only the edge knows.
 
     The edge's leaders broadcast it after their last loss, so it reaches the other ranks before their rows end.
-    Gradients from before the step must be set aside meanwhile.
+    Gradients from before the step must be set aside meanwhile. Without ``parameters`` it only tells the number.
     """
 
     def __init__(
@@ -223,13 +245,17 @@ class TokenScale:
         if self._audit is not None:
             self._audit.write("tokens", self._call.serial, edge_message.nbytes)
 
-    def finish(self, replicas: int) -> None:
-        """Turn sums (averaged over ``replicas`` of the edge) into the mean over the tokens of all replicas."""
+    def finish(self, replicas: int) -> float:
+        """Turn sums (averaged over ``replicas`` of the edge) into the mean over the tokens of all replicas.
+
+        Returns their number.
+        """
         edge_messages = self._edge_broadcast.receive(Subject.TOKENS)
         count = sum(self._count_in(edge_message) for edge_message in edge_messages)
         for parameter in self._parameters:
             if parameter.grad is not None and count > 0:
                 parameter.grad.mul_(replicas).div_(count) if replicas > 1 else parameter.grad.div_(count)
+        return count
 
     def _count_in(self, edge_message: EdgeMessage) -> float:
         if edge_message.number != self._call.number or len(edge_message.content) != _COUNT.size:

@@ -113,7 +113,8 @@ class StepResult:
     ``loss`` is detached: the mean over this edge replica's microbatches, their sum with "sum" reduction, or the mean
     over tokens with "token". Gradients are those of the mean, or sum, over all replicas. ``metrics`` has what
     ``loss_fn`` returned beside the loss, by name: a tensor for each microbatch, in order, of those that returned one.
-    Empty on cloud ranks. ``grad_norm`` is that of a step of ``ldt.Leader`` that clips.
+    Empty on cloud ranks. ``grad_norm`` is that of a step of ``ldt.Leader`` that clips. ``count`` is, on every rank, the
+    sum of the counts that ``loss_fn`` returned with "token" or "root" reduction in a step, over all replicas.
     """
 
     stats: StepStats
@@ -122,3 +123,4 @@ class StepResult:
     outputs: list[Any] | None = None
     metrics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     grad_norm: torch.Tensor | None = None
+    count: float | None = None

@@ -19,6 +19,7 @@ from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
 from ldt.runtime.execution.grad_reduce import EarlierGradients
 from ldt.runtime.execution.loss import LossOptions, StepLoss, TokenScale
 from ldt.runtime.execution.nan_check import NanCheck
+from ldt.runtime.execution.observer import Observer
 from ldt.runtime.execution.on_demand import Messages, OnDemand
 from ldt.runtime.execution.profiler import Profiler
 from ldt.runtime.execution.recorder import Recorder
@@ -49,6 +50,8 @@ class StepOptions:
     nan_check: NanCheck
     audit: Audit | None
     profiler: Profiler | None = None
+    reduce_gradients: bool = True
+    observer: Observer | None = None
 
 
 class StepRunner:
@@ -217,6 +220,7 @@ class StepRunner:
             context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
         )
         step.divergence = self._divergence
+        step.reduce_gradients, step.observer = self._options.reduce_gradients, self._options.observer
         step.keep_outputs = keep_outputs
         if call.microbatches is not None:
             step.microbatches = call.microbatches
@@ -236,9 +240,8 @@ class StepRunner:
         loss = self._options.loss
         if loss.function is None:
             return None
-        optional: dict[str, Any] = {"replicas": self._mesh.topology.edge_dp, "loss_kwargs": loss_kwargs}
-        if loss.grad_scaler is not None:
-            optional["scale"] = loss.grad_scaler.scale
+        replicas = self._mesh.topology.edge_dp if self._options.reduce_gradients else 1
+        optional: dict[str, Any] = {"replicas": replicas, "loss_kwargs": loss_kwargs, "scale": loss.scale}
         if self._changes_gradients:
             optional["trained"] = set(map(id, self.parameters()))
         return StepLoss(loss.function, loss.reduction, num_microbatches, **optional)
@@ -246,27 +249,30 @@ class StepRunner:
     @property
     def _changes_gradients(self) -> bool:
         """Whether a step divides or reduces gradients after its backwards."""
-        return self._options.loss.per_token or self._mesh.topology.dp > 1
+        reduces = self._options.reduce_gradients and self._mesh.topology.dp > 1
+        return self._options.loss.per_token or reduces
 
     def _execute(self, executor: Executor, step: StepState, call: Call) -> None:
         training = step.plan.training
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             scale: TokenScale | None = None
             earlier = EarlierGradients(self.parameters() if training and self._changes_gradients else ())
-            if training and self._options.loss.per_token:
-                scale = TokenScale(self._mesh.edge_broadcast, call, self.parameters(), self._options.audit)
+            if training and self._options.loss.counts:
+                divided = self.parameters() if self._options.loss.per_token else ()
+                scale = TokenScale(self._mesh.edge_broadcast, call, divided, self._options.audit)
                 if self._mesh.is_edge and self._mesh.is_leader:
                     step.token_scale = scale
             try:
                 self._buffers.run()
                 executor.run()
                 if scale is not None:
-                    scale.finish(self._mesh.topology.edge_dp)
+                    reduced = self._options.reduce_gradients
+                    step.count = scale.finish(self._mesh.topology.edge_dp if reduced else 1)
             finally:
                 earlier.add_back()
 
     def _result(self, step: StepState, stats: StepStats) -> StepResult:
-        result = StepResult(stats)
+        result = StepResult(stats, count=step.count)
         if step.loss is not None and step.loss.per_microbatch():
             result.loss = step.loss.total()
             result.losses = step.loss.per_microbatch()

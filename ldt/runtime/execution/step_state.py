@@ -10,6 +10,7 @@ from ldt.plan import Plan
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.loss import StepLoss, TokenScale
 from ldt.runtime.execution.nan_check import NanCheck
+from ldt.runtime.execution.observer import Observer
 from ldt.runtime.model.divergence import DivergenceCheck
 from ldt.runtime.step.audit import Guard
 from ldt.runtime.step.microbatch import Microbatch
@@ -33,3 +34,6 @@ class StepState:
     divergence: DivergenceCheck | None = None  # where a stage has several ranks
     outputs: dict[int, Any] = field(default_factory=dict)  # outputs of the tail, with keep_outputs
     keep_outputs: bool = False
+    reduce_gradients: bool = True
+    observer: Observer | None = None
+    count: float | None = None  # at the end of a step: that of the loss function over all replicas
