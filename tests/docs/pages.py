@@ -15,6 +15,7 @@ SESSIONS = {
     "docs/concepts/plans.md": "plain",
     "docs/concepts/stages.md": "plain",
     "docs/contributing/extend.md": "plain",
+    "docs/guides/encoders.md": "encoders",
     "docs/guides/failures.md": "job",
     "docs/guides/follow.md": "job",
     "docs/guides/huggingface.md": "hugging_face",

@@ -118,9 +118,29 @@ def _hugging_face() -> Names:
     }
 
 
+def _encoders() -> Names:
+    """Save a small vision-language model where the guide reads one, and create a batch for it."""
+    from transformers import AutoConfig, LlavaForConditionalGeneration
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 12, "num_attention_heads": 2}
+    ids = torch.randint(31, (2, 8))
+    ids[:, 1:5] = 31
+    if dist.get_rank() == 0:
+        config = AutoConfig.for_model(
+            "llava",
+            text_config={"model_type": "llama", "vocab_size": 32, "num_key_value_heads": 2, **sizes},
+            vision_config={"model_type": "clip_vision_model", "image_size": 4, "patch_size": 2, **sizes},
+            image_token_id=31,
+        )
+        LlavaForConditionalGeneration(config).save_pretrained("path/to/llava")
+    dist.barrier()
+    return {**_plain(), "ids": ids, "pixels": torch.randn(2, 3, 4, 4), "labels": ids.clone()}
+
+
 _SESSIONS: dict[str, Callable[[], Names]] = {
     "plain": _plain,
     "ranks": _ranks,
     "job": _job,
     "hugging_face": _hugging_face,
+    "encoders": _encoders,
 }

@@ -34,7 +34,7 @@ def test_the_page_runs_and_prints_what_it_shows(
     session = SESSIONS.get(page)
     found = snippets(page)
     assert (session is not None) == bool(found), "a page with Python needs a session in pages.py"
-    if session == "hugging_face":
+    if session in ("hugging_face", "encoders"):
         pytest.importorskip("transformers")
     printed: dict[int, str] = {}
     if session == "plain":

@@ -59,10 +59,10 @@ def test_the_example_of_the_document() -> None:
 
 def test_names_and_types_of_the_document() -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in DOCUMENT.splitlines() if "|" in line]
-    table = [row for row in rows if len(row) == 10 and row[4].isdigit()]
+    table = [row for row in rows if len(row) == 10 and (row[0] + row[4]).isdigit()]
     names = {int(row[0]): row[1].strip("`") for row in table if row[0]}
     assert names == dict(enumerate(METADATA_NAMES))
-    types = {int(row[place]): row[place + 1] for row in table for place in (4, 6, 8)}
+    types = {int(row[place]): row[place + 1] for row in table for place in (4, 6, 8) if row[place]}
     for code, name in types.items():
         spec = TensorSpec((), getattr(torch, name))
         data = pack(StepMessage("step", "", "", None, (MicrobatchMetadata(0, ((spec,),)),)))

@@ -78,7 +78,7 @@ struct Name {
   uint8_t max_dims;
   int64_t last_size;  // -1: any
 };
-inline constexpr std::array<Name, 7> kNames{{
+inline constexpr std::array<Name, 9> kNames{{
     {"attention_mask", 1, kMaxDims, -1},
     {"position_ids", 1, kMaxDims, -1},
     {"cu_seqlens", 1, 1, -1},
@@ -86,6 +86,8 @@ inline constexpr std::array<Name, 7> kNames{{
     {"video_grid_thw", 2, 2, 3},
     {"num_images", 0, 1, -1},
     {"num_videos", 0, 1, -1},
+    {"token_type_ids", 1, kMaxDims, -1},
+    {"decoder_attention_mask", 1, kMaxDims, -1},
 }};
 constexpr uint8_t kAttentionMask = 0;
 constexpr uint8_t kPositionIds = 1;

@@ -19,7 +19,7 @@ from ldt.integrations.hf.build import Built, build, follow
 from ldt.integrations.hf.chunks import Chunk
 from ldt.integrations.hf.export import save_pretrained
 from ldt.integrations.hf.inputs import packed_position_ids, position_ids
-from ldt.integrations.hf.loss import causal_lm_loss, token_loss
+from ldt.integrations.hf.loss import causal_lm_loss, seq2seq_token_loss, token_loss
 from ldt.integrations.hf.make_chunks import make_optimizer
 from ldt.integrations.hf.optimizer import parameter_groups
 from ldt.integrations.hf.settings import Adapter, Optimizer, Settings
@@ -50,6 +50,7 @@ __all__ = [
     "parameter_groups",
     "position_ids",
     "save_pretrained",
+    "seq2seq_token_loss",
     "split",
     "state_dict",
     "token_loss",

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ldt.integrations.hf.chunks import Chunk
-from ldt.integrations.hf.meta_model import layers_of
 from ldt.integrations.hf.seeded_init import drawn_by_name
 
 __all__ = ["add_adapter"]
@@ -44,7 +43,7 @@ def add_adapter(
                 raise
             refusals.append(error)
             chunk.requires_grad_(False)
-    if len(refusals) == len(chunks) and any(layers_of(chunk.model) for chunk in chunks):
+    if len(refusals) == len(chunks) and any(chunk.layers for chunk in chunks):
         raise refusals[0]
 
 

@@ -8,10 +8,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ldt.integrations.hf.meta_model import decoder_of
+from ldt.integrations.hf.meta_model import decoder_of, layers_of
 from ldt.runtime.common.tensor_spec import TensorSpec
 
-__all__ = ["Chunk", "MergingChunk", "TextChunk", "TextHead", "TextTail", "VisionChunk", "VisionHead"]
+__all__ = [
+    "Chunk",
+    "MergingChunk",
+    "Sized",
+    "TextChunk",
+    "TextHead",
+    "TextTail",
+    "VisionChunk",
+    "VisionHead",
+    "autocast_dtype_of",
+    "dtype_of",
+]
 
 Sized = torch.Tensor | TensorSpec  # an argument of output_spec, which reads only its shape
 
@@ -29,11 +40,17 @@ class Chunk(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.tied: dict[str, list[str]] = {}  # the names of Parameters of the whole model that have several
 
     @property
     def config(self) -> PreTrainedConfig:
         """The config of the whole model."""
         return self.model.config
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The layers that the chunk has."""
+        return layers_of(self.model)
 
     def whole_model_name(self, name: str) -> str:
         """The name of a tensor of ``state_dict`` in the whole model, which checkpoints use."""
@@ -76,7 +93,7 @@ class TextHead(Chunk):
         return _run(decoder_of(self.model), attention_mask, position_ids, input_ids=input_ids)
 
     def output_spec(self, input_ids: Sized, **_: Any) -> TensorSpec:
-        return self._spec(_embedded(self, input_ids), _dtype(self.model))
+        return self._spec(_embedded(self, input_ids), dtype_of(self.model))
 
 
 class TextTail(TextChunk):
@@ -92,7 +109,7 @@ class TextTail(TextChunk):
 
     def output_spec(self, hidden: TensorSpec, **_: Any) -> TensorSpec:
         vocabulary = self.config.get_text_config().vocab_size
-        return self._spec((*hidden.shape[:-1], vocabulary), _autocast_dtype(self.model), hidden)
+        return self._spec((*hidden.shape[:-1], vocabulary), autocast_dtype_of(self.model), hidden)
 
 
 class VisionChunk(Chunk):
@@ -154,12 +171,12 @@ class VisionHead(VisionChunk):
 
     def _embedded(self, pixels: Sized | None) -> TensorSpec:
         rows = 0 if pixels is None else pixels.shape[0]
-        return self._patches((rows, self._tower.patch_embed.embed_dim), _autocast_dtype(self._tower))
+        return self._patches((rows, self._tower.patch_embed.embed_dim), autocast_dtype_of(self._tower))
 
     def _pixels(self, pixels: torch.Tensor | None) -> torch.Tensor:
         tower = self._tower
         if pixels is not None and len(pixels):
-            return pixels.to(_dtype(tower))
+            return pixels.to(dtype_of(tower))
         nothing = self._embedded(None)
         return torch.empty(nothing.shape, dtype=nothing.dtype, device=next(tower.parameters()).device)
 
@@ -196,7 +213,7 @@ class MergingChunk(Chunk):
     def output_spec(
         self, images: TensorSpec, videos: TensorSpec, *, input_ids: Sized, **_: Any
     ) -> TensorSpec:
-        return self._spec(_embedded(self, input_ids), _dtype(decoder_of(self.model)), images, videos)
+        return self._spec(_embedded(self, input_ids), dtype_of(decoder_of(self.model)), images, videos)
 
 
 def _run(
@@ -217,12 +234,12 @@ def _embedded(chunk: Chunk, input_ids: Sized) -> tuple[int, ...]:
     return (*input_ids.shape, chunk.config.get_text_config().hidden_size)
 
 
-def _dtype(part: nn.Module) -> torch.dtype:
+def dtype_of(part: nn.Module) -> torch.dtype:
     """The dtype of the weights, hence of an embedding's output and of the hidden states that layers add to."""
     return next(parameter.dtype for parameter in part.parameters())
 
 
-def _autocast_dtype(part: nn.Module) -> torch.dtype:
+def autocast_dtype_of(part: nn.Module) -> torch.dtype:
     """The dtype that a linear or convolutional layer of ``part`` returns."""
     parameter = next(part.parameters())
     kind = parameter.device.type

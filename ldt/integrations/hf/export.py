@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def _write(
 
 def _save_weights(tensors: Mapping[str, torch.Tensor], model: str | os.PathLike[str], target: Path) -> None:
     config = AutoConfig.from_pretrained(model)
-    whole = meta_model(config, _laps(config))
+    whole = meta_model(config, _laps(config, tensors))
     found = whole.load_state_dict(tensors, strict=False, assign=True)
     whole.tie_weights()
     lacking = [name for name, tensor in whole.named_parameters() if tensor.is_meta]
@@ -117,7 +117,7 @@ def _save_merged(
     from peft import get_peft_model, set_peft_model_state_dict
 
     config = AutoConfig.from_pretrained(model)
-    base = model_class(config, _laps(config)).from_pretrained(model, dtype="auto")
+    base = model_class(config, _laps(config, {})).from_pretrained(model, dtype="auto")
     whole: Any = get_peft_model(base, lora_config(adapter))
     named = {f"base_model.model.{name.replace('.default', '')}": tensor for name, tensor in adapters.items()}
     expected = {name.replace(".default", "") for name, _ in whole.named_parameters() if _IN_ADAPTER in name}
@@ -131,8 +131,11 @@ def _save_merged(
     whole.merge_and_unload().save_pretrained(target)
 
 
-def _laps(config: PreTrainedConfig) -> int:
-    return 1 if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else 2
+def _laps(config: PreTrainedConfig, tensors: Iterable[str]) -> int:
+    """Gemma 3 can be trained in one lap, without its tower, and in two."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return 2
+    return 2 if any("tower" in name for name in tensors) else 1
 
 
 def _copy_tokenizer(model: str | os.PathLike[str], target: Path) -> None:

@@ -1,4 +1,4 @@
-"""The loss of a causal language model, for the edge."""
+"""The losses of language models, for the edge."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-__all__ = ["causal_lm_loss", "token_loss"]
+__all__ = ["causal_lm_loss", "seq2seq_token_loss", "token_loss"]
 
 IGNORED = -100  # a label without loss, as everywhere in transformers
 
@@ -17,10 +17,18 @@ def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor
     ``logits`` [batch, sequence, vocabulary] and ``labels`` [batch, sequence] belong to the same tokens: the logits of
     one predict the label of the next. Labels of -100 do not count.
     """
-    following = labels[:, 1:].flatten()
-    predictions = logits[:, :-1].flatten(0, 1).float()
-    loss = functional.cross_entropy(predictions, following, ignore_index=IGNORED, reduction="sum")
-    return loss, (following != IGNORED).sum()
+    return seq2seq_token_loss(logits[:, :-1], labels[:, 1:])
+
+
+def seq2seq_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise for a decoder beside an encoder, as in T5 and Whisper: the logits of a place predict its own label.
+
+    The decoder's inputs are the labels behind a start token: ``decoder_input_ids`` of the microbatch.
+    """
+    loss = functional.cross_entropy(
+        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return loss, (labels != IGNORED).sum()
 
 
 def causal_lm_loss(

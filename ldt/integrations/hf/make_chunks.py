@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 
 from ldt.integrations.hf.adapters import add_adapter
 from ldt.integrations.hf.chunks import Chunk
-from ldt.integrations.hf.meta_model import layers_of
 from ldt.integrations.hf.optimizer import parameter_groups
 from ldt.integrations.hf.quantize import import_bitsandbytes, quantize
 from ldt.integrations.hf.settings import Adapter, Optimizer, Settings
@@ -59,7 +58,7 @@ def make_chunks(
                 getattr(whole, "activation_checkpointing_enable", None) or whole.gradient_checkpointing_enable
             )
             enable({"use_reentrant": False})
-        for layer in layers_of(chunk.model) if settings.compile else ():
+        for layer in chunk.layers if settings.compile else ():
             layer.compile()
     return chunks
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -23,6 +27,7 @@ __all__ = [
     "materialize",
     "meta_model",
     "model_class",
+    "tied_names",
     "with_owners",
 ]
 
@@ -62,18 +67,26 @@ class GroupPatches(nn.Module):
 
 def model_class(config: PreTrainedConfig, laps: int) -> Any:
     """Return the model class for ``laps`` laps over the stages. Raises ValueError if there is none."""
-    mapping = MODEL_FOR_CAUSAL_LM_MAPPING if laps == 1 else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    other = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if laps == 1 else MODEL_FOR_CAUSAL_LM_MAPPING
-    try:
-        found: Any = mapping[type(config)]
-    except KeyError:
+    kinds = [_classes(config, number) for number in (1, 2)]
+    if not kinds[laps - 1]:
         kind = "causal language model" if laps == 1 else "vision-language model"
-        hint = f"; it has one for laps={3 - laps}" if type(config) in other else ""
+        hint = f"; it has one for laps={3 - laps}" if kinds[2 - laps] else ""
         raise ValueError(
             f"laps={laps} needs the config of a {kind}, but transformers has none for "
             f"{type(config).__name__} (model type {config.model_type!r}){hint}"
-        ) from None
-    return found
+        )
+    return kinds[laps - 1][0]
+
+
+def _classes(config: PreTrainedConfig, laps: int) -> list[Any]:
+    mappings = [MODEL_FOR_CAUSAL_LM_MAPPING]
+    if laps == 2:
+        mappings = [
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+            MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        ]
+    return [mapping[type(config)] for mapping in mappings if type(config) in mapping]
 
 
 def meta_model(
@@ -82,14 +95,36 @@ def meta_model(
     dtype: torch.dtype | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
-    """Return the model on the meta device: modules and shapes, no memory. Its config is a copy."""
+    """Return the model on the meta device: modules and shapes, no memory. Its config is a copy.
+
+    With one lap a vision-language model has no tower.
+    """
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config, laps)._from_config(copy.deepcopy(config), **options)
     model.tie_weights()  # some versions of transformers tie only weights with memory
+    if laps == 1:
+        _remove_towers(model)
     return model
+
+
+def _remove_towers(model: PreTrainedModel) -> None:
+    """Leave only the language model of a vision-language model that transformers also lists as a causal one."""
+    inner: Any = getattr(model, "model", model)
+    if hasattr(inner, "language_model"):
+        for name, part in list(inner.named_children()):
+            if part is not inner.language_model:
+                setattr(inner, name, nn.Identity())
+
+
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """The names of each Parameter that has several, by each of them."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    return {name: same for same in names.values() if len(same) > 1 for name in same}
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -139,16 +174,22 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
     return [part for part in parts if not isinstance(part, PassOn)]
 
 
-def materialize(model: PreTrainedModel, device: torch.device, shared: dict[str, nn.Parameter]) -> None:
+def materialize(
+    model: PreTrainedModel,
+    device: torch.device,
+    shared: dict[str, nn.Parameter],
+    tied: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> None:
     """Allocate parameters on ``device``, filled with NaN until they are loaded, and compute constant buffers.
 
     ``shared`` maps names to the Parameters of chunks built before, and gets those of this one. So a name that two
-    chunks have, that of a tied embedding, stays one Parameter.
+    chunks have, that of a tied embedding, stays one Parameter, as do the names that are ``tied`` to each other.
     """
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
-            made[id(parameter)] = shared[name] if name in shared else _filled(parameter, device)
+            found = next((shared[same] for same in (name, *tied.get(name, ())) if same in shared), None)
+            made[id(parameter)] = _filled(parameter, device) if found is None else found
         shared[name] = made[id(parameter)]
         owner, _, attribute = name.rpartition(".")
         model.get_submodule(owner)._parameters[attribute] = shared[name]

@@ -20,8 +20,10 @@ from ldt.integrations.hf.chunks import (
     VisionChunk,
     VisionHead,
 )
-from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model
-from ldt.integrations.hf.structure import count_layers
+from ldt.integrations.hf.decoder_chunks import lap_chunk
+from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model, tied_names
+from ldt.integrations.hf.stacks import Part
+from ldt.integrations.hf.structure import count_layers, count_stacks, merges_in_place, refuse_split
 
 __all__ = ["Split", "split"]
 
@@ -31,11 +33,12 @@ def split(
 ) -> Split:
     """Define how a model is split: ``layers`` has the number of layers of each of the C = laps * P + 1 chunks.
 
-    ``config`` is that of a causal language model (one lap) or of a vision-language model like Qwen2.5-VL (two laps), or
-    its folder or hub name. With one lap all chunks have language layers; the first also has the token embedding, and
-    the last, the tail, the final norm and the head. With two laps chunks 0..P-1 have blocks of the vision tower (the
-    first also its patch embedding), chunks P..2P the language model, and chunk P, on the edge again, merges patches
-    and embeds tokens.
+    ``config`` is that of a causal language model (one lap), or of a model with an encoder (two laps): vision-language
+    models like LLaVA, Qwen2.5-VL and Gemma 3, audio models like Voxtral, and T5 and Whisper. Or it is the model's
+    folder or hub name. With one lap all chunks have language layers; the first also has the token embedding, and the
+    last, the tail, the final norm and the head. With two laps chunks 0..P-1 have layers of the vision or audio tower
+    or of the encoder (the first also what comes before them), chunks P..2P those of the language model or decoder, and
+    chunk P, on the edge again, also the end of the tower, its merger or projector, and the token embedding.
 
     Raises ValueError if the numbers are not whole or do not add up to the model's layers, or if the model cannot be
     split.
@@ -60,11 +63,15 @@ class Split:
                 f"layers must have one number per chunk, laps * P + 1 = {laps} * P + 1 of them for P stages; "
                 f"got {len(layers)}: {layers}"
             )
-        text, blocks = count_layers(config, laps)
+        self._general = laps == 2 and not merges_in_place(config)
+        text, blocks = (count_stacks if self._general else count_layers)(config, laps)
         self.config, self.laps = config, laps
         self._first_text = self.num_stages if laps == 2 else 0  # the chunk that embeds tokens
-        self._blocks = _ranges("blocks of the vision tower", layers[: self._first_text], blocks)
+        tower = "layers of the encoder" if self._general else "blocks of the vision tower"
+        self._blocks = _ranges(tower, layers[: self._first_text], blocks)
         self._layers = _ranges("language layers", layers[self._first_text :], text)
+        if self._general:
+            refuse_split(config, self._blocks, self._layers)
 
     @property
     def num_chunks(self) -> int:
@@ -90,9 +97,12 @@ class Split:
                 raise IndexError(
                     f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}"
                 )
-            chunk = self._on_meta(index, meta_model(self.config, self.laps, dtype, attn_implementation))
+            model = meta_model(self.config, self.laps, dtype, attn_implementation)
+            tied = tied_names(model)
+            chunk = self._in_laps(index, model) if self._general else self._on_meta(index, model)
+            chunk.tied = tied
             if torch.device(device).type != "meta":
-                materialize(chunk.model, torch.device(device), shared)
+                materialize(chunk.model, torch.device(device), shared, tied if self._general else {})
             built.append(chunk)
         return built
 
@@ -105,6 +115,12 @@ class Split:
             blocks = self._blocks[index] if in_tower else ()
             keep_vision(model, blocks, embedding=index == 0, merger=first)
         return self._kind(index)(model)
+
+    def _in_laps(self, index: int, model: PreTrainedModel) -> Chunk:
+        in_encoder = index < self._first_text
+        layers = self._blocks[index] if in_encoder else self._layers[index - self._first_text]
+        begins, ends = index in (0, self._first_text), index == self.num_chunks - 1
+        return lap_chunk(model, Part(layers, in_encoder, begins, ends))
 
     def _kind(self, index: int) -> type[Chunk]:
         if index < self._first_text:

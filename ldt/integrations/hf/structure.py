@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from transformers import PreTrainedConfig
 
 from ldt.integrations.hf.call_order import prove_text, prove_vision
 from ldt.integrations.hf.chunks import TextChunk, VisionChunk
+from ldt.integrations.hf.lap_inputs import needed_outputs
 from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model, model_class
+from ldt.integrations.hf.stacks import Part, find_laps, keep
 
-__all__ = ["count_layers"]
+__all__ = ["count_layers", "count_stacks", "merges_in_place", "refuse_split"]
 
 _MORE_OUTPUTS = {
     "output_router_logits": "the loss would not include the auxiliary loss of the routers",
@@ -51,6 +56,52 @@ def count_layers(config: PreTrainedConfig, laps: int) -> tuple[int, int]:
             f"{kind.__name__} (model type {config.model_type!r}) cannot be run in chunks: {text}. Models that are "
             "built and run like Llama, Qwen2 and Qwen3 can be split, with two laps those like Qwen2.5-VL"
         ) from error
+
+
+def merges_in_place(config: PreTrainedConfig) -> bool:
+    """Whether the model is like Qwen2.5-VL: a vision tower with a merger in its end, and nothing else from inside."""
+    tower: Any = getattr(getattr(meta_model(config, 2), "model", None), "visual", None)
+    return hasattr(tower, "merger") and not hasattr(tower, "deepstack_merger_list")
+
+
+def count_stacks(config: PreTrainedConfig, laps: int) -> tuple[int, int]:
+    """Return the number of layers of the decoder and of the encoder of another model in two laps.
+
+    Raises ValueError if it has not two stacks of layers, or leaves out layers at random.
+    """
+    _refuse_more_outputs(config)
+    kind = model_class(config, laps)
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(config, name, 0):
+            raise ValueError(f"{type(config).__name__} has {name}={getattr(config, name)}: set it to 0")
+    try:
+        model = meta_model(config, laps)
+        found = find_laps(model)
+        needed_outputs(model, found.encoder)
+        keep(model, found, Part(range(0), begins=True))
+    except (AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{kind.__name__} (model type {config.model_type!r}) cannot be run in chunks: {error}"
+        ) from error
+    return len(found.decoder.list_of(model)), len(found.encoder.list_of(model))
+
+
+def refuse_split(config: PreTrainedConfig, encoder: Sequence[range], decoder: Sequence[range]) -> None:
+    """Raise ValueError if the layers of ``count_stacks`` cannot be divided so."""
+    model = meta_model(config, 2)
+    found = find_laps(model)
+    if (found.of_encoder.carried and not encoder[0]) or (found.of_decoder.carried and not decoder[0]):
+        raise ValueError(
+            "the first layers of the encoder and of the decoder compute biases of positions for all others, so they "
+            f"must be on the edge: chunks 0 and {len(encoder)} must have layers"
+        )
+    root: Any = model.get_submodule(found.encoder.root)
+    added = len(getattr(root, "deepstack_visual_indexes", ()))
+    if decoder[-1].start < added:
+        raise ValueError(
+            f"features of images are added behind the first {added} language layers, which must be before the last "
+            f"chunk; it begins with layer {decoder[-1].start}"
+        )
 
 
 def _refuse_changes(chunk: TextChunk | VisionChunk, merge_size: int) -> None:

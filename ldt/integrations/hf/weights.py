@@ -102,7 +102,8 @@ def load_weights(chunks: Iterable[Chunk], path: str | os.PathLike[str]) -> None:
     for chunk in chunks:
         sources = by_parameter_name(chunk.model, stored)
         refuse_other_layers(chunk.model, sources, path)
-        for names, tensor in _names_of_tensors(chunk.model):
+        for own, tensor in _names_of_tensors(chunk.model):
+            names = [*own, *(name for name in chunk.tied.get(own[0], ()) if name not in own)]
             source = next((sources[name] for name in names if name in sources), None)
             if source is None:
                 missing.append(names[0])

@@ -25,7 +25,7 @@ from ldt._torch_private import (
 from ldt.runtime.dry_run.fake_module import is_plain
 from ldt.runtime.dry_run.python_state import ATOMS, slots_of
 
-__all__ = ["host_random_states", "isolated"]
+__all__ = ["host_random_states", "isolated", "unseen"]
 
 _MAX_OBJECTS = 10_000  # visited for one module
 _MAX_ENTRIES = 100_000  # over all containers; a container that exceeds what is left is not restored
@@ -52,6 +52,13 @@ def isolated(module: nn.Module, device: torch.device) -> Iterator[None]:
         for part in module.modules():
             snapshot.add_class(type(part))
         stack.callback(snapshot.restore)
+        yield
+
+
+@contextmanager
+def unseen(device: torch.device) -> Iterator[None]:
+    """Restore random states on exit, and leave nothing in the cache of autocast. For code that runs twice."""
+    with _without_autocast_cache(), _random_states(device):
         yield
 
 

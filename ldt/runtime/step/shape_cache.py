@@ -17,6 +17,7 @@ from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.dry_run.forward_hooks import ForwardHooks
 from ldt.runtime.dry_run.grad_flow import InferredOutputs
+from ldt.runtime.dry_run.isolation import unseen
 from ldt.runtime.dry_run.shape_inference import infer, infer_reach, warm_up
 from ldt.runtime.mesh.mesh import Mesh
 from ldt.runtime.model.keywords import declares, keywords_of
@@ -100,10 +101,19 @@ class ShapeCache:
         """Return the specs of hop 0 for a microbatch. Local, on the edge only."""
         if not self._topology.channels:
             return ()
+        if getattr(self.chunks[0], "head_spec", None) is not None:
+            return self._head_spec(microbatch, training)
         key = (microbatch.signature, self._metadata_key(0, microbatch.kwargs), training, setting)
         return self._heads.get(
             key, lambda: self._infer(0, microbatch.args, microbatch.kwargs, training).specs
         )
+
+    def _head_spec(self, microbatch: Microbatch, training: bool) -> HopSpecs:
+        """What the first chunk declares by the values of its inputs: never from the cache."""
+        chunk: Any = self.chunks[0]
+        with torch.set_grad_enabled(training), unseen(self._mesh.device):
+            specs: HopSpecs = chunk.head_spec(*microbatch.args, **microbatch.kwargs)
+        return specs if training else tuple(spec.without_grad() for spec in specs)
 
     def hops(
         self, messages: Sequence[StepMessage], call: Call, samples: Sequence[Mapping[str, Any]]
