@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ldt.runtime import Pipeline as Pipeline
     from ldt.runtime import Profile as Profile
     from ldt.runtime import StepResult as StepResult
+    from ldt.runtime import add_loss as add_loss
     from ldt.runtime import connect as connect
     from ldt.runtime import scalars as scalars
     from ldt.runtime.comm.compression import Compression as Compression
@@ -72,6 +73,7 @@ _NEEDS_TORCH = {
     "Pipeline": "ldt.runtime",
     "Profile": "ldt.runtime",
     "StepResult": "ldt.runtime",
+    "add_loss": "ldt.runtime",
     "connect": "ldt.runtime",
     "clip_grad_norm_": "ldt.train",
     "follow": "ldt.train",

@@ -1,5 +1,6 @@
 """Connects ranks and executes plans."""
 
+from ldt.runtime.common.auxiliary_loss import add_loss
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.execution.observer import Observer
 from ldt.runtime.execution.profiler import Profile
@@ -18,6 +19,7 @@ __all__ = [
     "StepStats",
     "TensorSpec",
     "Traffic",
+    "add_loss",
     "connect",
     "merge_timelines",
     "scalars",

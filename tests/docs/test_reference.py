@@ -30,7 +30,16 @@ IN_TEXT = {  # documented under another name, in a sentence
     "ldt.plan.PlanError",
     *(
         f"ldt.runtime.{name}"
-        for name in ("Mesh", "Observer", "Pipeline", "Profile", "StepResult", "connect", "scalars")
+        for name in (
+            "Mesh",
+            "Observer",
+            "Pipeline",
+            "Profile",
+            "StepResult",
+            "add_loss",
+            "connect",
+            "scalars",
+        )
     ),
 }
 REFERENCE = [page for page in pages() if page.startswith("docs/reference/")]

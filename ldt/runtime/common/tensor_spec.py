@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class TensorSpec:
             the microbatch.
         decisive: Whether a reentrant checkpoint behind the hop trains its layers only if this tensor requires a
             gradient. Every rank derives ``used`` and ``decisive`` itself; they are not sent.
+        auxiliary: The names of the losses in a tensor of auxiliary losses, empty for all others. Not sent either.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class TensorSpec:
     shard: int | None = None
     used: bool | None = True
     decisive: bool = False
+    auxiliary: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:

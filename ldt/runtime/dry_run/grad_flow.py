@@ -30,12 +30,13 @@ class InferredOutputs(NamedTuple):
     """The output specs of a chunk for some inputs, and for each output the inputs that its gradient reaches.
 
     ``reentrant`` are the inputs on which alone a reentrant checkpoint depends: it trains its layers only if one of
-    them requires a gradient.
+    them requires a gradient. ``losses`` are the names of the auxiliary losses that the chunk adds.
     """
 
     specs: HopSpecs
     reaches: tuple[Reach, ...] = ()
     reentrant: tuple[int, ...] = ()
+    losses: tuple[str, ...] = ()
 
     def with_grads_of(self, step: InferredOutputs) -> InferredOutputs:
         """These outputs, of an eval, marked where a ``step`` has an equal tensor that requires a gradient."""
@@ -46,7 +47,7 @@ class InferredOutputs(NamedTuple):
         return self._replace(specs=(*found, *self.specs[len(found) :]))
 
     def to_json(self) -> list[Any]:
-        return [[spec.to_json() for spec in self.specs], self.reaches, self.reentrant]
+        return [[spec.to_json() for spec in self.specs], self.reaches, self.reentrant, self.losses]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class DryRun:
     parameters: Sequence[torch.Tensor]  # that require a gradient
     state_changed: bool
     hooks_skipped: bool
+    losses: tuple[str, ...] = ()  # names of auxiliary losses
 
     def may_require_grad(self, outputs: Sequence[torch.Tensor]) -> list[bool]:
         """Return which of ``outputs`` may require a gradient, in this run or in one that takes other branches."""

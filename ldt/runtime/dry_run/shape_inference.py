@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ldt._torch_private import FakeTensorMode, fake_tensor, pytree
 from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
+from ldt.runtime.common.auxiliary_loss import LossRecord, declared_losses
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import safe_str
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, redacted, unredacted
@@ -77,15 +78,16 @@ def infer(
         tensors = as_tensors(run.output, chunk)
         specs = shards.specs_of(tensors, f"output of chunk {chunk}")
         if not training:
-            return InferredOutputs(specs)
+            return InferredOutputs(specs, losses=run.losses)
         may = run.may_require_grad(tensors)
         specs = tuple(replace(spec, requires_grad=flag) for spec, flag in zip(specs, may, strict=True))
-        return InferredOutputs(specs, run.reaches(tensors), run.reentrant(tensors))
+        return InferredOutputs(specs, run.reaches(tensors), run.reentrant(tensors), run.losses)
 
     try:
         if declared is not None:
             specs = _declared(declared, args, kwargs)
-            answer = InferredOutputs(specs, (unknown(_specs_in(args)),) * len(specs))
+            reaches = (unknown(_specs_in(args)),) * len(specs)
+            answer = InferredOutputs(specs, reaches, losses=declared_losses(module))
         elif is_fully_sharded(module):
             raise LdtError(f"modules in fully_shard cannot run on fake tensors: {_DECLARE}")
         else:
@@ -98,7 +100,9 @@ def infer(
             f"{what}: {unredacted(error)[0].rstrip('. ')}{advice}",
             plain=f"{what}: {redacted(error).rstrip('. ')}{advice}",
         ) from error
-    return answer if training else InferredOutputs(tuple(spec.without_grad() for spec in answer.specs))
+    if training:
+        return answer
+    return InferredOutputs(tuple(spec.without_grad() for spec in answer.specs), losses=answer.losses)
 
 
 def infer_reach(
@@ -215,10 +219,14 @@ def _dry_run(
         fake_args, fake_kwargs = pytree.tree_map(fake, (tuple(args), kwargs))
         nodes = enumerate(getattr(arg, "grad_fn", None) for arg in fake_args)
         inputs = {i: node for i, node in nodes if node is not None}
-        output = fake_module(*fake_args, **fake_kwargs)
+        record = LossRecord()
+        with record.recording():
+            output = fake_module(*fake_args, **fake_kwargs)
         state_changed = copies.state_changed() or host_random_states() != drawn
         trained = [parameter for parameter in fake_module.parameters() if parameter.requires_grad]
-        return DryRun(output, inputs, trained, state_changed, any(skipped_hooks(module)))
+        return DryRun(
+            output, inputs, trained, state_changed, any(skipped_hooks(module)), tuple(record.values)
+        )
 
     with (
         isolated(module, device),

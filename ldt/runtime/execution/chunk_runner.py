@@ -17,6 +17,7 @@ from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing, passthrough_outputs
+from ldt.runtime.execution.carried_losses import CarriedLosses
 from ldt.runtime.execution.side_effects import FunctionWatch
 from ldt.runtime.execution.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.execution.step_state import StepState
@@ -96,6 +97,7 @@ class ChunkRunner:
         self.declares = declares(module)
         self._graphs: dict[int, _Graph] = {}
         self._watch = FunctionWatch(module)
+        self.losses = CarriedLosses(index)
         self._anchor = torch.empty(0, requires_grad=True)
 
     def forward(
@@ -105,7 +107,8 @@ class ChunkRunner:
 
         Returns the inputs of the next chunk; pass them to ``detach_outputs``.
         """
-        return as_tensors(self.run(step, microbatch, received, specs), self.index)
+        outputs = as_tensors(self.run(step, microbatch, received, specs), self.index)
+        return (*outputs, *self.losses.give(step, microbatch, self._anchor.device))
 
     def backward(
         self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
@@ -117,11 +120,14 @@ class ChunkRunner:
         starts = self.starts(step, microbatch, grads)
         graph = self._graphs.pop(microbatch)
         graph.release()
-        _backward(starts)
+        with self.losses.repeating(microbatch):
+            _backward(starts)
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
         given = list(map(_waited, wanted))
         step.nan_check.gradients(self.index, microbatch, given, self.named_parameters())
+        given += self.losses.pass_back(step, microbatch)
+        self.losses.end(microbatch)
         return given
 
     def backward_input(
@@ -133,12 +139,12 @@ class ChunkRunner:
         """
         graph = self._graphs[microbatch]
         starts = self.starts(step, microbatch, grads)
-        with self._named():
+        with self._named(), self.losses.repeating(microbatch):
             found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
         graph.roots, graph.outputs = [], []
         given = list(map(_waited, found))
         step.nan_check.gradients(self.index, microbatch, given)
-        return given
+        return given + self.losses.pass_back(step, microbatch)
 
     def backward_weight(self, step: StepState, microbatch: int) -> None:
         """Accumulate the parameter gradients that ``backward_input`` left out.
@@ -148,10 +154,11 @@ class ChunkRunner:
         graph = self._graphs.pop(microbatch)
         assert graph.weight_part is not None
         try:
-            with self._named():
+            with self._named(), self.losses.repeating(microbatch):
                 graph.weight_part.run()
         finally:
             graph.release()
+        self.losses.end(microbatch)
         step.nan_check.gradients(self.index, microbatch, parameters=self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -165,7 +172,11 @@ class ChunkRunner:
 
         Raises LdtError if it changes an input in place whose memory is shared on the sending rank.
         """
-        inputs = self.attach_inputs(microbatch, received, specs)
+        inputs = self.attach_inputs(
+            microbatch,
+            self.losses.take(step, microbatch, received),
+            self.losses.own_specs(step, microbatch, specs),
+        )
         del received
         versions = [tensor._version for tensor in inputs]
         output = self.call(step, microbatch, inputs)
@@ -178,7 +189,8 @@ class ChunkRunner:
 
     def call(self, step: StepState, microbatch: int, inputs: Sequence[Any]) -> Any:
         """Call the module on ``inputs`` and on those keywords of the microbatch that it takes."""
-        output = self.module(*inputs, **self._keywords.pick(step.keywords[microbatch], len(inputs)))
+        with self.losses.recording(microbatch):
+            output = self.module(*inputs, **self._keywords.pick(step.keywords[microbatch], len(inputs)))
         step.nan_check.outputs(self.index, microbatch, output)
         return output
 
@@ -208,7 +220,8 @@ class ChunkRunner:
 
     def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         """The edges that the backward starts from, each with its gradient."""
-        pairs = zip(self._graphs[microbatch].roots, grads, strict=True)
+        grads = self.losses.take_seed(step, microbatch, grads)
+        pairs = zip(self._graphs[microbatch].roots[: len(grads)], grads, strict=True)
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
 
     @property
@@ -221,6 +234,7 @@ class ChunkRunner:
         for graph in self._graphs.values():
             graph.release()
         self._graphs.clear()
+        self.losses.drop()
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -27,7 +27,9 @@ class HeadRunner(ChunkRunner):
     def forward(
         self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
     ) -> tuple[torch.Tensor, ...]:
-        return as_tensors(self.call(step, microbatch, step.microbatches[microbatch].args), self.index)
+        outputs = as_tensors(self.call(step, microbatch, step.microbatches[microbatch].args), self.index)
+        self.losses.give(step, microbatch, self._anchor.device)
+        return outputs
 
 
 class TailRunner(ChunkRunner):
@@ -48,6 +50,7 @@ class TailRunner(ChunkRunner):
     ) -> tuple[torch.Tensor, ...]:
         output = self.run(step, microbatch, received, specs)
         del received  # before the loss: from here on only the graph keeps inputs alive
+        self.losses.give(step, microbatch, self._anchor.device)
         target = step.microbatches[microbatch].target
         if step.loss is not None and (target is not None or step.plan.training):
             self._finish(step, microbatch, output, target)
@@ -61,6 +64,7 @@ class TailRunner(ChunkRunner):
 
     def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         assert step.loss is not None
+        self.losses.take_seed(step, microbatch, grads)
         loss = step.loss.take_root(microbatch)
         return [(loss, torch.ones_like(loss))] if loss.requires_grad else []
 

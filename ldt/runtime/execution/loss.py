@@ -134,6 +134,19 @@ class StepLoss:
         """Remove and return the tensor that the backward of ``microbatch`` starts from."""
         return self._roots.pop(microbatch)
 
+    def seed(self, microbatch: int) -> torch.Tensor:
+        """What the gradients of the auxiliary losses of ``microbatch`` are scaled by, as its loss is."""
+        one = torch.ones_like(self._values[microbatch], dtype=torch.float64).reshape(())
+        count: Any = self._counts[microbatch] if self._reduction == "token" else 1.0
+        seed: torch.Tensor = self._scale(self._root(one * count))
+        return seed
+
+    def weights(self) -> dict[int, float] | None:
+        """The weight of each microbatch in the mean that the step minimizes; None if it minimizes a sum."""
+        if self._reduction in ("sum", "root"):
+            return None
+        return self._numbers()
+
     def _root(self, loss: torch.Tensor) -> torch.Tensor:
         if self._reduction == "mean":
             return loss / self._num_microbatches

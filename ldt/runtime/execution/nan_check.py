@@ -41,6 +41,11 @@ class NanCheck:
         if self._activations:
             _check(chunk, microbatch, [("the loss", loss)], _is_finite)
 
+    def auxiliary(self, chunk: int, microbatch: int, name: str, loss: torch.Tensor) -> None:
+        """Check an auxiliary loss as it leaves ``chunk``."""
+        if self._activations:
+            _check(chunk, microbatch, [(f"the auxiliary loss {name!r}", loss)], _is_finite)
+
     def gradients(
         self,
         chunk: int,

@@ -18,6 +18,7 @@ def scalars(step: StepResult | StepStats | Sequence[StepStats]) -> dict[str, flo
     | Name | Unit | Is |
     |---|---|---|
     | `loss`, `grad_norm`, `metrics/NAME` | | of a `StepResult` on the edge that has them; metrics are means |
+    | `auxiliary/NAME` | | likewise, the losses of `ldt.add_loss` |
     | `step/seconds` | s | duration of the step |
     | `step/computing`, `step/waiting`, `step/idle` | s | as in `StepStats` |
     | `step/bubble` | 0 to 1 | share of the step that was not `computing` |
@@ -51,7 +52,7 @@ def _of_result(result: StepResult) -> dict[str, float]:
     numbers = {name: float(tensor) for name, tensor in found.items() if tensor is not None}
     for name, tensors in result.metrics.items():
         numbers[f"metrics/{name}"] = sum(float(tensor.float().mean()) for tensor in tensors) / len(tensors)
-    return numbers
+    return numbers | {f"auxiliary/{name}": float(loss) for name, loss in result.auxiliary.items()}
 
 
 def _of_times(nodes: Sequence[StepStats]) -> dict[str, float]:

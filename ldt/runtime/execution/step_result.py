@@ -113,8 +113,10 @@ class StepResult:
     ``loss`` is detached: the mean over this edge replica's microbatches, their sum with "sum" reduction, or the mean
     over tokens with "token". Gradients are those of the mean, or sum, over all replicas. ``metrics`` has what
     ``loss_fn`` returned beside the loss, by name: a tensor for each microbatch, in order, of those that returned one.
-    Empty on cloud ranks. ``grad_norm`` is that of a step of ``ldt.Leader`` that clips. ``count`` is, on every rank, the
-    sum of the counts that ``loss_fn`` returned with "token" or "root" reduction in a step, over all replicas.
+    Empty on cloud ranks. ``auxiliary`` has the losses of ``ldt.add_loss`` by name, combined over microbatches as
+    ``loss`` is, without their weights; empty on cloud ranks. ``grad_norm`` is that of a step of ``ldt.Leader`` that
+    clips. ``count`` is, on every rank, the sum of the counts that ``loss_fn`` returned with "token" or "root" reduction
+    in a step, over all replicas.
     """
 
     stats: StepStats
@@ -122,5 +124,6 @@ class StepResult:
     losses: list[torch.Tensor] | None = None
     outputs: list[Any] | None = None
     metrics: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    auxiliary: dict[str, torch.Tensor] = field(default_factory=dict)
     grad_norm: torch.Tensor | None = None
     count: float | None = None

@@ -13,6 +13,7 @@ from torch import nn
 from ldt.errors import LdtError
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.edge_messages import EdgeMessage, Subject
+from ldt.runtime.execution.carried_losses import combined
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.executor import Executor
 from ldt.runtime.execution.grad_hooks import check_hooks_and_layers
@@ -219,7 +220,7 @@ class StepRunner:
         step = StepState(
             context.plan, context.hops, context.keywords, call.serial, nan_check=self._options.nan_check
         )
-        step.divergence = self._divergence
+        step.divergence, step.on_edge = self._divergence, self._mesh.is_edge
         step.reduce_gradients, step.observer = self._options.reduce_gradients, self._options.observer
         step.keep_outputs = keep_outputs
         if call.microbatches is not None:
@@ -277,6 +278,9 @@ class StepRunner:
             result.loss = step.loss.total()
             result.losses = step.loss.per_microbatch()
             result.metrics = step.loss.metrics()
+        if step.auxiliary:
+            of_loss = None if step.loss is None else step.loss.weights()
+            result.auxiliary = combined(step.auxiliary, of_loss, len(step.microbatches))
         if step.keep_outputs and self._mesh.is_edge:
             result.outputs = [step.outputs[index] for index in sorted(step.outputs)]
         return result

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ldt.plan import Plan
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.loss import StepLoss, TokenScale
@@ -34,6 +36,10 @@ class StepState:
     divergence: DivergenceCheck | None = None  # where a stage has several ranks
     outputs: dict[int, Any] = field(default_factory=dict)  # outputs of the tail, with keep_outputs
     keep_outputs: bool = False
+    on_edge: bool = False
+    auxiliary: dict[str, dict[int, torch.Tensor]] = field(
+        default_factory=dict
+    )  # on the edge, by name and microbatch
     reduce_gradients: bool = True
     observer: Observer | None = None
     count: float | None = None  # at the end of a step: that of the loss function over all replicas

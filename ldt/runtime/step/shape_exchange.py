@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ldt.errors import LdtError
-from ldt.runtime.common.peer_messages import parse, read_or_raise
+from ldt.runtime.common.peer_messages import as_str_list, parse, read_or_raise
 from ldt.runtime.common.tensor_spec import TensorSpec, describe
 from ldt.runtime.control.edge_messages import EdgeMessage, Subject
 from ldt.runtime.dry_run.grad_flow import InferredOutputs, Reach
@@ -116,10 +116,16 @@ class ShapeExchange:
         return found  # type: ignore[return-value]
 
     def _compare(self, agreed: Mapping[Query, InferredOutputs]) -> None:
-        for query, (leaders, *_) in agreed.items():
-            own = self._own[query].specs if query in self._own else leaders
+        for query, (leaders, _, _, losses) in agreed.items():
+            mesh, mine = self._mesh, self._own.get(query)
+            own = leaders if mine is None else mine.specs
+            if mine is not None and mine.losses != losses:
+                raise LdtError(
+                    f"the ranks of stage {mesh.stage} disagree on the auxiliary losses of chunk {query.chunk}: its "
+                    f"leader adds {', '.join(losses) or 'none'}, rank {mesh.ranks[mesh.rank]} "
+                    f"{', '.join(mine.losses) or 'none'}; they must hold equal modules"
+                )
             if own != leaders:
-                mesh = self._mesh
                 layouts = ", in another memory layout" if describe(own) == describe(leaders) else ""
                 raise LdtError(
                     f"the ranks of stage {mesh.stage} disagree on what chunk {query.chunk} returns: its leader says "
@@ -178,9 +184,12 @@ def _parse_outputs(queries: Sequence[Query], value: Any) -> list[InferredOutputs
     """Parse the results of another rank. Raises ValueError if they do not answer the queries."""
     answers = [
         InferredOutputs(
-            tuple(map(TensorSpec.from_json, specs)), _reaches(reaches), tuple(map(int, reentrant))
+            tuple(map(TensorSpec.from_json, specs)),
+            _reaches(reaches),
+            tuple(map(int, reentrant)),
+            tuple(as_str_list(losses)),
         )
-        for specs, reaches, reentrant in value
+        for specs, reaches, reentrant, losses in value
     ]
     if len(answers) != len(queries):
         raise ValueError(f"expected the specs of {len(queries)} microbatches, got {len(answers)}")

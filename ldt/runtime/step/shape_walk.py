@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ldt.runtime.common.auxiliary_loss import carried_names, losses_spec
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.dry_run.grad_flow import InferredOutputs, used
 from ldt.runtime.step.metadata import StepMessage
@@ -40,24 +41,34 @@ class ShapeWalk:
         self._training = training
         self._answers: list[list[InferredOutputs]] = [[] for _ in message.microbatches]
         self._hops = [list(microbatch.hops[:1]) for microbatch in message.microbatches]
+        self._losses: list[list[HopSpecs]] = [[()] for _ in message.microbatches]  # by hop
         self.message = message
         self.chunk = 1
         self.queries = self._ask()
 
     def advance(self, answers: Sequence[InferredOutputs]) -> None:
         """Go on behind the next chunk, with an answer to each of the ``queries``."""
-        for carried, known, answer in zip(self._hops, self._answers, answers, strict=False):
+        ends = self._topology.stage_of(self.chunk) == 0  # auxiliary losses end on the edge
+        for carried, of_hops, known, answer in zip(
+            self._hops, self._losses, self._answers, answers, strict=False
+        ):
             known.append(answer)
             if self.chunk < self._topology.tail:
                 carried.append(answer.specs)
+                names = dict.fromkeys((*carried_names(of_hops[-1]), *answer.losses))
+                of_hops.append(() if ends else losses_spec(tuple(names), self._training))
         self.chunk += 1
         self.queries = self._ask()
 
     def hops(self) -> list[list[HopSpecs]]:
         """Return the specs of each hop for each microbatch, in training with the use of their tensors."""
-        if not self._training:
-            return self._hops
-        return [_with_usage(*pair) for pair in zip(self._hops, self._answers, strict=True)]
+        found = self._hops
+        if self._training:
+            found = [_with_usage(*pair) for pair in zip(self._hops, self._answers, strict=True)]
+        return [
+            [(*specs, *carried) for specs, carried in zip(hops, of_hops, strict=True)]
+            for hops, of_hops in zip(found, self._losses, strict=True)
+        ]
 
     def _ask(self) -> list[Query]:
         tail = self._topology.tail

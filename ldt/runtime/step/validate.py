@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ldt.errors import LdtError
+from ldt.runtime.common.auxiliary_loss import without_losses
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.redact import QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first_difference
@@ -76,7 +77,8 @@ def _chunk_cases(chunk: int, context: StepContext, training: bool) -> Iterable[_
     cases: dict[object, _Case] = {}
     for index, (carried, offered) in enumerate(zip(context.hops, context.keywords, strict=True)):
         kind = (tuple(carried), _shapes_of(offered))
-        cases.setdefault(kind, _Case(chunk, index, carried[chunk - 1], offered, training))
+        inputs = without_losses(carried[chunk - 1])
+        cases.setdefault(kind, _Case(chunk, index, inputs, offered, training))
     return cases.values()
 
 
@@ -106,7 +108,7 @@ def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext)
         raise found
     if mesh.topology.crosses(chunk):
         declared = declares(module)
-        difference = first_difference(context.hops[microbatch][chunk], found, declared)
+        difference = first_difference(without_losses(context.hops[microbatch][chunk]), found, declared)
         if difference is not None:
             expected = "it declares (output_spec)" if declared else "was agreed"
             raise LdtError(
