@@ -69,7 +69,7 @@ def built_with(at: int, mistake: str) -> str:
             "other lanes' plan",
             "the plan is for 'paired' lanes, the mesh was connected with lanes='dedicated'",
         ),
-        ("reduction", "loss_reduction must be 'mean', 'sum' or 'token', got 'product'"),
+        ("reduction", "loss_reduction must be 'mean', 'sum', 'token' or 'root', got 'product'"),
     ],
 )
 def test_wrong_arguments_of_pipeline(pool: RankPool, mistake: str, text: str, at: int) -> None:
