@@ -233,7 +233,7 @@ def test_numbers_of_chunks_are_whole(chunks: Any) -> None:
         hf.split(text_config("llama"), [2, 3]).build(chunks)
 
 
-@pytest.mark.parametrize("flag", ["output_router_logits", "output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions"])
 def test_more_outputs_than_chunks_have_are_refused(flag: str) -> None:
     config = text_config("mixtral", **{flag: True})
     with pytest.raises(

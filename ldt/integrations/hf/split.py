@@ -22,10 +22,20 @@ from ldt.integrations.hf.chunks import (
 )
 from ldt.integrations.hf.decoder_chunks import lap_chunk
 from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model, tied_names
+from ldt.integrations.hf.router_loss import (
+    RoutedChunk,
+    RoutedHead,
+    RoutedTail,
+    wants_router_loss,
+    without_router_loss,
+)
 from ldt.integrations.hf.stacks import Part
 from ldt.integrations.hf.structure import count_layers, count_stacks, merges_in_place, refuse_split
 
 __all__ = ["Split", "split"]
+
+_TEXT: tuple[type[Chunk], ...] = (TextHead, TextChunk, TextTail)
+_ROUTED: tuple[type[Chunk], ...] = (RoutedHead, RoutedChunk, RoutedTail)
 
 
 def split(
@@ -66,6 +76,7 @@ class Split:
         self._general = laps == 2 and not merges_in_place(config)
         text, blocks = (count_stacks if self._general else count_layers)(config, laps)
         self.config, self.laps = config, laps
+        self._routed = laps == 1 and wants_router_loss(config)
         self._first_text = self.num_stages if laps == 2 else 0  # the chunk that embeds tokens
         tower = "layers of the encoder" if self._general else "blocks of the vision tower"
         self._blocks = _ranges(tower, layers[: self._first_text], blocks)
@@ -97,7 +108,8 @@ class Split:
                 raise IndexError(
                     f"the model is split into chunks 0..{self.num_chunks - 1}, there is no {index}"
                 )
-            model = meta_model(self.config, self.laps, dtype, attn_implementation)
+            config = without_router_loss(self.config) if self._routed else self.config
+            model = meta_model(config, self.laps, dtype, attn_implementation)
             tied = tied_names(model)
             chunk = self._in_laps(index, model) if self._general else self._on_meta(index, model)
             chunk.tied = tied
@@ -125,9 +137,10 @@ class Split:
     def _kind(self, index: int) -> type[Chunk]:
         if index < self._first_text:
             return VisionHead if index == 0 else VisionChunk
-        if index == self._first_text:
-            return TextHead if self.laps == 1 else MergingChunk
-        return TextTail if index == self.num_chunks - 1 else TextChunk
+        if index == self._first_text and self.laps == 2:
+            return MergingChunk
+        head, middle, tail = _ROUTED if self._routed else _TEXT
+        return head if index == self._first_text else tail if index == self.num_chunks - 1 else middle
 
 
 def _whole(what: str, numbers: Iterable[int]) -> list[int]:

@@ -12,12 +12,12 @@ from ldt.integrations.hf.call_order import prove_text, prove_vision
 from ldt.integrations.hf.chunks import TextChunk, VisionChunk
 from ldt.integrations.hf.lap_inputs import needed_outputs
 from ldt.integrations.hf.meta_model import keep_text, keep_vision, materialize, meta_model, model_class
+from ldt.integrations.hf.router_loss import check_router_loss, wants_router_loss, without_router_loss
 from ldt.integrations.hf.stacks import Part, find_laps, keep
 
 __all__ = ["count_layers", "count_stacks", "merges_in_place", "refuse_split"]
 
 _MORE_OUTPUTS = {
-    "output_router_logits": "the loss would not include the auxiliary loss of the routers",
     "output_hidden_states": "those of other chunks would be lost",
     "output_attentions": "they would be lost",
 }
@@ -33,8 +33,11 @@ def count_layers(config: PreTrainedConfig, laps: int) -> tuple[int, int]:
     """
     _refuse_more_outputs(config)
     kind = model_class(config, laps)
+    routed = laps == 1 and wants_router_loss(config)
     try:
-        model = meta_model(config, laps)
+        model = meta_model(without_router_loss(config) if routed else config, laps)
+        if routed:
+            check_router_loss(model)
         layers = keep_text(model, (), embedding=False, head=False)
         _refuse_changes(TextChunk(model), 0)
         if laps == 1:
@@ -71,6 +74,11 @@ def count_stacks(config: PreTrainedConfig, laps: int) -> tuple[int, int]:
     """
     _refuse_more_outputs(config)
     kind = model_class(config, laps)
+    if wants_router_loss(config):
+        raise ValueError(
+            f"{type(config).__name__} has output_router_logits=True, but chunks of two laps do not compute the "
+            "auxiliary loss of the routers: set it to False"
+        )
     for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         if getattr(config, name, 0):
             raise ValueError(f"{type(config).__name__} has {name}={getattr(config, name)}: set it to 0")
