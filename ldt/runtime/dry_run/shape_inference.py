@@ -26,7 +26,7 @@ from ldt.runtime.dry_run.forward_hooks import skipped_hooks
 from ldt.runtime.dry_run.grad_flow import DryRun, InferredOutputs, of_loss, unknown
 from ldt.runtime.dry_run.isolation import host_random_states, isolated
 from ldt.runtime.model.data_parallel import is_fully_sharded
-from ldt.runtime.model.keywords import keywords_of
+from ldt.runtime.model.keywords import keywords_of, output_spec_of
 
 __all__ = ["dry_run", "infer", "infer_reach", "infer_specs", "needs_values", "warm_up"]
 
@@ -71,7 +71,7 @@ def infer(
     Calls ``module.output_spec`` if it exists, with the specs of all arguments and of the keywords that it takes, but
     with the metadata themselves. Otherwise does a dry run. Raises LdtError naming the chunk on failure.
     """
-    declared: Callable[..., Any] | None = getattr(module, "output_spec", None)
+    declared = output_spec_of(module)
     shards = shards or NodeShards()
 
     def read(run: DryRun) -> InferredOutputs:

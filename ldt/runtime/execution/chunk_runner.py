@@ -18,6 +18,7 @@ from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing, passthrough_outputs
 from ldt.runtime.execution.carried_losses import CarriedLosses
+from ldt.runtime.execution.delayed_weights import DelayedWeights
 from ldt.runtime.execution.side_effects import FunctionWatch
 from ldt.runtime.execution.split_backward import Start, WeightPart, backward_input
 from ldt.runtime.execution.step_state import StepState
@@ -96,7 +97,8 @@ class ChunkRunner:
         self._keywords = keywords_of(module)
         self.declares = declares(module)
         self._graphs: dict[int, _Graph] = {}
-        self._watch = FunctionWatch(module)
+        self._delayed = DelayedWeights(module)
+        self._watch = FunctionWatch(module, once=bool(self._delayed))
         self.losses = CarriedLosses(index)
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -122,6 +124,7 @@ class ChunkRunner:
         graph.release()
         with self.losses.repeating(microbatch):
             _backward(starts)
+        self._delayed.run(microbatch)
         found = graph.input_grads or [None] * len(graph.input_specs)
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
         given = list(map(_waited, wanted))
@@ -141,6 +144,8 @@ class ChunkRunner:
         starts = self.starts(step, microbatch, grads)
         with self._named(), self.losses.repeating(microbatch):
             found, graph.weight_part = backward_input(starts, graph.input_edges, self._watch)
+        if graph.input_edges:  # otherwise all of the backward is in the second part
+            self._delayed.collect(microbatch)
         graph.roots, graph.outputs = [], []
         given = list(map(_waited, found))
         step.nan_check.gradients(self.index, microbatch, given)
@@ -156,6 +161,7 @@ class ChunkRunner:
         try:
             with self._named(), self.losses.repeating(microbatch):
                 graph.weight_part.run()
+            self._delayed.run(microbatch)
         finally:
             graph.release()
         self.losses.end(microbatch)
@@ -235,6 +241,7 @@ class ChunkRunner:
             graph.release()
         self._graphs.clear()
         self.losses.drop()
+        self._delayed.drop()
 
     @contextmanager
     def _named(self) -> Iterator[None]:

@@ -28,17 +28,18 @@ class FunctionWatch:
     A function that changes the gradients of its own parameters, as fused weight gradients do, runs in the first part
     only; its results are kept for the second. Any other change to the parameters or buffers of ``module`` is an error,
     except to buffers that hooks change in one part only. All parameters and buffers are compared before and after each
-    first part.
+    first part. With ``once`` all functions run in the first part only, as those that delay gradients of weights must.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, once: bool = False) -> None:
         self._module = module
+        self._once = once
         self._contents = True  # compare contents until custom functions have been watched once
         self._accumulate: set[type] = set()  # functions known to accumulate into gradients themselves
 
     def begin(self, functions: bool = True) -> PartWatch:
         """Start watching one first part. ``functions``: whether custom functions run in it."""
-        watch = PartWatch(self._module, self._accumulate, self._contents and functions)
+        watch = PartWatch(self._module, self._accumulate, self._contents and functions, self._once)
         self._contents = self._contents and not functions
         return watch
 
@@ -46,8 +47,9 @@ class FunctionWatch:
 class PartWatch:
     """Watches one first part. ``kept`` has, by node, what a function returned for edges outside the first part."""
 
-    def __init__(self, module: nn.Module, accumulate: set[type], contents: bool) -> None:
+    def __init__(self, module: nn.Module, accumulate: set[type], contents: bool, once: bool = False) -> None:
         self._module = module
+        self._once = once
         self._accumulate = accumulate
         self._contents = contents
         self._allowed: set[int] = set()  # parameters that functions may change: their own
@@ -67,9 +69,11 @@ class PartWatch:
                 snapshots.append(_Snapshot(lambda: own, self._contents))
 
         def after(grads: Any, _: object) -> None:
-            if type(node) not in self._accumulate and not any(snapshots.pop().changes()):
-                return
-            self._accumulate.add(type(node))
+            if type(node) not in self._accumulate:
+                if any(snapshots.pop().changes()):
+                    self._accumulate.add(type(node))
+                elif not self._once:
+                    return
             self._allowed.update(map(id, own))
             self.kept[node] = [
                 (GradientEdge(child, index), grad)

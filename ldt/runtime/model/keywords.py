@@ -19,7 +19,10 @@ __all__ = [
     "keywords_of",
     "metadata_accepted",
     "metadata_read_by_output_spec",
+    "output_spec_of",
 ]
+
+_INNER = ("_orig_mod", "module", "base_model", "model")  # what wrappers call the module that they pass all to
 
 
 @dataclass(frozen=True)
@@ -47,13 +50,13 @@ class Keywords:
 
 
 def keywords_of(function: Callable[..., Any]) -> Keywords:
-    """Return the keywords of a function or of a module's forward, compiled or not.
+    """Return the keywords of a function or of a module's forward: that of the module which wrappers pass all to.
 
     Raises TypeError for a function without a signature.
     """
     kind = type(function).__qualname__
     if isinstance(function, nn.Module):
-        function = getattr(function, "_orig_mod", function).forward
+        function = _wrapped(function).forward
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except ValueError:  # not a Python function
@@ -66,6 +69,29 @@ def keywords_of(function: Callable[..., Any]) -> Keywords:
     required = frozenset(p.name for p in named if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
     any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
     return Keywords(frozenset(p.name for p in named), positional, required, any_name)
+
+
+def output_spec_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the ``output_spec`` of a module, also of one in wrappers that pass all to it; None if it has none."""
+    found: Callable[..., Any] | None = getattr(_wrapped(module), "output_spec", None)
+    return found
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    """The module in wrappers whose forward takes anything: compiled, averaged, of peft, or a user's own."""
+    for name in _INNER:
+        inner = getattr(module, name, None)
+        if isinstance(inner, nn.Module) and (name == "_orig_mod" or _takes_anything(module.forward)):
+            return _wrapped(inner)
+    return module
+
+
+def _takes_anything(forward: Callable[..., Any]) -> bool:
+    try:
+        kinds = {parameter.kind for parameter in inspect.signature(forward).parameters.values()}
+    except ValueError:
+        return False
+    return kinds == {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 def metadata_accepted(modules: Mapping[int, nn.Module]) -> list[str]:
@@ -88,13 +114,13 @@ def metadata_accepted(modules: Mapping[int, nn.Module]) -> list[str]:
 
 def declares(module: nn.Module) -> bool:
     """Whether ``module`` declares its outputs with an ``output_spec``."""
-    return getattr(module, "output_spec", None) is not None
+    return output_spec_of(module) is not None
 
 
 def metadata_read_by_output_spec(modules: Mapping[int, nn.Module]) -> dict[str, list[str]]:
     """Return by chunk the metadata that its ``output_spec`` takes, on whose values the output specs may depend."""
-    declared: dict[int, Any] = {index: module for index, module in modules.items() if declares(module)}
-    return {str(index): keywords_of(module.output_spec).metadata for index, module in declared.items()}
+    declared = {index: output_spec_of(module) for index, module in modules.items()}
+    return {str(index): keywords_of(spec).metadata for index, spec in declared.items() if spec is not None}
 
 
 def check_accepted(

@@ -307,3 +307,56 @@ def test_a_traced_module_has_no_names() -> None:
     traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(2))
     with pytest.raises(TypeError, match=r"which arguments .* takes, as torch\.jit\.trace"):
         keywords_of(traced)
+
+
+class Forwarding(nn.Module):
+    """Passes all that it gets to the module in it, under one of the names that wrappers use."""
+
+    def __init__(self, name: str, inner: nn.Module) -> None:
+        super().__init__()
+        setattr(self, name, inner)
+        self._name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, self._name)(*args, **kwargs)
+
+
+def wrapped_by(kind: str, chunk: nn.Module) -> nn.Module:
+    if kind == "averaged":
+        return torch.optim.swa_utils.AveragedModel(chunk)
+    if kind == "compiled":
+        return torch.compile(chunk, backend="eager")  # type: ignore[return-value]
+    if kind == "twice":
+        return Forwarding("module", Forwarding("base_model", chunk))
+    if kind == "peft":
+        peft = pytest.importorskip("peft")
+        return peft.get_peft_model(chunk, peft.LoraConfig(target_modules=["linear"], r=2))  # type: ignore[no-any-return]
+    return Forwarding(kind, chunk)
+
+
+WRAPPERS = ["averaged", "compiled", "twice", "peft", "module", "model"]
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_wrappers_are_seen_through(kind: str) -> None:
+    assert keywords_of(wrapped_by(kind, Masked())) == keywords_of(Masked())
+    assert keywords_of(Forwarding("other", Masked())).any_name, "another name is not a wrapper's"
+
+
+def wrapped(kind: str) -> None:
+    """A tail that takes no position_ids, in wrappers that would pass them on."""
+    torch.manual_seed(0)
+    topology = Topology([1, 1])
+    chunks: list[Any] = [Head(), Masked(), Tail()]
+    batch = masked_batch(torch.int64)
+    losses, _ = unsplit(chunks, batch)
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, [wrapped_by(kind, chunk) for chunk in chunks], loss, allow_equal_weights=True)
+        result = pipeline.step(batch if mesh.is_edge else None)
+        if mesh.is_edge:
+            torch.testing.assert_close(torch.stack(result.losses or []), torch.stack(losses))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRAPPERS if kind != "compiled"])
+def test_chunks_in_wrappers_run(pool: RankPool, kind: str) -> None:
+    pool.run(wrapped, kind, ranks=range(2))
