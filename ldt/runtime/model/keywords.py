@@ -22,7 +22,8 @@ __all__ = [
     "output_spec_of",
 ]
 
-_INNER = ("_orig_mod", "module", "base_model", "model")  # what wrappers call the module that they pass all to
+# What wrappers call the module that they pass all to. That of peft has a second one in it.
+_INNER = ("_orig_mod", "module", "base_model.model", "base_model")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,15 @@ def output_spec_of(module: nn.Module) -> Callable[..., Any] | None:
 def _wrapped(module: nn.Module) -> nn.Module:
     """The module in wrappers whose forward takes anything: compiled, averaged, of peft, or a user's own."""
     for name in _INNER:
-        inner = getattr(module, name, None)
+        inner = _attribute(module, name)
         if isinstance(inner, nn.Module) and (name == "_orig_mod" or _takes_anything(module.forward)):
             return _wrapped(inner)
+    return module
+
+
+def _attribute(module: Any, name: str) -> Any:
+    for part in name.split("."):
+        module = getattr(module, part, None)
     return module
 
 
