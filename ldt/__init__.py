@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ldt.runtime import StepResult as StepResult
     from ldt.runtime import add_loss as add_loss
     from ldt.runtime import connect as connect
+    from ldt.runtime import keep as keep
     from ldt.runtime import scalars as scalars
     from ldt.runtime.comm.compression import Compression as Compression
     from ldt.topology import Node as Node
@@ -77,6 +78,7 @@ _NEEDS_TORCH = {
     "connect": "ldt.runtime",
     "clip_grad_norm_": "ldt.train",
     "follow": "ldt.train",
+    "keep": "ldt.runtime",
     "load_checkpoint": "ldt.train",
     "merge_checkpoint": "ldt.train",
     "save_checkpoint": "ldt.train",

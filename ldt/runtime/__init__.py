@@ -1,6 +1,7 @@
 """Connects ranks and executes plans."""
 
 from ldt.runtime.common.auxiliary_loss import add_loss
+from ldt.runtime.common.kept import keep
 from ldt.runtime.common.tensor_spec import TensorSpec
 from ldt.runtime.execution.observer import Observer
 from ldt.runtime.execution.profiler import Profile
@@ -21,6 +22,7 @@ __all__ = [
     "Traffic",
     "add_loss",
     "connect",
+    "keep",
     "merge_timelines",
     "scalars",
 ]

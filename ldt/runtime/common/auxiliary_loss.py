@@ -1,6 +1,6 @@
 """Auxiliary losses: ``add_loss`` in a chunk, and the record of those of one forward.
 
-The value of each loss travels with the outputs of the chunk, in one tensor behind them, to the next chunk on the edge.
+The value of each loss travels with what the chunk sends, in one tensor behind it, to the next chunk on the edge.
 What its gradient is scaled by comes back with their gradients, so it is scaled like the loss of the microbatch.
 """
 
@@ -174,9 +174,9 @@ def losses_spec(names: Sequence[str], training: bool) -> HopSpecs:
 
 def carried_names(specs: Sequence[TensorSpec]) -> tuple[str, ...]:
     """The names of the losses that a hop of ``specs`` carries."""
-    return specs[-1].auxiliary if specs else ()
+    return next((spec.auxiliary for spec in specs if spec.auxiliary), ())
 
 
 def without_losses(specs: HopSpecs) -> HopSpecs:
     """The specs of what chunks return themselves."""
-    return specs[:-1] if carried_names(specs) else specs
+    return tuple(spec for spec in specs if not spec.auxiliary)

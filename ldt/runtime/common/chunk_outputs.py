@@ -14,17 +14,48 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ldt._torch_private import FakeTensor, is_traceable_wrapper_subclass, pytree
+from ldt.runtime.common.kept import Kept
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 
-__all__ = ["as_tensors", "check_device", "check_sendable", "merge_tensors", "split_tensors"]
+__all__ = [
+    "Outputs",
+    "as_tensors",
+    "check_device",
+    "check_sendable",
+    "entries_of",
+    "has_kept",
+    "merge_tensors",
+    "split_tensors",
+]
 
 
-def as_tensors(output: Any, chunk: int) -> tuple[torch.Tensor, ...]:
-    """A chunk's output as a tuple. Raises TypeError if it is not a tensor or a tuple of tensors."""
-    if isinstance(output, torch.Tensor):
-        return (output,)
-    if isinstance(output, (tuple, list)) and all(isinstance(tensor, torch.Tensor) for tensor in output):
-        return tuple(output)
+class Outputs(tuple[torch.Tensor, ...]):
+    """The outputs of a chunk: those for the next chunk, then ``num_kept`` for the next chunk of its node."""
+
+    num_kept = 0
+
+    def with_last_sent(self, tensors: Sequence[torch.Tensor]) -> Outputs:
+        """These outputs with ``tensors`` behind those for the next chunk."""
+        sent = len(self) - self.num_kept
+        found = Outputs((*self[:sent], *tensors, *self[sent:]))
+        found.num_kept = self.num_kept
+        return found
+
+
+def entries_of(output: Any) -> Sequence[Any]:
+    """The entries of a tuple that a chunk returned, or the one thing that it returned."""
+    return output if isinstance(output, (tuple, list)) and not isinstance(output, Kept) else (output,)
+
+
+def as_tensors(output: Any, chunk: int) -> Outputs:
+    """A chunk's output as a tuple. Raises TypeError if it is not a tensor or a tuple of tensors, kept or not."""
+    entries = entries_of(output)
+    kept = [entry.tensor for entry in entries if isinstance(entry, Kept)]
+    tensors = [entry for entry in entries if not isinstance(entry, Kept)] + kept
+    if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        found = Outputs(tensors)
+        found.num_kept = len(kept)
+        return found
     kind = type(output).__name__
     if isinstance(output, (tuple, list)):
         kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
@@ -40,6 +71,12 @@ def check_device(tensors: Sequence[torch.Tensor], device: torch.device, what: st
                 f"{what}, tensor {index} is on {tensor.device}, but the mesh is on {device}: return it there. Move "
                 "the module, its inputs and what its forward creates with .to(mesh.device)"
             )
+
+
+def has_kept(output: Any) -> bool:
+    """Whether anything in ``output`` is kept."""
+    leaves = pytree.tree_leaves(output, is_leaf=lambda part: isinstance(part, Kept))
+    return any(isinstance(leaf, Kept) for leaf in leaves)
 
 
 class _Slot(NamedTuple):

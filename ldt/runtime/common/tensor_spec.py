@@ -29,6 +29,7 @@ class TensorSpec:
             the microbatch.
         decisive: Whether a reentrant checkpoint behind the hop trains its layers only if this tensor requires a
             gradient. Every rank derives ``used`` and ``decisive`` itself; they are not sent.
+        kept: Whether the tensor is not sent, but kept for the next chunk of its node (``ldt.keep``).
         auxiliary: The names of the losses in a tensor of auxiliary losses, empty for all others. Not sent either.
     """
 
@@ -39,6 +40,7 @@ class TensorSpec:
     shard: int | None = None
     used: bool | None = True
     decisive: bool = False
+    kept: bool = False
     auxiliary: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
@@ -75,34 +77,39 @@ class TensorSpec:
     # -- as text ---------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        """Shape, dtype, requires_grad, order and shard: ``[[4, 8], "float32", true, [], null]``."""
+        """Shape, dtype, requires_grad, order and shard: ``[[4, 8], "float32", true, [], null]``.
+
+        If it is kept, true follows.
+        """
         return [
             list(self.shape),
             str(self.dtype).removeprefix("torch."),
             self.requires_grad,
             list(self.order),
             self.shard,
+            *([True] if self.kept else []),
         ]
 
     @classmethod
     def from_json(cls, data: Any) -> TensorSpec:
         """Inverse of ``to_json``. ``data`` comes from another rank: raises ValueError if it is not a spec."""
         match data:
-            case [[*shape], str(name), bool(requires_grad), [*order], shard] if all(
+            case [[*shape], str(name), bool(requires_grad), [*order], shard, *kept] if all(
                 type(size) is int and size >= 0 for size in shape
-            ):
+            ) and (not kept or (len(kept) == 1 and kept[0] is True)):
                 dtype = getattr(torch, name, None)
                 dims = range(len(shape))
                 ordered = not order or sorted(order) == list(dims)
                 split = shard is None or (type(shard) is int and shard in dims and not order)
                 if isinstance(dtype, torch.dtype) and ordered and split:
-                    return cls(tuple(shape), dtype, requires_grad, tuple(order), shard)
+                    return cls(tuple(shape), dtype, requires_grad, tuple(order), shard, kept=bool(kept))
         raise ValueError(f'expected a tensor spec such as [[4, 8], "float32", true, [], null], got {data!r}')
 
     def __str__(self) -> str:
         grad = " with grad" if self.requires_grad else ""
         split = "" if self.shard is None else f" split over the ranks in dimension {self.shard}"
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{split}{grad}"
+        kept = " kept on its node" if self.kept else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{split}{grad}{kept}"
 
 
 def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -160,7 +167,7 @@ def first_difference(
         agreed = f"{len(expected)} tensors were agreed ({describe(expected)})"
         return f"{agreed}, got {len(got)} ({describe(got)}); {causes}"
     for index, (want, have) in enumerate(zip(expected, got, strict=True)):
-        if (want.shape, want.dtype, want.shard) != (have.shape, have.dtype, have.shard):
+        if (want.shape, want.dtype, want.shard, want.kept) != (have.shape, have.dtype, have.shard, have.kept):
             return f"tensor {index} was agreed as {want}, got {have}; {causes}"
         if want.decisive and not have.requires_grad:
             return (

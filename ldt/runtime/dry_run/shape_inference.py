@@ -19,6 +19,7 @@ from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.auxiliary_loss import LossRecord, declared_losses
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import safe_str
+from ldt.runtime.common.kept import Kept, mark_kept
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.dry_run.fake_module import FakeCopies
@@ -76,7 +77,7 @@ def infer(
 
     def read(run: DryRun) -> InferredOutputs:
         tensors = as_tensors(run.output, chunk)
-        specs = shards.specs_of(tensors, f"output of chunk {chunk}")
+        specs = mark_kept(shards.specs_of(tensors, f"output of chunk {chunk}"), tensors.num_kept)
         if not training:
             return InferredOutputs(specs, losses=run.losses)
         may = run.may_require_grad(tensors)
@@ -136,11 +137,13 @@ def _declared(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     takes = keywords_of(method)
     of_kwargs |= {name: kwargs[name] for name in takes.metadata if name in kwargs}
     outputs = method(*of_args, **takes.pick(of_kwargs, len(of_args)))
-    specs = (outputs,) if isinstance(outputs, TensorSpec) else tuple(outputs)
+    entries = (outputs,) if isinstance(outputs, (TensorSpec, Kept)) else tuple(outputs)
+    kept = [entry.tensor for entry in entries if isinstance(entry, Kept)]
+    specs = (*(entry for entry in entries if not isinstance(entry, Kept)), *kept)
     if not all(isinstance(spec, TensorSpec) for spec in specs):
         kinds = ", ".join(type(spec).__name__ for spec in specs)
         raise InputTypeError(f"output_spec must return TensorSpecs, got {kinds}")
-    return tuple(map(_with_positive_shard, specs))
+    return mark_kept(tuple(map(_with_positive_shard, specs)), len(kept))
 
 
 def _specs_in(values: Any) -> HopSpecs:

@@ -15,6 +15,8 @@ import torch
 
 from ldt._torch_private import view_base
 from ldt.errors import LdtError
+from ldt.runtime.common.chunk_outputs import entries_of
+from ldt.runtime.common.kept import Kept
 from ldt.runtime.common.peer_messages import parse, read_or_raise
 
 __all__ = ["Aliasing", "passthrough_outputs"]
@@ -71,10 +73,14 @@ class Aliasing:
 
 
 def passthrough_outputs(inputs: Sequence[torch.Tensor], output: Any) -> list[tuple[int, int]]:
-    """Return the (input, output) indices where ``output`` holds an input itself or a view of it."""
+    """Return the (input, output) indices where ``output`` holds an input itself or a view of it.
+
+    Kept outputs have no index.
+    """
     index_of = {id(tensor): index for index, tensor in enumerate(inputs)}
     found = []
-    for index, tensor in enumerate(output if isinstance(output, (tuple, list)) else (output,)):
+    sent = (entry for entry in entries_of(output) if not isinstance(entry, Kept))
+    for index, tensor in enumerate(sent):
         root = id(view_base(tensor) if isinstance(tensor, torch.Tensor) else tensor)
         if root in index_of:
             found.append((index_of[root], index))

@@ -6,15 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from ldt.errors import LdtError
 from ldt.runtime.common.auxiliary_loss import LOSSES_DTYPE, LossRecord, carried_names
+from ldt.runtime.common.kept import sent_specs
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.step_state import StepState
 
 __all__ = ["CarriedLosses", "combined"]
 
 _Tensors = Sequence[torch.Tensor]
+_Grad = torch.Tensor | None
+_Root = GradientEdge | None
 
 
 class CarriedLosses:
@@ -27,14 +31,16 @@ class CarriedLosses:
 
     def take(self, step: StepState, microbatch: int, received: _Tensors) -> _Tensors:
         """Return what the chunk gets of ``received``."""
-        if not self._names(step, microbatch, self._chunk - 1):
+        place = self._place(step, microbatch, self._chunk - 1)
+        if place is None:
             return received
-        self._received[microbatch] = received[-1]
-        return received[:-1]
+        self._received[microbatch] = received[place]
+        return [*received[:place], *received[place + 1 :]]
 
     def own_specs(self, step: StepState, microbatch: int, specs: HopSpecs) -> HopSpecs:
-        """Return the specs of what the chunk gets of a hop of ``specs``."""
-        return specs[:-1] if self._names(step, microbatch, self._chunk - 1) else specs
+        """Return the specs of what the chunk gets of inputs with ``specs``."""
+        place = self._place(step, microbatch, self._chunk - 1)
+        return specs if place is None else (*specs[:place], *specs[place + 1 :])
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
@@ -79,27 +85,31 @@ class CarriedLosses:
         return (carried.requires_grad_(torch.is_grad_enabled()),)
 
     def take_seed(
-        self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
-    ) -> Sequence[torch.Tensor | None]:
-        """Set what scales the losses of the chunk. Returns the gradients of its own outputs."""
-        names = self._names(step, microbatch, self._chunk)
-        if names:
-            *grads, seed = grads
+        self, step: StepState, microbatch: int, grads: Sequence[_Grad], roots: Sequence[_Root]
+    ) -> tuple[Sequence[_Grad], Sequence[_Root]]:
+        """Set what scales the losses of the chunk. Returns the gradients of its own outputs, and their ``roots``."""
+        place = self._place(step, microbatch, self._chunk)
+        if place is not None:
+            seed = grads[place]
             assert seed is not None, "a seed is always sent"
             self._set_seed(microbatch, seed[:1].reshape(()))
-        elif step.on_edge and self._is_concerned(step, microbatch):
+            return [*grads[:place], *grads[place + 1 :]], [*roots[:place], *roots[place + 1 :]]
+        if step.on_edge and self._is_concerned(step, microbatch):
             assert step.loss is not None
             self._set_seed(microbatch, step.loss.seed(microbatch))
-        return grads
+        return grads, roots
 
-    def pass_back(self, step: StepState, microbatch: int) -> list[torch.Tensor | None]:
-        """The gradient of the tensor that was received behind the inputs, if one was."""
+    def pass_back(
+        self, step: StepState, microbatch: int, grads: list[torch.Tensor | None], specs: HopSpecs
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of all inputs, given ``grads`` of the chunk's own, which have ``specs``."""
         names = self._names(step, microbatch, self._chunk - 1)
         if not names:
-            return []
+            return grads
         seed = self._records[microbatch].seed
         assert seed is not None
-        return [seed.expand(len(names)).contiguous()]
+        place = sum(spec.requires_grad for spec in sent_specs(specs))
+        return [*grads[:place], seed.expand(len(names)).contiguous(), *grads[place:]]
 
     @contextmanager
     def repeating(self, microbatch: int) -> Iterator[None]:
@@ -126,6 +136,13 @@ class CarriedLosses:
 
     def _set_seed(self, microbatch: int, seed: torch.Tensor) -> None:
         self._records.setdefault(microbatch, LossRecord()).seed = seed
+
+    @classmethod
+    def _place(cls, step: StepState, microbatch: int, hop: int) -> int | None:
+        """The place of the tensor of losses among what ``hop`` carries: the last."""
+        if not cls._names(step, microbatch, hop):
+            return None
+        return len(sent_specs(step.hops[microbatch][hop])) - 1
 
     @staticmethod
     def _names(step: StepState, microbatch: int, hop: int) -> tuple[str, ...]:

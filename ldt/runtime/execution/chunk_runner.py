@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ldt._torch_private import AsyncCollectiveTensor
 from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
-from ldt.runtime.common.chunk_outputs import as_tensors
+from ldt.runtime.common.chunk_outputs import Outputs, as_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing, passthrough_outputs
 from ldt.runtime.execution.carried_losses import CarriedLosses
@@ -104,13 +104,13 @@ class ChunkRunner:
 
     def forward(
         self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
-    ) -> tuple[torch.Tensor, ...]:
-        """Run under the caller's grad mode on tensors ``received`` over a hop that carries ``specs``.
+    ) -> Outputs:
+        """Run under the caller's grad mode on tensors ``received`` over its hop, or kept for it, with their ``specs``.
 
-        Returns the inputs of the next chunk; pass them to ``detach_outputs``.
+        Returns the outputs; pass them to ``detach_outputs``.
         """
         outputs = as_tensors(self.run(step, microbatch, received, specs), self.index)
-        return (*outputs, *self.losses.give(step, microbatch, self._anchor.device))
+        return outputs.with_last_sent(self.losses.give(step, microbatch, self._anchor.device))
 
     def backward(
         self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]
@@ -129,7 +129,7 @@ class ChunkRunner:
         wanted = [grad for spec, grad in zip(graph.input_specs, found, strict=True) if spec.requires_grad]
         given = list(map(_waited, wanted))
         step.nan_check.gradients(self.index, microbatch, given, self.named_parameters())
-        given += self.losses.pass_back(step, microbatch)
+        given = self.losses.pass_back(step, microbatch, given, graph.input_specs)
         self.losses.end(microbatch)
         return given
 
@@ -149,7 +149,7 @@ class ChunkRunner:
         graph.roots, graph.outputs = [], []
         given = list(map(_waited, found))
         step.nan_check.gradients(self.index, microbatch, given)
-        return given + self.losses.pass_back(step, microbatch)
+        return self.losses.pass_back(step, microbatch, given, graph.input_specs)
 
     def backward_weight(self, step: StepState, microbatch: int) -> None:
         """Accumulate the parameter gradients that ``backward_input`` left out.
@@ -187,10 +187,11 @@ class ChunkRunner:
         versions = [tensor._version for tensor in inputs]
         output = self.call(step, microbatch, inputs)
         if self.aliasing is not None:
-            pairs = enumerate(zip(inputs, versions, strict=True))
+            arrived = sum(not spec.kept for spec in specs)
+            pairs = enumerate(zip(inputs[:arrived], versions, strict=False))
             changed = [index for index, (tensor, version) in pairs if tensor._version != version]
             self.aliasing.changes(self.index - 1, changed)
-            self.aliasing.passes(self.index - 1, passthrough_outputs(inputs, output))
+            self.aliasing.passes(self.index - 1, passthrough_outputs(inputs[:arrived], output))
         return output
 
     def call(self, step: StepState, microbatch: int, inputs: Sequence[Any]) -> Any:
@@ -226,8 +227,8 @@ class ChunkRunner:
 
     def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         """The edges that the backward starts from, each with its gradient."""
-        grads = self.losses.take_seed(step, microbatch, grads)
-        pairs = zip(self._graphs[microbatch].roots[: len(grads)], grads, strict=True)
+        grads, roots = self.losses.take_seed(step, microbatch, grads, self._graphs[microbatch].roots)
+        pairs = zip(roots, grads, strict=True)
         return [(root, grad) for root, grad in pairs if root is not None and grad is not None]
 
     @property

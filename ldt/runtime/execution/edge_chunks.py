@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ldt.runtime.common.chunk_outputs import as_tensors, merge_tensors, split_tensors
+from ldt.errors import LdtError
+from ldt.runtime.common.chunk_outputs import Outputs, as_tensors, has_kept, merge_tensors, split_tensors
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing
 from ldt.runtime.execution.chunk_runner import ChunkRunner
@@ -26,7 +27,7 @@ class HeadRunner(ChunkRunner):
 
     def forward(
         self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Outputs:
         outputs = as_tensors(self.call(step, microbatch, step.microbatches[microbatch].args), self.index)
         self.losses.give(step, microbatch, self._anchor.device)
         return outputs
@@ -47,8 +48,13 @@ class TailRunner(ChunkRunner):
 
     def forward(
         self, step: StepState, microbatch: int, received: Sequence[torch.Tensor], specs: HopSpecs
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Outputs:
         output = self.run(step, microbatch, received, specs)
+        if has_kept(output):
+            raise LdtError(
+                f"chunk {self.index} keeps a tensor (ldt.keep), but it is the last chunk: no later one takes it. "
+                "Return the tensor itself"
+            )
         del received  # before the loss: from here on only the graph keeps inputs alive
         self.losses.give(step, microbatch, self._anchor.device)
         target = step.microbatches[microbatch].target
@@ -60,11 +66,11 @@ class TailRunner(ChunkRunner):
             tensors = [tensor.detach() for tensor in tensors]
             own_memory(tensors)  # the module may keep these tensors and write to them in its next forward
             step.outputs[microbatch] = merge_tensors(rest, tensors)
-        return ()
+        return Outputs()
 
     def starts(self, step: StepState, microbatch: int, grads: Sequence[torch.Tensor | None]) -> list[Start]:
         assert step.loss is not None
-        self.losses.take_seed(step, microbatch, grads)
+        self.losses.take_seed(step, microbatch, grads, ())
         loss = step.loss.take_root(microbatch)
         return [(loss, torch.ones_like(loss))] if loss.requires_grad else []
 

@@ -16,13 +16,16 @@ from ldt.plan.checks.error_context import error_context
 from ldt.runtime.comm.endpoint import Endpoint
 from ldt.runtime.comm.packed_message import Arrival, receive_message
 from ldt.runtime.comm.transfer_modes import CompositeWork
-from ldt.runtime.common.chunk_outputs import check_device
+from ldt.runtime.common.chunk_outputs import Outputs, check_device
+from ldt.runtime.common.kept import input_specs, kept_specs, mark_kept, sent_specs
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, backward_specs, first_difference, specs_of
 from ldt.runtime.execution.absent_grads import AbsentGrads, pack_grads, unpack_grads
 from ldt.runtime.execution.chunk_runner import ChunkRunner
 from ldt.runtime.execution.grad_memory import GradMemory
 from ldt.runtime.execution.grad_reduce import GradReduction, check_sparse_gradient
 from ldt.runtime.execution.in_flight import InFlightTensors, own_memory, self_overlapping
+from ldt.runtime.execution.kept_tensors import KeptTensors
+from ldt.runtime.execution.labels import describe, label, microbatch_of, slot_of
 from ldt.runtime.execution.observer import ActionWatch
 from ldt.runtime.execution.on_demand import Messages
 from ldt.runtime.execution.outgoing import Outgoing, message_bytes
@@ -59,6 +62,7 @@ class Executor:
         self._step = step
         self._messages = messages
         self._stash = ActivationStash()
+        self._kept = KeptTensors(mesh.topology)
         self._outbox: dict[Slot, Outgoing] = {}
         self._run_ahead = RunAheadLimit(mesh.device, mesh.watchdog)
         self._sends: dict[Channel, deque[tuple[CompositeWork, Entry]]] = {}
@@ -86,7 +90,7 @@ class Executor:
         )
         try:
             for self._index, action in enumerate(row):
-                self._enter(f"action {action} ({self._index + 1} of {len(row)}): {_describe(action)}")
+                self._enter(f"action {action} ({self._index + 1} of {len(row)}): {describe(action)}")
                 if action.kind.is_compute:
                     with self._progress.waiting("its device, which is some actions behind"):
                         self._run_ahead.wait()
@@ -101,6 +105,7 @@ class Executor:
             self._flush()
         finally:
             self._stash.clear()
+            self._kept.clear()
             self._outbox.clear()
             self._in_flight_tensors.clear()
         assert not any(runner.num_graphs for runner in self._runners.values()), "a graph was left behind"
@@ -112,7 +117,12 @@ class Executor:
     # -- one method per kind ---------------------------------------------------------------------------------
 
     def _forward(self, action: Action, entry: Entry) -> None:
-        self._pass_on(action, *self._outputs(action, entry))
+        outputs, without_graph = self._outputs(action, entry)
+        sent = len(sent_specs(self._hop_specs(action.chunk, microbatch_of(action))))
+        kept = outputs[sent:]
+        del outputs[sent:]
+        self._pass_on(action, outputs, without_graph)
+        self._kept.put(action.chunk, microbatch_of(action), kept, [i - sent for i in without_graph])
 
     def _backward(self, action: Action, entry: Entry) -> None:
         self._runners[action.chunk].sync.set_last(self._watch.is_last(action))
@@ -124,25 +134,25 @@ class Executor:
         self._run_backward(action, entry, self._runners[action.chunk].backward_input)
 
     def _backward_weight(self, action: Action, entry: Entry) -> None:
-        self._runners[action.chunk].backward_weight(self._step, _microbatch(action))
+        self._runners[action.chunk].backward_weight(self._step, microbatch_of(action))
         self._separate_gradients(action.chunk)
 
     def _send(self, action: Action, entry: Entry) -> None:
         endpoint = self._messages.endpoint(self._channel(action))
-        message = self._outbox.pop(_slot(action), None)
+        message = self._outbox.pop(slot_of(action), None)
         if endpoint is None or message is None:
             return  # other ranks of this node send the message, or this hop carries nothing
         earlier = self._sends.setdefault(self._channel(action), deque())
         while earlier and self._reap(*earlier[0]):  # a query costs time; a channel completes sends in order
             earlier.popleft()
-        work = endpoint.send_parts(message.parts, _label(action))
+        work = endpoint.send_parts(message.parts, label(action))
         if work is not None:
             self._count(action, endpoint, message.specs)
             if self._audit is not None:
                 self._audit.write_tensors(
                     self._step.serial,
                     endpoint.channel,
-                    _microbatch(action),
+                    microbatch_of(action),
                     message.tensors,
                     message.specs,
                     endpoint.scheme,
@@ -150,7 +160,7 @@ class Executor:
             earlier.append((work, entry))
 
     def _receive(self, action: Action, entry: Entry) -> None:
-        slot = Slot(action.chunk, action.kind.direction, _microbatch(action))
+        slot = Slot(action.chunk, action.kind.direction, microbatch_of(action))
         specs = self._message_specs(action.hop, slot.direction, slot.microbatch)
         if not specs:
             return
@@ -159,7 +169,7 @@ class Executor:
         shapes = list(map(self._mesh.shards.local_shape, specs))
         self._receives[slot] = entry
         self._count(action, endpoint, specs)
-        self._stash.put(slot, receive_message(endpoint, specs, shapes, self._mesh.device, _label(action)))
+        self._stash.put(slot, receive_message(endpoint, specs, shapes, self._mesh.device, label(action)))
 
     def _reduce(self, action: Action, entry: Entry) -> None:
         if not self._step.reduce_gradients:
@@ -179,15 +189,16 @@ class Executor:
     # -- helpers ---------------------------------------------------------------------------------------------
 
     def _outputs(self, action: Action, entry: Entry) -> tuple[list[torch.Tensor], list[int]]:
-        """The inputs of the next chunk, and the indices of those without a graph, which modules may keep."""
-        chunk, microbatch = action.chunk, _microbatch(action)
+        """The outputs of a chunk, and the indices of those without a graph, which modules may keep."""
+        chunk, microbatch = action.chunk, microbatch_of(action)
         runner = self._runners[chunk]
         tensors = runner.forward(
             self._step,
             microbatch,
-            self._take(Slot(chunk, "F", microbatch), entry),
-            self._hop_specs(chunk - 1, microbatch),
+            [*self._take(Slot(chunk, "F", microbatch), entry), *self._kept.take(chunk, microbatch)],
+            input_specs(self._topology, lambda hop: self._hop_specs(hop, microbatch), chunk),
         )
+        self._kept.check_unchanged(chunk, microbatch)
         outputs = self._checked(tensors, chunk, microbatch)
         without_graph = [index for index, output in enumerate(outputs) if output.grad_fn is None]
         detached = runner.detach_outputs(microbatch, outputs)
@@ -198,10 +209,16 @@ class Executor:
         self._pass_on(action, self._input_grads(action, entry, run))
 
     def _input_grads(self, action: Action, entry: Entry, run: BackwardMethod) -> list[torch.Tensor | None]:
-        chunk, microbatch = action.chunk, _microbatch(action)
+        chunk, microbatch = action.chunk, microbatch_of(action)
         specs = self._hop_specs(chunk, microbatch)
-        grads = unpack_grads(specs, self._take(Slot(chunk, "B", microbatch), entry))
+        grads = unpack_grads(sent_specs(specs), self._take(Slot(chunk, "B", microbatch), entry))
+        grads += self._kept.take_grads(chunk, microbatch, kept_specs(specs))
         found: list[Any] = run(self._step, microbatch, grads)
+        del grads
+        inputs = input_specs(self._topology, lambda hop: self._hop_specs(hop, microbatch), chunk)
+        arrived = sum(spec.requires_grad for spec in inputs if not spec.kept)
+        self._kept.put_grads(chunk, microbatch, kept_specs(inputs), found[arrived:])
+        del found[arrived:]
         if self._topology.crosses(chunk - 1):
             if self._step.guard is not None:
                 given = [grad for grad in found if grad is not None]
@@ -226,7 +243,7 @@ class Executor:
                 hop,
                 direction,
                 self._message_specs(hop, direction, microbatch),
-                tensors,
+                tensors[: len(self._message_specs(hop, direction, microbatch))],
                 f"{what} of chunk {chunk} for microbatch {microbatch}",
             )
 
@@ -234,7 +251,7 @@ class Executor:
         self, found: Sequence[torch.Tensor | None], chunk: int, microbatch: int
     ) -> list[torch.Tensor]:
         """The message with the gradients of a chunk's inputs, as its receiver expects it."""
-        wanted = [spec for spec in self._hop_specs(chunk - 1, microbatch) if spec.requires_grad]
+        wanted = [spec for spec in sent_specs(self._hop_specs(chunk - 1, microbatch)) if spec.requires_grad]
         self._absent_grads.check(chunk, microbatch, wanted, found)
         return pack_grads(wanted, found, self._zeros, self._mesh.device)
 
@@ -252,7 +269,7 @@ class Executor:
             return
         direction: Direction = "F" if action.kind is Kind.F else "B"
         chunk = action.chunk + (1 if direction == "F" else -1)
-        slot = Slot(chunk, direction, _microbatch(action))
+        slot = Slot(chunk, direction, microbatch_of(action))
         expanded = self_overlapping(tensors) if direction == "F" else []
         shared = [*expanded, *own_memory(tensors, copied)]
         aliasing = self._runners[action.chunk].aliasing
@@ -282,7 +299,7 @@ class Executor:
             return stashed
         start = self.recorder.now()
         receive = self._receives[slot].action
-        with self._progress.waiting(self._describe_message(receive), _label(receive)):
+        with self._progress.waiting(self._describe_message(receive), label(receive)):
             stashed.work.wait()
         now = self.recorder.now()
         self.recorder.has_waited(entry, now - start)
@@ -290,21 +307,22 @@ class Executor:
         return stashed.unpack()
 
     def _message_specs(self, hop: int, direction: Direction, microbatch: int) -> HopSpecs:
-        """The tensors of a message: forward all of the hop, backward the gradients of those that get one."""
-        specs = self._hop_specs(hop, microbatch)
+        """The tensors of a message: forward all that are sent, backward the gradients of those that get one."""
+        specs = sent_specs(self._hop_specs(hop, microbatch))
         return specs if direction == "F" else backward_specs(specs)
 
     def _hop_specs(self, hop: int, microbatch: int) -> HopSpecs:
-        """The tensors that a hop carries. Empty before the first and after the last chunk."""
+        """The outputs of chunk ``hop``, sent or kept. Empty before the first and after the last chunk."""
         if self._topology.crosses(hop):
             return self._step.hops[microbatch][hop]
         return self._local.get((microbatch, hop), ())
 
-    def _checked(self, tensors: Sequence[torch.Tensor], chunk: int, microbatch: int) -> list[torch.Tensor]:
+    def _checked(self, tensors: Outputs, chunk: int, microbatch: int) -> list[torch.Tensor]:
         """This rank's parts of a chunk's output. Raises LdtError if they differ from what the receiver expects."""
         crosses = self._topology.crosses(chunk)
         what = f"output of chunk {chunk} for microbatch {microbatch}"
         specs = self._mesh.shards.specs_of(tensors, what) if crosses else specs_of(tensors)
+        specs = mark_kept(specs, tensors.num_kept)
         if not self._step.plan.training:
             # a parameter that a chunk returns requires a gradient even here
             specs = tuple(spec.without_grad() for spec in specs)
@@ -319,7 +337,7 @@ class Executor:
         check_device(tensors, self._mesh.device, what)
         parts = list(map(self._mesh.shards.local, tensors))
         if self._step.guard is not None:
-            self._step.guard.check(parts, what)
+            self._step.guard.check(parts[: len(parts) - tensors.num_kept], what)
         return parts
 
     def _count(self, action: Action, endpoint: Endpoint, specs: Sequence[TensorSpec]) -> None:
@@ -341,7 +359,7 @@ class Executor:
             (channel.source, "from") if channel.target == self._mesh.node else (channel.target, "to")
         )
         rank = self._mesh.ranks[self._topology.leader_of(other)]
-        return f"{_label(action)} on channel {channel.name} {word} rank {rank}"
+        return f"{label(action)} on channel {channel.name} {word} rank {rank}"
 
     def _channel(self, action: Action) -> Channel:
         return self._step.plan.channel_of(action, self._mesh.node)
@@ -352,7 +370,7 @@ class Executor:
             return False
         work.wait()  # raises if the send failed
         entry.end = self.recorder.now()
-        self._in_flight_tensors.end(_slot(entry.action))
+        self._in_flight_tensors.end(slot_of(entry.action))
         return True
 
     def _flush(self) -> None:
@@ -361,7 +379,7 @@ class Executor:
             with self._progress.waiting(self._describe_message(entry.action)):
                 work.wait()
             entry.end = self.recorder.now()
-            self._in_flight_tensors.end(_slot(entry.action))
+            self._in_flight_tensors.end(slot_of(entry.action))
         self._sends.clear()
         for grad_reduction in self._grad_reductions:
             grad_reduction.finish()
@@ -380,22 +398,3 @@ _METHODS: dict[Kind, Callable[[Executor, Action, Entry], None]] = {
     Kind.RECV_B: Executor._receive,
     Kind.REDUCE_GRAD: Executor._reduce,
 }
-
-
-def _microbatch(action: Action) -> int:
-    assert action.microbatch is not None, action
-    return action.microbatch
-
-
-def _slot(action: Action) -> Slot:
-    """The slot that uses the tensors of a send."""
-    return Slot(action.counterpart.chunk, action.kind.direction, _microbatch(action))
-
-
-def _label(action: Action) -> str:
-    return f"{action.kind.direction}{action.hop} microbatch {action.microbatch}"
-
-
-def _describe(action: Action) -> str:
-    where = "" if action.microbatch is None else f", microbatch {action.microbatch}"
-    return f"chunk {action.chunk}{where}"

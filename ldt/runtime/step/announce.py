@@ -11,6 +11,7 @@ import torch
 
 from ldt.errors import LdtError
 from ldt.runtime.common.error_text import type_name
+from ldt.runtime.common.kept import kept_specs, sent_specs
 from ldt.runtime.common.redact import InputValueError
 from ldt.runtime.control.collectives import as_bytes
 from ldt.runtime.control.edge_messages import MAX_CONTENT_BYTES, EdgeMessage, Subject
@@ -102,7 +103,9 @@ class Announcer:
                 self._guard(index, microbatch, tensors)
             # For chunks on the edge between head and tail, equal numbers mean equal output shapes.
             number = self._signatures.number(microbatch) if self._mesh.topology.laps > 1 else index
-            described.append(MicrobatchMetadata(number, (head,), tensors))
+            kept = kept_specs(head)
+            outputs = (sent_specs(head), kept) if kept else (head,)
+            described.append(MicrobatchMetadata(number, outputs, tensors))
         digest = self._plans.digest(len(microbatches), call.training)
         return StepMessage(call.mode, digest, setting, self._shapes.autocast(), tuple(described))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ldt.runtime.common.kept import sent_specs
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.mesh.mesh import Mesh
 
@@ -28,7 +29,8 @@ class CompressionAdvice:
         if autocast != "bfloat16" or not (mesh.is_edge and mesh.is_leader):
             return
         for hop, specs in enumerate(hops):
-            wide = [i for i, spec in enumerate(specs) if spec.requires_grad and spec.dtype == torch.float32]
+            sent = enumerate(sent_specs(specs))
+            wide = [i for i, spec in sent if spec.requires_grad and spec.dtype == torch.float32]
             if hop in self._logged or not wide:
                 continue
             channel = topology.channel(hop, "F", 0)

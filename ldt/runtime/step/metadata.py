@@ -35,8 +35,9 @@ __all__ = [
 class MicrobatchMetadata:
     """What leaves the edge of one microbatch besides activations and gradients.
 
-    ``hops`` has the specs of hops 0, 1, ... as far as the sender knows them. ``tensors`` are of bool or any integer
-    dtype and named as in ``METADATA_NAMES``. Two objects never compare equal, as ``==`` of tensors is not a bool.
+    ``hops`` has the specs of what the first chunk sends and, if it keeps anything, of what it keeps. ``tensors`` are of
+    bool or any integer dtype and named as in ``METADATA_NAMES``. Two objects never compare equal, as ``==`` of tensors
+    is not a bool.
     """
 
     id: int

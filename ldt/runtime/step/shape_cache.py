@@ -11,6 +11,7 @@ from torch import nn
 
 from ldt.errors import LdtError
 from ldt.runtime.common.device import autocast_dtype
+from ldt.runtime.common.kept import check_taken, sent_specs
 from ldt.runtime.common.lru import LruCache
 from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
@@ -145,7 +146,7 @@ class ShapeCache:
 
     def _check_sharded_hop(self, hop: int, specs: HopSpecs, replica: int) -> None:
         """Raise LdtError if tensors are sharded over ranks and their link cannot carry shards."""
-        split = [spec for spec in specs if spec.shard is not None]
+        split = [spec for spec in sent_specs(specs) if spec.shard is not None]
         if split and not self._mesh.transfers.can_split(self._topology.channel(hop, "F", replica)):
             raise LdtError(
                 f"chunk {hop} returns {describe(split)}, whose shards this link cannot carry: connect with "
@@ -178,6 +179,8 @@ class ShapeCache:
                 answer = answer.with_grads_of(step)
         except QuotingError as error:
             raise error.and_also(self.hooks.advice(chunk, module)) from error.__cause__
+        if any(spec.kept for spec in answer.specs):
+            check_taken(self._topology, chunk)
         self.hooks.publish(chunk, module)
         return answer
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ldt.runtime.common.auxiliary_loss import carried_names, losses_spec
+from ldt.runtime.common.kept import earlier_chunk, input_specs, kept_specs, mark_kept, sent_specs
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.dry_run.grad_flow import InferredOutputs, used
 from ldt.runtime.step.metadata import StepMessage
 from ldt.topology import Topology
 
-__all__ = ["Query", "ShapeWalk"]
+__all__ = ["Query", "ShapeWalk", "inputs_of"]
 
 MetadataKey = Callable[[int, Mapping[str, Any]], Hashable]
 
@@ -40,7 +42,7 @@ class ShapeWalk:
         self._metadata_key = metadata_key
         self._training = training
         self._answers: list[list[InferredOutputs]] = [[] for _ in message.microbatches]
-        self._hops = [list(microbatch.hops[:1]) for microbatch in message.microbatches]
+        self._hops = [[_head_outputs(*microbatch.hops[:2])] for microbatch in message.microbatches]
         self._losses: list[list[HopSpecs]] = [[()] for _ in message.microbatches]  # by hop
         self.message = message
         self.chunk = 1
@@ -64,9 +66,13 @@ class ShapeWalk:
         """Return the specs of each hop for each microbatch, in training with the use of their tensors."""
         found = self._hops
         if self._training:
-            found = [_with_usage(*pair) for pair in zip(self._hops, self._answers, strict=True)]
+            pairs = zip(self._hops, self._answers, strict=True)
+            found = [_with_usage(self._topology, *pair) for pair in pairs]
         return [
-            [(*specs, *carried) for specs, carried in zip(hops, of_hops, strict=True)]
+            [
+                (*sent_specs(specs), *carried, *kept_specs(specs))
+                for specs, carried in zip(hops, of_hops, strict=True)
+            ]
             for hops, of_hops in zip(found, self._losses, strict=True)
         ]
 
@@ -79,7 +85,7 @@ class ShapeWalk:
         return [
             Query(
                 self.chunk,
-                carried[-1],
+                inputs_of(self._topology, carried, self.chunk),
                 (self._metadata_key(self.chunk, microbatch.tensors), microbatch.id if numbered else None),
                 self._training,
                 self.message.setting,
@@ -88,13 +94,32 @@ class ShapeWalk:
         ]
 
 
-def _with_usage(hops: Sequence[HopSpecs], answers: Sequence[InferredOutputs]) -> list[HopSpecs]:
+def inputs_of(topology: Topology, hops: Sequence[HopSpecs], chunk: int) -> HopSpecs:
+    """Return the inputs of ``chunk`` for a microbatch with the outputs ``hops`` of the chunks before it."""
+    inputs = input_specs(topology, hops.__getitem__, chunk)
+    return tuple(replace(spec, kept=False) if spec.kept else spec for spec in inputs)
+
+
+def _head_outputs(sent: HopSpecs = (), kept: HopSpecs = ()) -> HopSpecs:
+    """Return the outputs of the first chunk, which the step message has in two parts."""
+    return mark_kept((*sent, *kept), len(kept))
+
+
+def _with_usage(
+    topology: Topology, hops: Sequence[HopSpecs], answers: Sequence[InferredOutputs]
+) -> list[HopSpecs]:
     """Return the hops of a microbatch with the use of their tensors, propagated from the loss to the first chunk."""
-    found: list[HopSpecs] = []
+    found = [list(specs) for specs in hops]
     outputs: list[bool | None] = [True]  # the loss
     decisive: list[int] = []
-    for inputs, answer in zip(reversed(hops[: len(answers)]), reversed(answers), strict=True):
-        found.append(used(inputs, outputs, answer, decisive))
-        outputs = [spec.used if spec.requires_grad else False for spec in found[-1]]
-        decisive = [i for i, spec in enumerate(found[-1]) if spec.decisive]
-    return [*reversed(found), *hops[len(answers) :]]
+    for chunk in reversed(range(1, len(answers) + 1)):
+        earlier = earlier_chunk(topology, chunk)
+        places = [(chunk - 1, i) for i, spec in enumerate(hops[chunk - 1]) if not spec.kept]
+        if earlier is not None:
+            places += [(earlier, i) for i, spec in enumerate(hops[earlier]) if spec.kept]
+        inputs = tuple(found[hop][i] for hop, i in places)
+        for (hop, i), spec in zip(places, used(inputs, outputs, answers[chunk - 1], decisive), strict=True):
+            found[hop][i] = spec
+        outputs = [spec.used if spec.requires_grad else False for spec in found[chunk - 1]]
+        decisive = [i for i, spec in enumerate(found[chunk - 1]) if spec.decisive]
+    return [tuple(specs) for specs in found]

@@ -12,6 +12,7 @@ import torch
 from ldt.errors import LdtError
 from ldt.runtime.common.auxiliary_loss import without_losses
 from ldt.runtime.common.chunk_outputs import as_tensors
+from ldt.runtime.common.kept import mark_kept
 from ldt.runtime.common.redact import QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first_difference
 from ldt.runtime.dry_run.grad_flow import DryRun
@@ -22,6 +23,8 @@ from ldt.runtime.model.keywords import declares
 from ldt.runtime.step.handshake import StepContext
 from ldt.runtime.step.microbatch import Microbatch
 from ldt.runtime.step.shape_cache import ShapeCache
+from ldt.runtime.step.shape_walk import inputs_of
+from ldt.topology import Topology
 
 __all__ = ["validate_chunks"]
 
@@ -49,7 +52,7 @@ def validate_chunks(
             continue
         cases = _head_cases(microbatches or (), training) if chunk == 0 else ()
         if mesh.topology.crosses(chunk - 1):
-            cases = _chunk_cases(chunk, context, training)
+            cases = _chunk_cases(mesh.topology, chunk, context, training)
         for case in cases:
             _validate(mesh, shapes, case, context)
 
@@ -72,12 +75,12 @@ def _head_cases(microbatches: Sequence[Microbatch], training: bool) -> Iterable[
     return cases.values()
 
 
-def _chunk_cases(chunk: int, context: StepContext, training: bool) -> Iterable[_Case]:
+def _chunk_cases(topology: Topology, chunk: int, context: StepContext, training: bool) -> Iterable[_Case]:
     """One case for each kind of input."""
     cases: dict[object, _Case] = {}
     for index, (carried, offered) in enumerate(zip(context.hops, context.keywords, strict=True)):
         kind = (tuple(carried), _shapes_of(offered))
-        inputs = without_losses(carried[chunk - 1])
+        inputs = without_losses(inputs_of(topology, carried, chunk))
         cases.setdefault(kind, _Case(chunk, index, inputs, offered, training))
     return cases.values()
 
@@ -122,7 +125,8 @@ def _specs_of(mesh: Mesh, case: _Case, run: DryRun) -> HopSpecs | Exception:
         return ()
     what = f"output of chunk {case.chunk} for microbatch {case.microbatch}"
     try:
-        found = mesh.shards.specs_of(as_tensors(run.output, case.chunk), what)
+        outputs = as_tensors(run.output, case.chunk)
+        found = mark_kept(mesh.shards.specs_of(outputs, what), outputs.num_kept)
     except Exception as error:
         return error.with_traceback(None)
     return found if case.training else tuple(spec.without_grad() for spec in found)

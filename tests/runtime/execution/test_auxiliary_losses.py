@@ -290,3 +290,54 @@ def test_a_compiled_chunk() -> None:
     torch.compile(chunk, backend="eager")(x).sum().backward()
     for parameter, wanted in zip(chunk.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, wanted)
+
+
+class Keeping(Penalized):
+    """Also keeps its input for the next chunk of its node."""
+
+    keeps = True
+
+    def forward(self, x: Tensor, *kept: Tensor) -> Any:
+        for tensor in kept:
+            x = x + tensor
+        hidden = super().forward(x)
+        return (hidden, ldt.keep(x)) if self.keeps else hidden
+
+
+def keeping(split: bool) -> None:
+    topology = Topology([1, 1], laps=2)
+    torch.manual_seed(0)
+    chunks = [Keeping(16, f"size {index % 2}") for index in range(topology.num_chunks)]
+    for stage in range(2):
+        chunks[topology.chunks_of(stage)[-1]].keeps = False
+    reference = copy.deepcopy(chunks)
+    batch = toy_microbatches(NUMBER)
+    total, values = torch.zeros(()), torch.zeros(())
+    for x, y in batch:
+        kept: dict[int, Tensor] = {}
+        for index, chunk in enumerate(reference):
+            stage = topology.stage_of(index)
+            x = x + kept[stage] if stage in kept else x  # noqa: PLW2901
+            kept[stage] = x
+            x = ToyChunk.forward(chunk, x)  # noqa: PLW2901
+            loss = chunk.factor * x.square().mean()
+            total = total + chunk.weight * loss / NUMBER
+            values = values + (loss.detach() / NUMBER if index % 2 else 0)
+        total = total + toy_loss(x, y) / NUMBER
+    total.backward()
+    costs = Costs(1.0, 2.0, weight=1.0 if split else None)
+    plan = optimize(topology, NUMBER, costs, split_backward=split)
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        pipeline = build(mesh, chunks, plan=plan)
+        result = pipeline.step(batch if mesh.is_edge else None)
+        if mesh.is_edge:
+            torch.testing.assert_close(result.auxiliary["size 1"], values, check_dtype=False)
+        for index in topology.chunks_of(mesh.stage):
+            for got, wanted in zip(chunks[index].parameters(), reference[index].parameters(), strict=True):
+                torch.testing.assert_close(got.grad, wanted.grad)
+        pipeline.validate(batch if mesh.is_edge else None)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_beside_kept_tensors(pool: RankPool, split: bool) -> None:
+    pool.run(keeping, split, ranks=range(2))
