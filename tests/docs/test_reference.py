@@ -38,6 +38,7 @@ IN_TEXT = {  # documented under another name, in a sentence
             "StepResult",
             "add_loss",
             "connect",
+            "keep",
             "scalars",
         )
     ),
