@@ -33,14 +33,20 @@ class Layers(nn.Module):
             self.head.weight = self.layers[1].weight
 
     def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> Any:
-        first = torch.tanh(self.layers[0](x))
+        places = torch.arange(WIDTH) / WIDTH if self.how == "a constant" else None
+        first = torch.tanh(self.layers[0](x if places is None else x + places))
+        aside = torch.sigmoid(first) if self.how == "a U" else None
         second = torch.tanh(self.layers[1](first))
         if self.how == "an input on the cloud":
             second = second + y
         if self.how == "two values":
             second, first = second * 2, first + second
         third = torch.tanh(self.layers[2](second + first if self.how in ("a skip", "two values") else second))
+        if places is not None:
+            third = third * places
         last = self.layers[3](third + first if self.how == "a skip over all" else third)
+        if aside is not None:
+            last = last * aside
         if self.how == "an input of the tail":
             last = last * y
         return self.head(last)
@@ -65,8 +71,8 @@ def traced(how: str, device: str = "cpu", points: tuple[int, ...] = (1, 2, 3)) -
     return pipeline(model, mb_args=(), mb_kwargs=example, split_spec=spec), model
 
 
-def step_as_unsplit(how: str, device: str) -> int:
-    """Compare a step with the unsplit model. Returns the bytes that the edge sent forward."""
+def step_as_unsplit(how: str, device: str) -> dict[str, int]:
+    """Compare a step with the unsplit model. Returns the bytes of each channel of activations, as this rank saw it."""
     expected = model_of(how)
     for inputs, target in microbatches(how):
         (nn.functional.mse_loss(expected(**inputs), target) / MICROBATCHES).backward()
@@ -91,15 +97,39 @@ def step_as_unsplit(how: str, device: str) -> int:
                 got, wanted = parameter.grad, gradients[chunk.whole_model_name(name)]
                 assert got is not None
                 assert torch.allclose(got, wanted) if tied else torch.equal(got, wanted), name
-        return sum(traffic.bytes for name, traffic in result.stats.channels.items() if name.startswith("0."))
+        channels = result.stats.channels.items()
+        return {name[:2]: traffic.bytes for name, traffic in channels if name.startswith("F")}
 
 
-WAYS = ["in a row", "a skip", "a skip over all", "two values", "an input of the tail", "tied on the edge"]
+WAYS = [
+    "in a row",
+    "a skip",
+    "a skip over all",
+    "a U",
+    "a constant",
+    "two values",
+    "an input of the tail",
+    "tied on the edge",
+]
+BYTES = 4 * ROWS * WIDTH * MICROBATCHES  # of one tensor
 
 
 @pytest.mark.parametrize("how", WAYS)
 def test_a_step_equals_the_unsplit_model(pool: RankPool, how: str) -> None:
     pool.run(step_as_unsplit, how, "cpu")
+
+
+@pytest.mark.parametrize("how", ["a U", "a constant"])
+def test_what_the_node_has_or_can_compute_does_not_cross(pool: RankPool, how: str) -> None:
+    """Each hop carries one tensor: the tail has what the head kept, and each chunk its constants."""
+    for found in pool.run(step_as_unsplit, how, "cpu"):
+        assert set(found.values()) == {BYTES}
+
+
+def test_a_skip_within_the_cloud_crosses(pool: RankPool) -> None:
+    edge, first, _ = pool.run(step_as_unsplit, "a skip over all", "cpu")
+    assert edge == {"F0": BYTES, "F2": BYTES}
+    assert first == {"F0": BYTES, "F1": 2 * BYTES}
 
 
 def test_a_model_may_be_traced_without_memory(pool: RankPool) -> None:
