@@ -39,8 +39,9 @@ def names_in(node: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in aliases if alias.name in OBJECTS)
         case ast.Call(func=ast.Name(id=name)) if name in BUILTINS:
             yield name
-        case ast.Call(func=ast.Attribute(attr=name)) if name in METHODS:
-            yield name
+        case ast.Call(func=ast.Attribute(value=owner, attr=name)) if name in METHODS:
+            if not ast.unparse(owner).endswith("_signature"):  # which is bound to arguments, not to a port
+                yield name
         case ast.Attribute(attr=name) if name in OBJECTS or ast.unparse(node) in OF_TORCH:
             yield ast.unparse(node)
         case ast.keyword(arg="allow_pickle" | "weights_only"):

@@ -62,7 +62,9 @@ class Arguments:
         self.names = (*named[1:], *(_UNNAMED if takes_any else ()))
         self.carried = tuple(name for name in named if name.endswith("position_bias"))
 
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
+    def of_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
         """Return the hidden states and the other arguments of a call. Raises ValueError for tensors by other names."""
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -142,7 +144,7 @@ class Exit(PassOn):
         self._state, self._arguments = state, arguments
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._state.leaving = self._arguments.bind(args, kwargs) if self._arguments else (args[0], {})
+        self._state.leaving = self._arguments.of_call(args, kwargs) if self._arguments else (args[0], {})
         raise Reached
 
 

@@ -64,7 +64,8 @@ def _methods_of(module: nn.Module) -> Iterator[Callable[[], Any]]:
 
 def _takes_nothing(method: Callable[..., Any]) -> bool:
     try:
-        inspect.signature(method).bind()
-    except (TypeError, ValueError):
+        parameters = inspect.signature(method).parameters.values()
+    except ValueError:  # not a Python function
         return False
-    return True
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return all(p.default is not p.empty or p.kind in variadic for p in parameters)
