@@ -109,7 +109,7 @@ class LossRecord:
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
         self.seed: torch.Tensor | None = None
-        self._counts = True
+        self._counts = False
         self._to_come = 0  # losses whose gradient has not been computed
 
     def add(self, name: str, loss: torch.Tensor) -> None:
@@ -129,6 +129,7 @@ class LossRecord:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Losses that are added within are those of this record."""
+        self._counts = True
         with _activated(self):
             yield
         self._counts = False

@@ -44,8 +44,8 @@ class CarriedLosses:
 
     @contextmanager
     def recording(self, microbatch: int) -> Iterator[None]:
-        """Run the forward of the chunk within."""
-        record = LossRecord()
+        """Run a part of the forward within: the chunk, and behind the last one the loss function."""
+        record = self._records.get(microbatch) or LossRecord()
         with record.recording():
             yield
         if record.values:

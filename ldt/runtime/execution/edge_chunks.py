@@ -56,10 +56,10 @@ class TailRunner(ChunkRunner):
                 "Return the tensor itself"
             )
         del received  # before the loss: from here on only the graph keeps inputs alive
-        self.losses.give(step, microbatch, self._anchor.device)
         target = step.microbatches[microbatch].target
         if step.loss is not None and (target is not None or step.plan.training):
             self._finish(step, microbatch, output, target)
+        self.losses.give(step, microbatch, self._anchor.device)
         if step.keep_outputs:
             rest, tensors = split_tensors(output)
             del output
@@ -76,7 +76,8 @@ class TailRunner(ChunkRunner):
 
     def _finish(self, step: StepState, microbatch: int, output: Any, target: Any) -> None:
         assert step.loss is not None
-        loss = step.loss.forward(microbatch, output, target)
+        with self.losses.recording(microbatch):
+            loss = step.loss.forward(microbatch, output, target)
         step.nan_check.loss(self.index, microbatch, loss)
         if step.guard is not None:
             step.guard.add_loss(microbatch, loss)

@@ -187,6 +187,37 @@ def test_compressed_links_carry_them_as_they_are(pool: RankPool) -> None:
     pool.run(compare, Topology([1, 1]), "token", {}, False, None, "bf16", ranks=range(2))
 
 
+class WithPenalty(nn.Module):
+    """A loss function that adds one, too."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return ldt.add_loss(toy_loss(output, target), output.square().mean(), "of the loss", 0.5)
+
+
+def of_the_loss() -> None:
+    topology = Topology([1, 1])
+    chunks = chunks_of(topology)
+    model = Unsplit(chunks)
+    batch = uneven(0)
+    total, size = torch.zeros(()), torch.zeros(())
+    for x, y in batch:
+        output, _, added = model.run(x)
+        total = total + (toy_loss(output, y) + added + 0.5 * output.square().mean()) / NUMBER
+        size = size + output.detach().square().mean() / NUMBER
+    total.backward()
+    with ldt.connect(topology, ranks=range(2)) as mesh:
+        result = build(mesh, chunks, WithPenalty()).step(batch if mesh.is_edge else None)
+        if mesh.is_edge:
+            torch.testing.assert_close(result.auxiliary["of the loss"], size, check_dtype=False)
+        for index in topology.chunks_of(mesh.stage):
+            for got, wanted in zip(chunks[index].parameters(), model.chunks[index].parameters(), strict=True):
+                torch.testing.assert_close(got.grad, wanted.grad)
+
+
+def test_a_loss_function_may_add_one(pool: RankPool) -> None:
+    pool.run(of_the_loss, ranks=range(2))
+
+
 def test_scaled_roots_scale_them(pool: RankPool) -> None:
     pool.run(compare, Topology([1, 1, 1]), "mean", {}, False, 8.0, ranks=range(3))
 
