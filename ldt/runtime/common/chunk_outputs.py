@@ -1,13 +1,13 @@
 """Checks what a chunk returns, and splits the tensors from the last chunk's output.
 
-A chunk returns a tensor or a tuple of tensors with plain memory to send; the last chunk may return anything.
+A chunk returns tensors with plain memory to send, in a tuple or by name; the last chunk may return anything.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ldt._torch_private import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ldt.runtime.common.kept import Kept
+from ldt.runtime.common.output_marks import encode_names, encode_none
 from ldt.runtime.common.redact import InputTypeError, InputValueError
 
 __all__ = [
@@ -43,12 +44,26 @@ class Outputs(tuple[torch.Tensor, ...]):
 
 
 def entries_of(output: Any) -> Sequence[Any]:
-    """The entries of a tuple that a chunk returned, or the one thing that it returned."""
-    return output if isinstance(output, (tuple, list)) and not isinstance(output, Kept) else (output,)
+    """The entries of what a chunk returned, in the order in which they are sent.
+
+    Those of a tuple, with a tensor that stands for each None; of a dict or a ModelOutput its tensors, and others that
+    stand for their names; or the one thing that it returned.
+    """
+    if isinstance(output, Kept):
+        return (output,)
+    named = isinstance(output, Mapping) and all(isinstance(name, str) and name for name in output)
+    entries = list(output.values()) if named else output
+    if not isinstance(entries, (tuple, list)):
+        return (output,)
+    device = next((entry.device for entry in entries if isinstance(entry, torch.Tensor)), None)
+    if device is None:
+        return entries if not named else (output,)
+    entries = [encode_none(device) if entry is None else entry for entry in entries]
+    return list(encode_names(dict(zip(output, entries, strict=True)), device)) if named else entries
 
 
 def as_tensors(output: Any, chunk: int) -> Outputs:
-    """A chunk's output as a tuple. Raises TypeError if it is not a tensor or a tuple of tensors, kept or not."""
+    """A chunk's output as a tuple. Raises TypeError if it has anything but tensors and None, or no tensor."""
     entries = entries_of(output)
     kept = [entry.tensor for entry in entries if isinstance(entry, Kept)]
     tensors = [entry for entry in entries if not isinstance(entry, Kept)] + kept
@@ -57,10 +72,13 @@ def as_tensors(output: Any, chunk: int) -> Outputs:
         found.num_kept = len(kept)
         return found
     kind = type(output).__name__
-    if isinstance(output, (tuple, list)):
-        kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in output]
+    if isinstance(output, (tuple, list, Mapping)):
+        values = output.values() if isinstance(output, Mapping) else output
+        kinds = ["Tensor" if isinstance(entry, torch.Tensor) else type(entry).__name__ for entry in values]
         kind += f" of {', '.join(kinds)}"
-    raise InputTypeError(f"chunk {chunk} must return a tensor or a tuple of tensors, got {kind}")
+    raise InputTypeError(
+        f"chunk {chunk} must return a tensor, or a tuple or a dict of tensors and None, got {kind}"
+    )
 
 
 def check_device(tensors: Sequence[torch.Tensor], device: torch.device, what: str) -> None:

@@ -9,7 +9,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["HopSpecs", "TensorSpec", "backward_specs", "describe", "first_difference", "specs_of"]
+__all__ = [
+    "MARK_DTYPE",
+    "HopSpecs",
+    "TensorSpec",
+    "backward_specs",
+    "describe",
+    "first_difference",
+    "is_mark",
+    "specs_of",
+]
+
+
+MARK_DTYPE = torch.uint8
 
 
 @dataclass(frozen=True)
@@ -106,6 +118,8 @@ class TensorSpec:
         raise ValueError(f'expected a tensor spec such as [[4, 8], "float32", true, [], null], got {data!r}')
 
     def __str__(self) -> str:
+        if is_mark(self):
+            return "None" if self.shape[2:] == (1, 0) else "a name"
         grad = " with grad" if self.requires_grad else ""
         split = "" if self.shard is None else f" split over the ranks in dimension {self.shard}"
         kept = " kept on its node" if self.kept else ""
@@ -117,6 +131,11 @@ def _order_of(tensor: torch.Tensor) -> tuple[int, ...]:
         return ()
     order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
     return tuple(order) if tensor.permute(order).is_contiguous() else ()
+
+
+def is_mark(tensor: torch.Tensor | TensorSpec) -> bool:
+    """Whether a tensor stands for None or a name: see ``ldt.runtime.common.output_marks``."""
+    return tensor.dtype is MARK_DTYPE and len(tensor.shape) == 4 and tensor.shape[0] == tensor.shape[1] == 0
 
 
 HopSpecs = tuple[TensorSpec, ...]

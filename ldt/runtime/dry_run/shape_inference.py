@@ -20,6 +20,7 @@ from ldt.runtime.common.auxiliary_loss import LossRecord, declared_losses
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.error_text import safe_str
 from ldt.runtime.common.kept import Kept, mark_kept
+from ldt.runtime.common.output_marks import decode
 from ldt.runtime.common.redact import InputTypeError, InputValueError, QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.dry_run.fake_module import FakeCopies
@@ -136,7 +137,8 @@ def _declared(method: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     of_args, of_kwargs = _with_specs((args, kwargs))
     takes = keywords_of(method)
     of_kwargs |= {name: kwargs[name] for name in takes.metadata if name in kwargs}
-    outputs = method(*of_args, **takes.pick(of_kwargs, len(of_args)))
+    given, named = decode(of_args)
+    outputs = method(*given, **(takes.pick(of_kwargs, len(given)) | named))
     entries = (outputs,) if isinstance(outputs, (TensorSpec, Kept)) else tuple(outputs)
     kept = [entry.tensor for entry in entries if isinstance(entry, Kept)]
     specs = (*(entry for entry in entries if not isinstance(entry, Kept)), *kept)
@@ -224,7 +226,8 @@ def _dry_run(
         inputs = {i: node for i, node in nodes if node is not None}
         record = LossRecord()
         with record.recording():
-            output = fake_module(*fake_args, **fake_kwargs)
+            called_with, named = decode(fake_args)
+            output = fake_module(*called_with, **(fake_kwargs | named))
         state_changed = copies.state_changed() or host_random_states() != drawn
         trained = [parameter for parameter in fake_module.parameters() if parameter.requires_grad]
         return DryRun(

@@ -15,6 +15,7 @@ from ldt._torch_private import AsyncCollectiveTensor
 from ldt.errors import LdtError
 from ldt.runtime.comm.shards import NodeShards
 from ldt.runtime.common.chunk_outputs import Outputs, as_tensors
+from ldt.runtime.common.output_marks import decode
 from ldt.runtime.common.tensor_spec import HopSpecs
 from ldt.runtime.execution.aliasing import Aliasing, passthrough_outputs
 from ldt.runtime.execution.carried_losses import CarriedLosses
@@ -196,8 +197,11 @@ class ChunkRunner:
 
     def call(self, step: StepState, microbatch: int, inputs: Sequence[Any]) -> Any:
         """Call the module on ``inputs`` and on those keywords of the microbatch that it takes."""
+        args, named = decode(inputs)
+        named = self._keywords.pick(step.keywords[microbatch], len(args)) | named
+        del inputs
         with self.losses.recording(microbatch):
-            output = self.module(*inputs, **self._keywords.pick(step.keywords[microbatch], len(inputs)))
+            output = self.module(*args, **named)
         step.nan_check.outputs(self.index, microbatch, output)
         return output
 

@@ -13,6 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.device import autocast_dtype
 from ldt.runtime.common.kept import check_taken, sent_specs
 from ldt.runtime.common.lru import LruCache
+from ldt.runtime.common.output_marks import num_positional
 from ldt.runtime.common.redact import QuotingError
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe
 from ldt.runtime.control.collectives import as_bytes
@@ -169,7 +170,7 @@ class ShapeCache:
     ) -> InferredOutputs:
         """Infer the outputs of ``chunk`` for tensors or specs; for the last chunk only the reach of the loss."""
         mesh, module = self._mesh, self.chunks[chunk]
-        kwargs = self.keywords_for(chunk, offered, len(args))
+        kwargs = self.keywords_for(chunk, offered, num_positional(args))
         if chunk == self._topology.tail:
             return infer_reach(module, args, kwargs, mesh.device, mesh.shards, self._loss_trains)
         try:
@@ -184,9 +185,9 @@ class ShapeCache:
         self.hooks.publish(chunk, module)
         return answer
 
-    def keywords_for(self, chunk: int, offered: Mapping[str, Any], num_positional: int) -> dict[str, Any]:
-        """Return those of ``offered`` that ``chunk`` accepts by name after ``num_positional`` tensors of a hop."""
-        kwargs = self.keywords[chunk].pick(offered, num_positional)
+    def keywords_for(self, chunk: int, offered: Mapping[str, Any], number: int) -> dict[str, Any]:
+        """Return those of ``offered`` that ``chunk`` accepts by name after a ``number`` of positional arguments."""
+        kwargs = self.keywords[chunk].pick(offered, number)
         if self._mesh.is_edge or declares(self.chunks[chunk]):
             return kwargs
         # Metadata are on the CPU here, but will be on the device.

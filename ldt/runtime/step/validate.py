@@ -13,6 +13,7 @@ from ldt.errors import LdtError
 from ldt.runtime.common.auxiliary_loss import without_losses
 from ldt.runtime.common.chunk_outputs import as_tensors
 from ldt.runtime.common.kept import mark_kept
+from ldt.runtime.common.output_marks import num_positional
 from ldt.runtime.common.redact import QuotingError, redacted, unredacted
 from ldt.runtime.common.tensor_spec import HopSpecs, TensorSpec, describe, first_difference
 from ldt.runtime.dry_run.grad_flow import DryRun
@@ -88,7 +89,7 @@ def _chunk_cases(topology: Topology, chunk: int, context: StepContext, training:
 def _validate(mesh: Mesh, shapes: ShapeCache, case: _Case, context: StepContext) -> None:
     chunk, microbatch, args, offered, training = case
     module = shapes.chunks[chunk]
-    kwargs = shapes.keywords_for(chunk, offered, len(args))
+    kwargs = shapes.keywords_for(chunk, offered, num_positional(args))
     try:
         read = partial(_specs_of, mesh, case)
         found = dry_run(module, args, kwargs, mesh.device, training, mesh.shards, read)

@@ -251,12 +251,12 @@ def test_ranks_of_the_edge_with_different_microbatches(pool: RankPool, second: l
 
 class Dictionary(ToyChunk):
     def forward(self, x: torch.Tensor) -> Any:
-        return {"hidden": super().forward(x)}
+        return {"hidden": super().forward(x), "layers": [x]}
 
 
-class NoneInside(ToyChunk):
+class TextInside(ToyChunk):
     def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), None
+        return super().forward(x), "hidden"
 
 
 def bad_output(kind: type[nn.Module]) -> str:
@@ -268,11 +268,14 @@ def bad_output(kind: type[nn.Module]) -> str:
         return describe(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "got"), [(Dictionary, "dict"), (NoneInside, "tuple of Tensor, NoneType")])
+@pytest.mark.parametrize(
+    ("kind", "got"), [(Dictionary, "dict of Tensor, list"), (TextInside, "tuple of Tensor, str")]
+)
 def test_outputs_that_are_not_tensors(pool: RankPool, kind: type[nn.Module], got: str) -> None:
     answers = pool.run(bad_output, kind, ranks=[0, 1])
     assert all(
-        f"chunk 1 must return a tensor or a tuple of tensors, got {got}" in answer for answer in answers
+        f"chunk 1 must return a tensor, or a tuple or a dict of tensors and None, got {got}" in answer
+        for answer in answers
     )
 
 
