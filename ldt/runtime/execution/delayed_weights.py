@@ -17,15 +17,15 @@ _BUILDER = "dw_builder"  # as of torch.distributed.pipelining: called behind a b
 class DelayedWeights:
     """The delayed gradients of a chunk.
 
-    Each of its outermost modules with a method ``backward_weight()`` or ``backward_dw()`` is called once for each
-    microbatch, in the order of the backwards that went before. So is what ``dw_builder()`` of the chunk returned behind
-    the backward of that microbatch.
+    For each microbatch it runs what ``dw_builder()`` of the chunk returned behind its backward. Without that it calls
+    each of the outermost modules that have a method ``backward_weight()`` or ``backward_dw()``, in the order of the
+    backwards that went before.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._methods = list(_methods_of(module))
         builder = getattr(module, _BUILDER, None)
         self._builder: Callable[[], Any] | None = builder if callable(builder) else None
+        self._methods = [] if self._builder is not None else list(_methods_of(module))
         self._built: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
