@@ -20,6 +20,8 @@ __all__ = ["SHARED_MEMORY", "FaultError", "Harness", "Outcome", "left_files"]
 _HANG_SECONDS = 40.0  # then the job is killed; the limits per fault are in faults.verdict
 SHARED_MEMORY = Path("/dev/shm")
 _SETTLING_SECONDS = 2.0
+# Locks of multiprocessing, of which ldt has none. Those of a rank that was killed stay until its parent ends.
+_SEMAPHORE = "sem."
 
 
 class FaultError(AssertionError):
@@ -100,36 +102,25 @@ class Harness:
 def left_files(before: set[Path], folder: Path = SHARED_MEMORY) -> list[Path]:
     """Return new files of ``folder`` that stay, unless a program that is none of ours has mapped them."""
     deadline = time.monotonic() + _SETTLING_SECONDS
-    while left := set(folder.iterdir()) - before:
+    while left := {path for path in folder.iterdir() if not path.name.startswith(_SEMAPHORE)} - before:
         if time.monotonic() > deadline:
-            others = _mapped_by_others(folder)
-            return sorted(path for path in left if _inode(path) not in others)
+            left -= _of_other_programs(folder)
+            return sorted(left & set(folder.iterdir()))  # those whose program has just ended are gone
         time.sleep(0.02)
     return []
 
 
-def _mapped_by_others(folder: Path) -> set[int | None]:
-    """Return the inodes that processes have mapped, except this one and its descendants in its group.
-
-    Paths would not do: a named semaphore is mapped under a temporary name, then linked to its own. None stands for a
-    file that is gone, as those of a program that has just ended.
-    """
-    inodes: set[int | None] = {None}
+def _of_other_programs(folder: Path) -> set[Path]:
+    """Return files of ``folder`` that processes have mapped, except this one and its descendants in its group."""
+    files = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if not _is_ours(int(process.name)):
-                maps = (line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines())
-                inodes |= {int(entry[4]) for entry in maps if entry[-1].startswith(f"{folder}/")}
+                paths = (line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines())
+                files |= {Path(path) for path in paths if path.startswith(f"{folder}/")}
         except (OSError, ValueError):  # it has ended, or access is denied
             continue
-    return inodes
-
-
-def _inode(path: Path) -> int | None:
-    try:
-        return path.stat().st_ino
-    except FileNotFoundError:
-        return None
+    return files
 
 
 def _is_ours(process: int) -> bool:

@@ -76,19 +76,13 @@ def test_leaks_of_a_process_are_detected() -> None:
 def test_a_file_left_in_shared_memory_is_detected_unless_another_program_maps_it(
     tmp_path: Path, launcher: list[str]
 ) -> None:
-    """One of another session, or one that is no descendant. A folder of its own: others check /dev/shm meanwhile.
-
-    The file gets its name after it is mapped, as a named semaphore does.
-    """
+    """One of another session, or one that is no descendant. A folder of its own: others check /dev/shm meanwhile."""
     own_file, of_other = tmp_path / "own_file", tmp_path / "of_other"
-    hold = (
-        "import mmap, os, sys; name = sys.argv[1]; f = open(name + '.new', 'w+b'); f.write(b'left'); f.flush();"
-        "m = mmap.mmap(f.fileno(), 4); os.link(name + '.new', name); os.unlink(name + '.new');"
-        "print(flush=True); input()"
-    )
+    hold = "import mmap, sys; f = open(sys.argv[1], 'r+'); m = mmap.mmap(f.fileno(), 4); print(flush=True); input()"
     other = None
     try:
-        own_file.write_bytes(b"left")
+        for path in (own_file, of_other, tmp_path / "sem.of_a_killed_rank"):
+            path.write_bytes(b"left")
         other = subprocess.Popen(
             [*launcher, sys.executable, "-c", hold, str(of_other)],
             stdin=subprocess.PIPE,

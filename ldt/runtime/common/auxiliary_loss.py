@@ -6,8 +6,8 @@ What its gradient is scaled by comes back with their gradients, so it is scaled 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -126,19 +126,13 @@ class LossRecord:
         self._to_come -= 1
         return self.seed
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[object]:
         """Losses that are added within are those of this record."""
-        self._counts = True
-        with _activated(self):
-            yield
-        self._counts = False
+        return _Activated(self, counts=True)
 
-    @contextmanager
-    def repeating(self) -> Iterator[None]:
+    def repeating(self) -> AbstractContextManager[object]:
         """Losses of forwards that a checkpoint repeats within are scaled by the seed."""
-        with _activated(self):
-            yield
+        return _Activated(self, counts=False)
 
     def check_complete(self, chunk: int) -> None:
         """Raise LdtError if a loss got no gradient in the backward that has ended."""
@@ -149,12 +143,18 @@ class LossRecord:
             )
 
 
-@contextmanager
-def _activated(record: LossRecord) -> Iterator[None]:
-    _active.append(record)
-    try:
-        yield
-    finally:
+class _Activated:
+    """Not made by ``contextlib.contextmanager``, which changes an exception that passes through."""
+
+    def __init__(self, record: LossRecord, counts: bool) -> None:
+        self._record, self._counts = record, counts
+
+    def __enter__(self) -> None:
+        self._record._counts = self._counts
+        _active.append(self._record)
+
+    def __exit__(self, *unused: object) -> None:
+        self._record._counts = False
         _active.pop()
 
 

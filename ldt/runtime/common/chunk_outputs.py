@@ -17,6 +17,7 @@ from ldt._torch_private import FakeTensor, is_traceable_wrapper_subclass, pytree
 from ldt.runtime.common.kept import Kept
 from ldt.runtime.common.output_marks import encode_names, encode_none
 from ldt.runtime.common.redact import InputTypeError, InputValueError
+from ldt.runtime.common.tensor_spec import is_mark
 
 __all__ = [
     "Outputs",
@@ -64,6 +65,12 @@ def entries_of(output: Any) -> Sequence[Any]:
 
 def as_tensors(output: Any, chunk: int) -> Outputs:
     """A chunk's output as a tuple. Raises TypeError if it has anything but tensors and None, or no tensor."""
+    for entry in output.values() if isinstance(output, Mapping) else pytree.tree_leaves(output):
+        if isinstance(entry, torch.Tensor) and is_mark(entry):
+            raise InputValueError(
+                f"chunk {chunk} returns an empty tensor of uint8 and shape {list(entry.shape)}, which stands for None or "
+                "a name between chunks: give it another shape"
+            )
     entries = entries_of(output)
     kept = [entry.tensor for entry in entries if isinstance(entry, Kept)]
     tensors = [entry for entry in entries if not isinstance(entry, Kept)] + kept

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -42,28 +42,22 @@ class CarriedLosses:
         place = self._place(step, microbatch, self._chunk - 1)
         return specs if place is None else (*specs[:place], *specs[place + 1 :])
 
-    @contextmanager
-    def recording(self, microbatch: int) -> Iterator[None]:
-        """Run a part of the forward within: the chunk, and behind the last one the loss function."""
-        record = self._records.get(microbatch) or LossRecord()
-        with record.recording():
-            yield
-        if record.values:
-            self._records[microbatch] = record
+    def recording(self, microbatch: int) -> AbstractContextManager[object]:
+        """A context for the parts of a forward: the chunk, and behind the last one the loss function."""
+        return self._records.setdefault(microbatch, LossRecord()).recording()
 
     def give(self, step: StepState, microbatch: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return what is sent behind the chunk's outputs; on the edge nothing.
 
         Raises LdtError for a loss that the dry run did not have.
         """
-        record = self._records.get(microbatch)
-        values = {} if record is None else dict(record.values)
+        values = dict(self._records[microbatch].values)
+        if not (values and torch.is_grad_enabled()):
+            del self._records[microbatch]
         for index, name in enumerate(self._names(step, microbatch, self._chunk - 1)):
             before = self._received[microbatch][index]
             values[name] = values[name] + before if name in values else before
         self._received.pop(microbatch, None)
-        if not torch.is_grad_enabled():
-            self._records.pop(microbatch, None)
         for name, value in values.items():
             step.nan_check.auxiliary(self._chunk, microbatch, name, value)
         if step.on_edge:
@@ -111,15 +105,10 @@ class CarriedLosses:
         place = sum(spec.requires_grad for spec in sent_specs(specs))
         return [*grads[:place], seed.expand(len(names)).contiguous(), *grads[place:]]
 
-    @contextmanager
-    def repeating(self, microbatch: int) -> Iterator[None]:
-        """Run a part of the backward within."""
+    def repeating(self, microbatch: int) -> AbstractContextManager[object]:
+        """A context for the parts of a backward."""
         record = self._records.get(microbatch)
-        if record is None:
-            yield
-            return
-        with record.repeating():
-            yield
+        return nullcontext() if record is None else record.repeating()
 
     def end(self, microbatch: int) -> None:
         """Called after the backward. Raises LdtError if a loss got no gradient."""

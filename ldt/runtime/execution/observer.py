@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from ldt.plan import Action, Kind
 
@@ -44,16 +44,28 @@ class ActionWatch:
         """Whether ``action`` is the last of its chunk that computes gradients of weights."""
         return action == self._last.get(action.chunk)
 
-    @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
-        if self._observer is None or action.kind not in (Kind.F, Kind.B, Kind.W) or action.microbatch is None:
-            yield
-            return
-        before: Callable[..., None] = self._observer.before_backward
-        after: Callable[..., None] = self._observer.after_backward
-        details: tuple[int | bool, ...] = (action.chunk, action.microbatch, self.is_last(action))
-        if action.kind is Kind.F:
-            before, after, details = self._observer.before_forward, self._observer.after_forward, details[:2]
-        before(*details)
-        yield
-        after(*details)
+    def around(self, action: Action) -> AbstractContextManager[object]:
+        """Return a context in which the action runs."""
+        if self._observer is None or action.kind not in (Kind.F, Kind.B, Kind.W):
+            return nullcontext()
+        return _Observed(self._observer, action, self.is_last(action))
+
+
+class _Observed:
+    """Not made by ``contextlib.contextmanager``, which changes an exception that passes through."""
+
+    def __init__(self, observer: Observer, action: Action, last: bool) -> None:
+        assert action.microbatch is not None, action
+        self._after: Callable[..., None] = observer.after_forward
+        self._before: Callable[..., None] = observer.before_forward
+        self._details: tuple[int | bool, ...] = (action.chunk, action.microbatch)
+        if action.kind is not Kind.F:
+            self._before, self._after = observer.before_backward, observer.after_backward
+            self._details = (*self._details, last)
+
+    def __enter__(self) -> None:
+        self._before(*self._details)
+
+    def __exit__(self, kind: type[BaseException] | None, *unused: object) -> None:
+        if kind is None:
+            self._after(*self._details)

@@ -132,6 +132,8 @@ class Wrong(Named):
             return {"hidden": None}
         if self.kind == "nested":
             return {"hidden": hidden, "extra": (hidden, hidden)}
+        if self.kind == "mark":
+            return hidden, torch.empty(0, 0, 1, 5, dtype=torch.uint8)
         if self.kind == "sparse":
             return {"hidden": hidden.relu().to_sparse()}
         return {"hidden": hidden, "extra": None if type(hidden) is Tensor else hidden}
@@ -142,6 +144,7 @@ WRONG = {
     "nothing": r"chunk 1 must return .*, got dict of NoneType",
     "nested": r"chunk 1 must return .*, got dict of Tensor, tuple",
     "sparse": r"output of chunk 1.*without plain memory to send.*call to_dense\(\)",
+    "mark": r"chunk 1 returns an empty tensor of uint8 and shape \[0, 0, 1, 5\], which stands for None or a name",
     "data": r"output of chunk 1 for microbatch 0 is not what was agreed: tensor \d was agreed as float32.*, got None",
 }
 
