@@ -68,8 +68,8 @@ def as_tensors(output: Any, chunk: int) -> Outputs:
     for entry in output.values() if isinstance(output, Mapping) else pytree.tree_leaves(output):
         if isinstance(entry, torch.Tensor) and is_mark(entry):
             raise InputValueError(
-                f"chunk {chunk} returns an empty tensor of uint8 and shape {list(entry.shape)}, which stands for None or "
-                "a name between chunks: give it another shape"
+                f"chunk {chunk} returns an empty tensor of uint8 and shape {list(entry.shape)}, which stands for None "
+                "or a name between chunks: give it another shape"
             )
     entries = entries_of(output)
     kept = [entry.tensor for entry in entries if isinstance(entry, Kept)]
