@@ -12,7 +12,7 @@ from torch.distributed.pipelining.microbatch import (
     split_args_kwargs_into_chunks,
 )
 
-from ldt.runtime.common.redact import InputValueError
+from ldt.runtime.common.redact import InputTypeError, InputValueError
 from ldt.runtime.execution.step_result import StepResult
 from ldt.runtime.pipeline import Pipeline
 from ldt.runtime.step.microbatch import Microbatch
@@ -90,6 +90,7 @@ class Schedule:
             The outputs, detached, on the edge with ``return_outputs``; else None.
 
         Raises:
+            TypeError: An argument that has an entry per microbatch is no list, or an entry of ``kwarg_mbs`` no dict.
             ValueError: The batch has fewer samples than ``n_microbatches``, a list has another length, parts of a batch
                 were given both whole and split, or a cloud rank was given arguments.
         """
@@ -145,12 +146,20 @@ class Schedule:
             "kwargs": [{}] * number if kwarg_mbs is None else kwarg_mbs,
             "target": [None] * number if target_mbs is None else target_mbs,
         }
+        for name, found in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+            if found is not None and not isinstance(found, (list, tuple)):
+                raise InputTypeError(
+                    f"{name} must be a list with an entry per microbatch, got {type(found).__name__}"
+                )
         for name, found in parts.items():
             if len(found) != number:
-                raise InputValueError(
-                    f"{name}: expected {number} microbatches, got {len(found)}: does the batch have fewer samples?"
+                advice = (
+                    "" if any(part is not None for part in split) else ": does the batch have fewer samples?"
                 )
-        for one, named, of_loss in zip(*parts.values(), strict=True):
+                raise InputValueError(f"{name}: expected {number} microbatches, got {len(found)}{advice}")
+        for index, (one, named, of_loss) in enumerate(zip(*parts.values(), strict=True)):
+            if not isinstance(named, Mapping):
+                raise InputTypeError(f"kwarg_mbs[{index}] must be a dict, got {type(named).__name__}")
             yield Microbatch(one if isinstance(one, tuple) else (one,), dict(named), of_loss)
 
     def _finish(self, result: StepResult, losses: list[torch.Tensor] | None) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 
 from torch.autograd.graph import Node
 
-__all__ = ["REENTRANT_CHECKPOINT", "accumulate_grad_nodes", "children", "depth_first", "reachable"]
+__all__ = ["REENTRANT_CHECKPOINT", "accumulate_grad_nodes", "children", "depth_first", "name_of", "reachable"]
 
 REENTRANT_CHECKPOINT = "CheckpointFunction"  # prefix of the name of its nodes
 
@@ -18,7 +18,13 @@ def children(node: Node) -> list[Node]:
 
 def accumulate_grad_nodes(starts: Iterable[Node], ends: Container[Node] = ()) -> Iterator[Node]:
     """The AccumulateGrad nodes that backward runs from ``starts`` up to ``ends``."""
-    return (node for node in reachable(starts, ends) if node.name().endswith("AccumulateGrad"))
+    return (node for node in reachable(starts, ends) if name_of(node).endswith("AccumulateGrad"))
+
+
+def name_of(node: Node) -> str:
+    """The name of a node. A custom function may have hidden the method by an attribute ``ctx.name``."""
+    name: str = type(node).name(node)
+    return name
 
 
 def reachable(starts: Iterable[Node], ends: Container[Node] = ()) -> Iterator[Node]:

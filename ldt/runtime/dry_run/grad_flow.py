@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from ldt.runtime.common.autograd_graph import REENTRANT_CHECKPOINT, accumulate_grad_nodes, reachable
+from ldt.runtime.common.autograd_graph import REENTRANT_CHECKPOINT, accumulate_grad_nodes, name_of, reachable
 from ldt.runtime.common.tensor_spec import HopSpecs
 
 __all__ = ["DryRun", "InferredOutputs", "Reach", "of_loss", "unknown", "used"]
@@ -87,7 +87,7 @@ class DryRun:
 
     def reentrant(self, outputs: Sequence[torch.Tensor]) -> tuple[int, ...]:
         """Return the inputs on which alone reentrant checkpoints before ``outputs`` depend."""
-        checkpoints = [node for node in _behind(outputs) if node.name().startswith(REENTRANT_CHECKPOINT)]
+        checkpoints = [node for node in _behind(outputs) if name_of(node).startswith(REENTRANT_CHECKPOINT)]
         return tuple(sorted({i for node in checkpoints for i in self._only_by(node)}))
 
     def _only_by(self, start: Node | None) -> tuple[int, ...]:

@@ -166,8 +166,8 @@ class StepLoss:
         """The mean loss of each microbatch that had a target, or its root."""
         if self._reduction == "root":
             return [self._values[index] for index in sorted(self._values)]
-        counts = self._numbers()
-        return [self._values[index] / counts[index] for index in sorted(self._values)]
+        counts = self._numbers()  # without tokens the sum is 0, and so is the mean
+        return [self._values[index] / (counts[index] or 1.0) for index in sorted(self._values)]
 
     def metrics(self) -> dict[str, list[torch.Tensor]]:
         """The metrics by name, each of the microbatches that have it, in order."""
@@ -183,7 +183,7 @@ class StepLoss:
         total = losses[0]
         for loss in losses[1:]:
             total = total + loss
-        return total if self._reduction in ("sum", "root") else total / self.count
+        return total if self._reduction in ("sum", "root") else total / (self.count or 1.0)
 
     def _split(self, result: Any) -> tuple[torch.Tensor, torch.Tensor | float]:
         if not isinstance(result, (tuple, list)) or len(result) != 2:

@@ -31,6 +31,7 @@ from ldt.runtime.common.autograd_graph import (
     accumulate_grad_nodes,
     children,
     depth_first,
+    name_of,
     reachable,
 )
 from ldt.runtime.execution.side_effects import FunctionWatch, SecondPart
@@ -76,7 +77,7 @@ def backward_input(
             grads = torch.autograd.grad(
                 edges, inputs, [grad for _, grad in through], retain_graph=True, allow_unused=True
             )
-    second = nullcontext if watched is None else watched.check([node.name() for node in custom])
+    second = nullcontext if watched is None else watched.check([name_of(node) for node in custom])
     weight_roots = [(root, grad) for root, grad in roots if root.node not in cut.between]
     groups = cut.groups([root.node for root, _ in weight_roots])
     return list(grads), WeightPart(
@@ -155,7 +156,7 @@ class _Cut:
         users: dict[Node, list[Node]] = {}
         for node in reachable((root.node for root, _ in roots), self._ends):
             for name, what in _UNSPLITTABLE.items():
-                if node.name().startswith(name):
+                if name_of(node).startswith(name):
                     raise LdtError(
                         f"its backward cannot be split: {what} computes the gradients of inputs and parameters "
                         "together. Remove it, or use a plan without split backward"
