@@ -165,7 +165,7 @@ ROWS = torch.ones(NUMBER, WIDTH)
         ({"arg_mbs": []}, {}, "args: expected 4 microbatches, got 0"),
         ({"arg_mbs": ROWS}, {}, "arg_mbs must be a list with an entry per microbatch, got Tensor"),
         ({"kwarg_mbs": {"x": ROWS}}, {}, "kwarg_mbs must be a list with an entry per microbatch, got dict"),
-        ({"kwarg_mbs": [ROWS] * 4}, {}, r"kwarg_mbs\[0\] must be a dict, got Tensor"),
+        ({"kwarg_mbs": [ROWS] * 4}, {}, "kwarg_mbs[0] must be a dict, got Tensor"),
         ({"arg_mbs": [ROWS] * 4, "shift": ROWS}, {}, "give a whole batch, or arg_mbs="),
         ({"arg_mbs": [ROWS] * 4, "target": ROWS}, {}, "give a whole batch, or arg_mbs="),
         ({"x": ROWS, "shift": ROWS, "target": ROWS}, {"x": ROWS}, "only the edge, stage 0, has samples"),
